@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from time_limits import limit
 from uninitialized_memory import NO_OTHER_KERNEL, fill, fill_in_ranks
 
-from zerofn.kernels import adam_native as _kernels  # inside
+from zerofn.kernels import adam as _kernels  # inside
 from zerofn.kernels import native as _native  # inside
 
 # Numbers are compared to the last bit in places, and a sum over threads is another sum.

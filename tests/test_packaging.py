@@ -15,7 +15,7 @@ import torch
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.analysis import doctor  # inside
+from zerofn.contrib import doctor  # inside
 
 ROOT = Path(zf.__file__).parent.parent
 

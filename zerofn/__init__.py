@@ -11,53 +11,50 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from ._compat.compiler import uncompiled as _uncompiled
+from ._compat.functorch import uncompiled as _uncompiled
 from ._compat.saved_states import let_torch_load_states as _let_torch_load_states
 
 if _TYPE_CHECKING:
-    from . import collectives as collectives
-    from . import extend as extend
-    from . import integrations as integrations
-    from . import schedules as schedules
-    from .analysis import curvature as curvature
-    from .analysis.profile import profile as profile
-    from .analysis.replay import record as record
-    from .analysis.replay import replay as replay
+    from . import collectives, extend, integrations, schedules
+    from .contrib import curvature
+    from .contrib.deepspeed import from_deepspeed as from_deepspeed
+    from .contrib.deepspeed_checkpoint import load_deepspeed as load_deepspeed
+    from .contrib.layer_drop import layer_drop as layer_drop
+    from .contrib.profile import profile as profile
+    from .contrib.replay import record as record
+    from .contrib.replay import replay as replay
+    from .contrib.sequence_parallel import sequence_mean as sequence_mean
+    from .contrib.sequence_parallel import sequence_parallel as sequence_parallel
+    from .contrib.torchopt import as_torchopt as as_torchopt
+    from .core.arguments import floats as floats
     from .core.chain import chain as chain
     from .core.chain import guest as guest
+    from .core.chain import masked as masked
+    from .core.chain import partition as partition
     from .core.leafwise import leafwise as leafwise
-    from .core.metrics import floats as floats
-    from .core.partition import masked as masked
-    from .core.partition import partition as partition
     from .core.state import State as State
     from .core.transform import Transform as Transform
-    from .eager.attach import attach as attach
     from .eager.materialize import materialize as materialize
     from .eager.optimizer import Optimizer as Optimizer
-    from .module.layer_drop import layer_drop as layer_drop
-    from .module.sequence_parallel import sequence_parallel as sequence_parallel
-    from .porting.deepspeed import from_deepspeed as from_deepspeed
-    from .porting.deepspeed_checkpoint import load_deepspeed as load_deepspeed
-    from .porting.torchopt_form import as_torchopt as as_torchopt
+    from .eager.optimizer import attach as attach
     from .pure.api import bind as bind
+    from .pure.api import full_params as full_params
+    from .pure.api import gather as gather
+    from .pure.api import global_norm as global_norm
+    from .pure.api import init as init
     from .pure.api import update as update
     from .pure.api import vjp as vjp
-    from .pure.gather_trees import gather as gather
-    from .pure.gather_trees import global_norm as global_norm
-    from .pure.states import full_params as full_params
-    from .pure.states import init as init
     from .pure.step import make_step as make_step
     from .pure.unroll import unroll as unroll
-    from .ranks.local.launch import RankError as RankError
-    from .ranks.local.launch import launch as launch
-    from .ranks.ulysses import sequence_mean as sequence_mean
-    from .storage.checkpoint import save as save
+    from .ranks.launch import RankError as RankError
+    from .ranks.launch import launch as launch
     from .storage.checkpoints import Checkpoints as Checkpoints
-    from .storage.describe import describe as describe
-    from .storage.load_safetensors import load_safetensors as load_safetensors
     from .storage.loading import load as load
-    from .storage.plan import plan as plan
     from .storage.safetensors import export_safetensors as export_safetensors
+    from .storage.safetensors import load_safetensors as load_safetensors
+    from .storage.saving import save as save
+    from .storage.tables import describe as describe
+    from .storage.tables import plan as plan
     from .transforms.accumulate import accumulate as accumulate
     from .transforms.adam import adam as adam
     from .transforms.adam import adamw as adamw
@@ -93,43 +90,43 @@ _let_torch_load_states()
 # Where names are. Each is imported when it is asked for: the first use pays, and transforms, tools of analysis and
 # checkpoints that a program does not use are never read.
 _LATER = {
-    "profile": "analysis.profile",
-    "record": "analysis.replay",
-    "replay": "analysis.replay",
+    "profile": "contrib.profile",
+    "record": "contrib.replay",
+    "replay": "contrib.replay",
     "chain": "core.chain",
     "guest": "core.chain",
     "leafwise": "core.leafwise",
-    "floats": "core.metrics",
-    "masked": "core.partition",
-    "partition": "core.partition",
+    "floats": "core.arguments",
+    "masked": "core.chain",
+    "partition": "core.chain",
     "State": "core.state",
     "Transform": "core.transform",
-    "attach": "eager.attach",
+    "attach": "eager.optimizer",
     "materialize": "eager.materialize",
     "Optimizer": "eager.optimizer",
-    "layer_drop": "module.layer_drop",
-    "sequence_parallel": "module.sequence_parallel",
-    "from_deepspeed": "porting.deepspeed",
-    "load_deepspeed": "porting.deepspeed_checkpoint",
-    "as_torchopt": "porting.torchopt_form",
+    "layer_drop": "contrib.layer_drop",
+    "sequence_parallel": "contrib.sequence_parallel",
+    "from_deepspeed": "contrib.deepspeed",
+    "load_deepspeed": "contrib.deepspeed_checkpoint",
+    "as_torchopt": "contrib.torchopt",
     "bind": "pure.api",
     "update": "pure.api",
     "vjp": "pure.api",
-    "gather": "pure.gather_trees",
-    "global_norm": "pure.gather_trees",
-    "full_params": "pure.states",
-    "init": "pure.states",
+    "gather": "pure.api",
+    "global_norm": "pure.api",
+    "full_params": "pure.api",
+    "init": "pure.api",
     "make_step": "pure.step",
     "unroll": "pure.unroll",
-    "launch": "ranks.local.launch",
-    "RankError": "ranks.local.launch",
-    "sequence_mean": "ranks.ulysses",
-    "save": "storage.checkpoint",
+    "launch": "ranks.launch",
+    "RankError": "ranks.launch",
+    "sequence_mean": "contrib.sequence_parallel",
+    "save": "storage.saving",
     "Checkpoints": "storage.checkpoints",
-    "describe": "storage.describe",
-    "load_safetensors": "storage.load_safetensors",
+    "describe": "storage.tables",
+    "load_safetensors": "storage.safetensors",
     "load": "storage.loading",
-    "plan": "storage.plan",
+    "plan": "storage.tables",
     "export_safetensors": "storage.safetensors",
     "accumulate": "transforms.accumulate",
     "adam": "transforms.adam",
@@ -160,7 +157,7 @@ _LATER = {
 }
 _MODULES = {
     "collectives": "collectives",
-    "curvature": "analysis.curvature",
+    "curvature": "contrib.curvature",
     "extend": "extend",
     "integrations": "integrations",
     "schedules": "schedules",

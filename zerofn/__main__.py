@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from .analysis.doctor import main
+from .contrib.doctor import main
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m zerofn")

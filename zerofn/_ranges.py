@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._compat.operators import profiler_runs
+from ._compat.tensors import profiler_runs
 
 # Kinds of ranges: a phase of a step, the update half of a transform, its view half, a wait for other ranks.
 PHASE, UPDATE, VIEW, WAIT = "phase", "update", "view", "wait"

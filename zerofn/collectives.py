@@ -14,15 +14,15 @@ can be gathered. The transforms of a pipeline, such as `zf.shard`, need none of 
 tensor([2., 4.])
 """
 
-from .ranks.all_to_all import all_to_all as all_to_all
-from .ranks.differentiable import all_gather as all_gather
-from .ranks.differentiable import all_reduce as all_reduce
-from .ranks.differentiable import reduce_scatter as reduce_scatter
-from .ranks.differentiable import replicate as replicate
-from .ranks.differentiable_trees import all_gather_tree as all_gather_tree
-from .ranks.differentiable_trees import all_reduce_tree as all_reduce_tree
-from .ranks.differentiable_trees import reduce_scatter_tree as reduce_scatter_tree
-from .ranks.differentiable_trees import replicate_tree as replicate_tree
-from .ranks.group import Group as Group
-from .ranks.process_groups import mesh_group as mesh_group
-from .ranks.process_groups import world_group as world_group
+from zerofn.ranks.differentiable import all_gather as all_gather
+from zerofn.ranks.differentiable import all_gather_tree as all_gather_tree
+from zerofn.ranks.differentiable import all_reduce as all_reduce
+from zerofn.ranks.differentiable import all_reduce_tree as all_reduce_tree
+from zerofn.ranks.differentiable import all_to_all as all_to_all
+from zerofn.ranks.differentiable import reduce_scatter as reduce_scatter
+from zerofn.ranks.differentiable import reduce_scatter_tree as reduce_scatter_tree
+from zerofn.ranks.differentiable import replicate as replicate
+from zerofn.ranks.differentiable import replicate_tree as replicate_tree
+from zerofn.ranks.group import Group as Group
+from zerofn.ranks.process_groups import mesh_group as mesh_group
+from zerofn.ranks.process_groups import world_group as world_group

@@ -16,8 +16,8 @@ it prints, compares and pickles. A `View` says how the model sees what is stored
 ({'w': tensor([3.])}, {'w': tensor([6.])})
 """
 
-from ._errors import bad_leaves, explain
-from .core.arguments import (
+from zerofn._errors import bad_leaves, explain
+from zerofn.core.arguments import (
     TINY,
     check_betas,
     check_count,
@@ -30,18 +30,15 @@ from .core.arguments import (
     no_weight,
     weight_of,
 )
-from .core.chain import as_transform, chain
-from .core.coalesced_views import Like
-from .core.dtypes import Dtypes
-from .core.facts import AVERAGE, COUNT, OVERFLOW_LEAF, SKIPPED_STEPS, Facts, Scope
-from .core.layout import Layout, Leaf, Leaves
-from .core.leaf_arguments import LeafList, LeafStep
-from .core.leafwise import transform
-from .core.optimizer_transform import direction, like, optimizer, without_elements
-from .core.partition import labels_by_path, of_members, texts_of_labels, values_by_path
-from .core.placements import AxisPlacement, Flat, Owner, Partial, Replicate, Shard
-from .core.row_sharding import span, width
-from .core.spec import (
+from zerofn.core.bucketed_views import Like
+from zerofn.core.chain import as_transform, chain, labels_by_path, of_members, texts_of_labels, values_by_path
+from zerofn.core.context import Context, Prepared
+from zerofn.core.facts import AVERAGE, COUNT, OVERFLOW_LEAF, SKIPPED_STEPS, Facts, Scope
+from zerofn.core.layout import AxisPlacement, Flat, Layout, Leaf, Leaves, Owner, Partial, Replicate, Shard, span, width
+from zerofn.core.leafwise import transform
+from zerofn.core.offload import Conveyor
+from zerofn.core.optimizer import LeafList, LeafStep, direction, like, optimizer, without_elements
+from zerofn.core.spec import (
     NOT_REDUCED,
     OF_ITS_OWN,
     ONE_OF_TWO,
@@ -53,23 +50,40 @@ from .core.spec import (
     makes_parameters,
     watches_parameters,
 )
-from .core.state import counter
-from .core.state_prefetch import Conveyor
-from .core.transform import ScalarOrSchedule, Transform, TransformState
-from .core.tree import flatten, select, tree_map
-from .core.update_context import Context, Prepared
-from .core.views import Ranks, View, ViewOf, Wire, no_view, over_ranks
-from .kernels.adam import adam_, adam_update
-from .kernels.adam_operator import adam_operator, has_kernel
-from .kernels.fused_operator import fused_operator, fused_update, many_for_fused
-from .kernels.norms import not_finite, squared_norm
-from .kernels.recording import certain, concrete, differentiated, number, recorded, root, straight_through
-from .kernels.rounding import FIRST_FORMAT, FORMAT, FORMAT_ENTRY, known_formats, leaf_key, random_bits, stochastic_round
-from .kernels.tensor_lists import alike, plain, typed
-from .kernels.terms import moment_root, once, plus, plus_product, plus_quotient, scaled
-from .ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
-from .ranks.group import Group
-from .ranks.vmap_checks import check_batch
+from zerofn.core.state import counter
+from zerofn.core.transform import ScalarOrSchedule, Transform, TransformState
+from zerofn.core.tree import flatten, select, tree_map
+from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ranks
+from zerofn.kernels.adam import adam_, adam_operator, adam_update, alike, has_kernel, plain, typed
+from zerofn.kernels.fused_adam import fused_operator, fused_update, many_for_fused
+from zerofn.kernels.norms import not_finite, squared_norm
+from zerofn.kernels.recording import (
+    certain,
+    concrete,
+    differentiated,
+    moment_root,
+    number,
+    once,
+    plus,
+    plus_product,
+    plus_quotient,
+    recorded,
+    root,
+    scaled,
+    straight_through,
+)
+from zerofn.kernels.rounding import (
+    FIRST_FORMAT,
+    FORMAT,
+    FORMAT_ENTRY,
+    known_formats,
+    leaf_key,
+    random_bits,
+    stochastic_round,
+)
+from zerofn.ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from zerofn.ranks.differentiable import check_batch
+from zerofn.ranks.group import Group
 
 __all__ = [
     "AVERAGE",

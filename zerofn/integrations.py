@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._compat.modules import IGNORED_BY_DDP
+from ._compat.tensors import IGNORED_BY_DDP
 from ._errors import explain
 from .eager.optimizer import Optimizer
-from .storage.checkpoint import save
 from .storage.loading import load
+from .storage.saving import save
 
 # The directory of `zf.save` in a checkpoint of Trainer's, and behind the name of a checkpoint of Lightning's.
 STATE = "zerofn"

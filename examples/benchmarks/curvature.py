@@ -25,7 +25,7 @@ from torch import Tensor
 from update_kernel import machine
 
 import zerofn as zf
-from zerofn.analysis.hessian import Hessian
+from zerofn.contrib.curvature import Hessian
 
 Loss = Callable[[dict[str, Tensor]], Tensor]
 Tensors = dict[str, Tensor]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerofn as zf
-from zerofn.core.host_copies import CopyQueue  # inside
+from zerofn.core.offload import CopyQueue  # inside
 
 HERE = torch.device("cuda", 0)
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zerofn as zf
-from zerofn._compat.compiler import COMPILES_STATES  # inside
-from zerofn.core.leaf_entries import of_leaves, overlaid, places  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside
+from zerofn.core.tree import of_leaves, overlaid, places  # inside
 from zerofn.extend import Facts, Prepared, Scope, Transform, flatten
 
 # Of parameters in one bucket: the model below has several.

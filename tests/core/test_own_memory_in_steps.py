@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofn as zf
-from zerofn._compat.compiler import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside
 from zerofn.extend import Facts, Prepared, Scope, Transform
 
 Copy = Callable[[Tensor], Tensor]

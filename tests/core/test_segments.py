@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import zerofn as zf
 from zerofn.core import executor  # inside
+from zerofn.core.executor import stretch, stretches  # inside
 from zerofn.core.layout import make_layout  # inside
-from zerofn.core.resolve import pipeline  # inside
-from zerofn.core.segments import stretch, stretches  # inside
+from zerofn.core.pipeline import pipeline  # inside
 from zerofn.testing import assert_trees_equal
 
 SHAPES = {"a.weight": (3, 4), "a.bias": (4,), "b.weight": (4, 2), "b.bias": (2,), "none": (2,), "empty.bias": (0,)}

@@ -9,7 +9,7 @@ from time_limits import limit
 
 import zerofn as zf
 from zerofn.core.layout import make_layout  # inside
-from zerofn.core.resolve import pipeline  # inside
+from zerofn.core.pipeline import pipeline  # inside
 from zerofn.extend import (
     Facts,
     Flat,

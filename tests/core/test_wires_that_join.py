@@ -9,8 +9,8 @@ from torch import nn
 
 import zerofn as zf
 from zerofn.core.layout import make_layout  # inside
-from zerofn.core.resolve import pipeline  # inside
-from zerofn.core.wire_agreement import misjoined, wires_over  # inside
+from zerofn.core.pipeline import pipeline  # inside
+from zerofn.core.rank_agreement import misjoined, wires_over  # inside
 from zerofn.extend import Group, Transform, as_it_is, over_ranks, transform
 from zerofn.testing import check_transform
 from zerofn.transforms.wires import Sharding  # inside

@@ -23,7 +23,7 @@ import torch
 import unusual_programs as U
 
 import zerofn as zf
-from zerofn.ranks.local.launch import RankError, RankTimeout  # inside
+from zerofn.ranks.launch import RankError, RankTimeout  # inside
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "60"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))

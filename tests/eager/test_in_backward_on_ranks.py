@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from trees import flat
 
 import zerofn as zf
-import zerofn.core.coalesced_views  # inside
+import zerofn.core.bucketed_views  # inside
 
 BF16 = torch.bfloat16
 STEPS = 5
@@ -242,7 +242,7 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
     """Whether ranks agree, whole parameters after a failed backward and after steps that follow, and the counters."""
     if buckets:
         # One leaf in each, so that some have been reduced when backward fails.
-        zerofn.core.coalesced_views.LEAST_BYTES = zerofn.core.coalesced_views.BUCKET_BYTES = 1
+        zerofn.core.bucketed_views.LEAST_BYTES = zerofn.core.bucketed_views.BUCKET_BYTES = 1
     model = net()
     casts = [zf.precision(param_dtype=BF16)] if stage != 3 and buckets else []
     opt = zf.attach(model, zf.chain(*around(stage, *casts), zf.adamw(1e-2)), in_backward=True)

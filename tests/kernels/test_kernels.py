@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofn.kernels import adam_formula as _adam_formula  # inside
+from zerofn.kernels import adam as _adam_formula  # inside
 from zerofn.kernels import native as _native  # inside
-from zerofn.kernels import native_compiler as _native_compiler  # inside
+from zerofn.kernels import native as _native_compiler  # inside
 from zerofn.kernels.adam import adam_  # inside
 from zerofn.kernels.rounding import known_formats  # inside
 

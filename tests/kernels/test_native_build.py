@@ -13,7 +13,7 @@ from test_kernels import assert_same_bits, needs_compiler, state, update
 from time_limits import limit
 
 from zerofn.kernels import native as _native  # inside
-from zerofn.kernels import native_compiler as _native_compiler  # inside
+from zerofn.kernels import native as _native_compiler  # inside
 from zerofn.kernels.adam import implementation_for  # inside
 
 BF16 = torch.bfloat16
@@ -167,7 +167,7 @@ def test_a_compiler_that_fails_later(fresh_kernels, monkeypatch, required):
 def test_importing_builds_and_reads_nothing(fresh_kernels, monkeypatch):
     monkeypatch.setenv("CC", script(fresh_kernels, f"echo . >> {fresh_kernels}/calls"))
     program = (
-        "import zerofn, zerofn.kernels.native_compiler as c, zerofn.kernels.native as n;"
+        "import zerofn, zerofn.kernels.native as c, zerofn.kernels.native as n;"
         "assert not c.processor.cache_info().misses and not n._choose.cache_info().misses"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

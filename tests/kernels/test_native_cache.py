@@ -13,7 +13,7 @@ import pytest
 from compilers import REAL, build, calls, copier, kept
 from test_kernels import needs_compiler, state, update
 
-from zerofn.kernels import native_cache as _native_cache  # inside
+from zerofn.kernels import native as _native_cache  # inside
 
 # ---- what is never loaded ----
 

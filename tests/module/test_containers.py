@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn.module.node_ranges  # inside
+import zerofn.module.boundary  # inside
 
 
 class Out(NamedTuple):
@@ -479,10 +479,10 @@ def test_a_backward_through_thousands_of_calls_repeats_parts_of_the_first_ones_t
 
 def test_ranges_are_found_as_by_a_look_at_all_of_them(monkeypatch):
     """Numbers of several threads overlap, and the last span counts."""
-    monkeypatch.setattr(zerofn.module.node_ranges, "REMEMBERED", 40)
+    monkeypatch.setattr(zerofn.module.boundary, "REMEMBERED", 40)
     rng = random.Random(0)
     for _ in range(50):
-        ranges, every = zerofn.module.node_ranges.NodeRanges(), []
+        ranges, every = zerofn.module.boundary.NodeRanges(), []
         for i in range(40):
             start = rng.randrange(60)
             end = start + rng.randrange(12)
@@ -492,7 +492,7 @@ def test_ranges_are_found_as_by_a_look_at_all_of_them(monkeypatch):
                 made = [caller for a, b, caller in every if a <= number < b]
                 found = ranges.find(number)
                 assert (number in ranges) == bool(made) and (found and found.callers) == ({made[-1]} if made else None)
-    ranges = zerofn.module.node_ranges.NodeRanges()
+    ranges = zerofn.module.boundary.NodeRanges()
     for i in range(1000):
         ranges.add(3 * i, 3 * i + 2, {i})
         assert len(ranges.ranges) <= 80 and all(3 * j in ranges for j in range(max(0, i - 39), i + 1))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofn as zf
-from zerofn.core.linear_map import over  # inside
+from zerofn.core.view import over  # inside
 
 S = 2.0**7
 WIDE = 96

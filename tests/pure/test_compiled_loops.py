@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zerofn as zf
-from zerofn._compat.compiler import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside
 
 pytestmark = pytest.mark.skipif(not COMPILES_STATES, reason="before torch 2.13 a step runs uncompiled in torch.compile")
 TOLD = r"(?s)torch.compile of a function that makes 8 steps.*unrolls.*write: step = torch.compile\(zf.make_step"

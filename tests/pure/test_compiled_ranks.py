@@ -13,7 +13,7 @@ from support.time_limits import limit
 from torch.utils._pytree import tree_leaves
 
 import zerofn as zf
-from zerofn._compat.compiler import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside
 
 BF16 = torch.bfloat16
 pytestmark = [

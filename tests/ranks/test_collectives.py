@@ -34,7 +34,7 @@ from zerofn.core.rank_agreement import agree_on_all  # inside
 from zerofn.ranks.backend import barrier, gather_objects  # inside
 from zerofn.ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into  # inside
 from zerofn.ranks.group import Traffic  # inside
-from zerofn.ranks.local.launch import RankError, launch  # inside
+from zerofn.ranks.launch import RankError, launch  # inside
 from zerofn.ranks.process_groups import shutdown  # inside
 
 WORLDS = [1, 2, 3, 4]

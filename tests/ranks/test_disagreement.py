@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-from zerofn.ranks import open_groups  # inside: what a process says at its end
+from zerofn.ranks import process_groups as open_groups  # inside: what a process says at its end
 
 
 def said(fn):

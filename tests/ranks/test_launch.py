@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from time_limits import limit
 
-from zerofn.ranks.local.launch import RankError, RankTimeout, launch  # inside
+from zerofn.ranks.launch import RankError, RankTimeout, launch  # inside
 
 
 def alive(pid):
@@ -179,7 +179,7 @@ def test_a_rank_that_raises(which, tmp_path):
     error = caught.value
     assert error.rank == which and error.exitcode == 1
     assert "KeyError: 'a key that is missing'" in error.traceback and "raise_on" in error.traceback
-    assert "zerofn/ranks/local/rank.py" not in error.traceback, "the user's frames only"
+    assert "zerofn/ranks/fork_server.py" not in error.traceback, "the user's frames only"
     assert gone(pids(tmp_path, 3), within=0)
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.rank, str(copy)) == (which, str(error))
@@ -291,7 +291,7 @@ def test_results_that_cannot_travel_and_sys_exit():
 CALLER = """
 import os, signal, sys, time
 from pathlib import Path
-from zerofn.ranks.local.launch import launch
+from zerofn.ranks.launch import launch
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 
@@ -424,7 +424,7 @@ SCRIPT = """
 import sys
 import torch
 {hide}
-from zerofn.ranks.local.launch import launch
+from zerofn.ranks.launch import launch
 
 class Box:
     def __init__(self, x):

@@ -16,12 +16,12 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-import zerofn.ranks.rendezvous  # inside
-import zerofn.ranks.work_handles  # inside
-from zerofn.ranks import rank_liveness as _presence  # inside
+import zerofn.ranks.collectives  # inside
+import zerofn.ranks.process_groups  # inside
+from zerofn.ranks import process_groups as _presence  # inside
+from zerofn.ranks.collectives import Work  # inside
 from zerofn.ranks.group import Group  # inside
-from zerofn.ranks.rank_liveness import Activity, Presence  # inside
-from zerofn.ranks.work_handles import Work  # inside
+from zerofn.ranks.process_groups import Activity, Presence  # inside
 
 
 def pipeline(stage):
@@ -30,8 +30,8 @@ def pipeline(stage):
 
 def quick(monkey):
     """Looks at the other ranks that come soon: a wait is long after a fifth of a second."""
-    monkey.setattr(zerofn.ranks.work_handles, "_LOOK", timedelta(seconds=0.2))
-    monkey.setattr(zerofn.ranks.rendezvous, "LOOK", 0.1)
+    monkey.setattr(zerofn.ranks.collectives, "_LOOK", timedelta(seconds=0.2))
+    monkey.setattr(zerofn.ranks.process_groups, "LOOK", 0.1)
 
 
 def attached(stage):
@@ -137,12 +137,12 @@ def other_calls(directory, monkey, plain):
     out["another call"] = said(mine[rank])
     tx = pipeline("all_reduce")
     state = zf.init(tx, {"w": torch.ones(3)})
-    monkey.setattr(zerofn.ranks.rendezvous, "LIMIT", 1.5)
+    monkey.setattr(zerofn.ranks.process_groups, "LIMIT", 1.5)
     if rank == 1:
         out["while others wait in a barrier"] = said(lambda: zf.save(directory, state))
     dist.barrier()
     # Late: longer than the limit, but at work, if as little as other processes leave to it.
-    monkey.setattr(zerofn.ranks.rendezvous, "LIMIT", 2.5)
+    monkey.setattr(zerofn.ranks.process_groups, "LIMIT", 2.5)
     monkey.setattr(_presence, "BUSY", 0.001)
     if rank == 0:
         until = time.monotonic() + 4.0
@@ -227,14 +227,14 @@ def test_a_process_that_computes_one_that_waits_and_one_that_has_ended(monkeypat
 def test_a_limit_that_is_none(given, monkeypatch):
     monkeypatch.setenv("ZEROFN_TOGETHER_TIMEOUT", given)
     with pytest.raises(ValueError, match="no number of seconds"):
-        zerofn.ranks.rendezvous.limit()
+        zerofn.ranks.process_groups.limit()
 
 
 def test_the_limit(monkeypatch):
     monkeypatch.delenv("ZEROFN_TOGETHER_TIMEOUT", raising=False)
-    assert zerofn.ranks.rendezvous.limit() < 30
+    assert zerofn.ranks.process_groups.limit() < 30
     monkeypatch.setenv("ZEROFN_TOGETHER_TIMEOUT", "120")
-    assert zerofn.ranks.rendezvous.limit() == 120
+    assert zerofn.ranks.process_groups.limit() == 120
 
 
 class EndsLate:

@@ -17,8 +17,10 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import zerofn as zf
-from zerofn.sharded.part import part_of  # inside: as above
-from zerofn.sharded.part_origin import Origin  # inside: parts without ranks
+from zerofn.sharded.parameter import (  # inside
+    Origin,  # inside: parts without ranks
+    part_of,  # inside: as above
+)
 
 WITHIN = 0.05
 MASK = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 0]], dtype=torch.bool)

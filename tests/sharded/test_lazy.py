@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
 import zerofn.pure.linearize  # inside
-from zerofn.pure.sharded_params import Blocks, units_by_prefix  # inside
+from zerofn.pure.linearize import Blocks, units_by_prefix  # inside
 from zerofn.sharded.lazy_tensor import Lazy  # inside
-from zerofn.sharded.unit_plans import UnitPlans  # inside
+from zerofn.sharded.units import UnitPlans  # inside
 
 F64 = torch.float64
 WIDTH, LAYERS = Z.WIDTH, Z.LAYERS

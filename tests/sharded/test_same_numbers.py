@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerofn.sharded.write_back import FEW, same  # inside
+from zerofn.sharded.forward_writes import FEW, same  # inside
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
 

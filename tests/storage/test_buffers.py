@@ -12,9 +12,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.ranks.local.launch import launch  # inside
+from zerofn.ranks.launch import launch  # inside
 from zerofn.ranks.process_groups import world_group  # inside
-from zerofn.storage import manifest as _manifest  # inside
+from zerofn.storage import files as _manifest  # inside
 
 TX = zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-2))
 

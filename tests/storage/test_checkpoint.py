@@ -20,9 +20,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.ranks.local.launch import launch  # inside
-from zerofn.storage import lock as _lock  # inside
-from zerofn.storage import manifest as _manifest  # inside
+from zerofn.ranks.launch import launch  # inside
+from zerofn.storage import files as _lock  # inside
+from zerofn.storage import files as _manifest  # inside
 
 BF16 = torch.bfloat16
 LOW = (zf.precision(store_dtype=BF16, grad_dtype=torch.float32), zf.accumulate(3))
@@ -640,7 +640,7 @@ def test_the_lock_of_a_dead_process_is_gone(saved):
     hold = f"""
 import time
 from pathlib import Path
-from zerofn.storage.lock import Lock
+from zerofn.storage.files import Lock
 lock = Lock()
 lock.acquire(Path({str(directory)!r}), exclusive=True)
 print("held", flush=True)

@@ -17,10 +17,10 @@ import torch
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.ranks.local.launch import launch  # inside
+from zerofn.ranks.launch import launch  # inside
 from zerofn.ranks.process_groups import world_group  # inside
-from zerofn.storage import lock as _lock  # inside
-from zerofn.storage import manifest as _manifest  # inside
+from zerofn.storage import files as _lock  # inside
+from zerofn.storage import files as _manifest  # inside
 
 TX = zf.adamw(1e-2)
 IN_PLACE, AS_IT_WAS = "the new checkpoint is in place", "a checkpoint that was there is as it was"

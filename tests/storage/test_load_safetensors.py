@@ -13,7 +13,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import load_safetensors as module  # inside
+from zerofn.storage import safetensors as module  # inside
 
 BF16 = torch.bfloat16
 

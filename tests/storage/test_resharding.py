@@ -18,7 +18,7 @@ from torch import nn
 
 import zerofn as zf
 from zerofn.core.state_entries import entries  # inside
-from zerofn.ranks.local.launch import RankError, launch  # inside
+from zerofn.ranks.launch import RankError, launch  # inside
 from zerofn.ranks.process_groups import world_group  # inside
 
 BF16 = torch.bfloat16

@@ -13,7 +13,8 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import dcp_writer, manifest  # inside
+from zerofn.storage import dcp as dcp_writer  # inside
+from zerofn.storage import files as manifest  # inside
 from zerofn.testing import assert_trees_equal
 
 TX = zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.adamw(0.1))

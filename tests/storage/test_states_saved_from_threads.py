@@ -8,7 +8,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import dcp_writer  # inside
+from zerofn.storage import dcp as dcp_writer  # inside
 
 
 @pytest.fixture

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import zerofn.eager.channels  # inside
+import zerofn.eager.gradients  # inside
 import zerofn.eager.resident_params  # inside
-import zerofn.ranks.open_groups  # inside
-import zerofn.ranks.process_groups  # inside
+import zerofn.ranks.process_groups  # inside  # inside
 
 
 class Channels:
@@ -21,14 +20,14 @@ class Channels:
         self.opened: list[Any] = []
         self.next = 0
         zerofn.eager.resident_params.agree_on_start = lambda *given: None
-        self.open = zerofn.eager.channels.channels
-        zerofn.eager.channels.channels = lambda joining: [self.take(groups) for groups in joining]
+        self.open = zerofn.eager.gradients.channels
+        zerofn.eager.gradients.channels = lambda joining: [self.take(groups) for groups in joining]
 
     def take(self, groups: Any) -> Any:
         """The next channel. All groups here join all ranks."""
         if self.next == len(self.opened):
             # Not the model's that comes first, which would close them.
-            with zerofn.ranks.open_groups.held_by(None):
+            with zerofn.ranks.process_groups.held_by(None):
                 zerofn.ranks.process_groups.world_group("mesh"), zerofn.ranks.process_groups.world_group()
                 self.opened += self.open([groups])
         self.next += 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zerofn.kernels import native as _native  # inside
-from zerofn.kernels import native_compiler as _native_compiler  # inside
+from zerofn.kernels import native as _native_compiler  # inside
 
 REAL = _native_compiler.of_system(os.environ.get("PATH"))
 

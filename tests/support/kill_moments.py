@@ -76,7 +76,7 @@ def exported(path: Path) -> int | str:
 
 def impatient() -> None:
     """Do not wait for minutes for a lock that was left behind."""
-    for name in ("zerofn.storage.lock", "zerofn.storage.manifest"):
+    for name in ("zerofn.storage.files", "zerofn.storage.files"):
         if hasattr(sys.modules.get(name), "PATIENCE"):
             sys.modules[name].PATIENCE = PATIENCE  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from other_device import Elsewhere, compare, inside
 from torch import Tensor
 
 import zerofn.core.executor  # inside
-import zerofn.core.state_prefetch  # inside
+import zerofn.core.offload  # inside
 
 SMALL = 64  # bytes in a bucket: two or three leaves of the models here
 
@@ -54,7 +54,7 @@ def compare_late(pipeline: str, route: str) -> tuple[list[str], list[int], int]:
     log: list[int] = []
     under_way: set[LateCopy] = set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zerofn.core.state_prefetch, "CopyQueue", lambda device: LateQueue(log, under_way))
-        for module in (zerofn.core.executor, zerofn.core.state_prefetch):
+        patch.setattr(zerofn.core.offload, "CopyQueue", lambda device: LateQueue(log, under_way))
+        for module in (zerofn.core.executor, zerofn.core.offload):
             patch.setattr(module, "BUCKET_BYTES", SMALL)
         return compare(pipeline, route), log, len(under_way)

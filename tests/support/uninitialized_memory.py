@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from zerofn.ranks.local import launch as _launch  # inside
-from zerofn.ranks.local.serialization import pack  # inside
+from zerofn.ranks import launch as _launch  # inside
+from zerofn.ranks.fork_server import pack  # inside
 
 NO_OTHER_KERNEL = ".* does not have a deterministic implementation"
 

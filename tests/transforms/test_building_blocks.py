@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 import zerofn as zf
-from zerofn._compat.compiler import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside
 
 F64 = torch.float64
 

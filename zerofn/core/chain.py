@@ -1,26 +1,31 @@
-"""`chain`, and `guest`: transformations of other libraries in it."""
+"""`chain`, `guest`, `masked` and `partition`: transforms made of transforms."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from .._errors import bad_leaves, explain
 from .arguments import check_needs, made_outside_of_graphs
-from .chain_order import check_order
-from .executor import Segment, finish, run
+from .context import Context, Prepared
+from .executor import Segment, finish, run, stretch, stretches
 from .facts import Facts, Scope, most
-from .layout import Layout, Leaves
+from .layout import Layout, Leaves, prefix_values
 from .leafwise import transform
-from .opaque_states import open_state
-from .returned_updates import check_returned
-from .segments import stretch, stretches
+from .returned_values import check_returned
+from .state import open_state
+from .survey import check_order, effect
 from .transform import Transform, TransformState, nothing_to_prepare
-from .update_context import Context, Prepared
+from .view import no_view
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `chain`, and `guest`: transformations of other libraries in it.
 
 
 @runtime_checkable
@@ -228,3 +233,369 @@ def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
 
     adding = replace(last, facts=replace(last.facts, optimizes=True), update_fn=update)
     return (*parts[: gradient[-1]], adding, *parts[gradient[-1] + 1 :])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `masked` and `partition`: different leaves go to different transforms.
+
+
+@transform
+def masked(transform: Transform, mask: Any) -> Transform:
+    """Apply a transform to some leaves only; the others pass by unchanged.
+
+    A masked optimizer leaves the other parameters as they are.
+
+    Args:
+        transform: any transform of gradients, or a chain of them.
+        mask: a function `path -> bool`, or a tree of bools that may stop above the leaves.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.masked(zf.clip_by_value(1.0), lambda path: path != "b"), zf.sgd(1.0))
+    >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
+    >>> state, _ = zf.update(tx, {"w": torch.full((1,), 5.0), "b": torch.full((1,), 5.0)}, state)
+    >>> state.params
+    {'w': tensor([-1.]), 'b': tensor([-5.])}
+    """
+    inner = _member(as_transform(transform), "masked")
+
+    def labels(layout: Layout, paths: Set[str]) -> dict[str, str | None]:
+        here = values_by_path(mask, layout, "mask", bool, paths)
+        return {path: "on" if on else None for path, on in here.items()}
+
+    return _by_label("masked", labels, {"on": inner}, partial(_check_names, mask, "mask"))
+
+
+@transform
+def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transform:
+    """Give each leaf to the transform of its label.
+
+    Args:
+        transforms: label to transform, or chain. `None` leaves the leaves of that label alone: among
+            optimizers it freezes them; among transforms of gradients their gradients pass by unchanged, to
+            an optimizer that trains them.
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves. A label is a str, a
+            number, a member of an Enum, a tuple of these, `None`: what hashes. In names of metrics and states it is
+            `str(label)`.
+
+    Raises:
+        ValueError: a label has no transform (every such leaf is named), optimizers are mixed with others, or two labels
+            have the same text.
+        TypeError: a label does not hash, or has no text but its address.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.partition({"fast": zf.sgd(1.0), "slow": zf.sgd(0.1)}, lambda p: "slow" if p == "b" else "fast")
+    >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
+    >>> state, _ = zf.update(tx, {"w": torch.ones(1), "b": torch.ones(1)}, state)
+    >>> state.params
+    {'w': tensor([-1.]), 'b': tensor([-0.1000])}
+    """
+    if not isinstance(transforms, Mapping) or not transforms:
+        raise TypeError(f"partition({transforms!r}, labels): give a dict from label to transform.")
+    inner = {k: None if t is None else _member(as_transform(t), "partition") for k, t in transforms.items()}
+    outcomes = {k: _outcome(t) for k, t in inner.items() if t is not None}
+    if len(set(outcomes.values())) > 1:
+        kinds = ", ".join(f"{k!r}: {told}" for k, (told, _) in outcomes.items())
+        raise ValueError(
+            explain(
+                f"partition({{{kinds}}}, labels)",
+                "every label must turn gradients into the same thing",
+                "an optimizer for every label, or for none",
+            )
+        )
+    texts = texts_of_labels(inner, "partition")
+
+    def own(layout: Layout, paths: Set[str]) -> dict[str, str | None]:
+        given = labels_by_path(labels, layout, inner.keys(), paths)
+        _check_labels(given, inner)
+        return {path: texts[label] for path, label in given.items()}
+
+    members = {texts[label]: t for label, t in inner.items()}
+    return _by_label("partition", own, members, partial(_check_names, labels, "labels"))
+
+
+def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
+    """The same `masked`, `partition` or group of one's own with `fn` of each member in the member's place.
+
+    Its members are the transforms among its arguments, by themselves or in a dict.
+    """
+    assert group.factory is not None
+
+    def over(value: Any) -> Any:
+        if isinstance(value, Transform | GradientTransformation):
+            return fn(as_transform(value))
+        return {k: over(x) for k, x in value.items()} if isinstance(value, Mapping) else value
+
+    config = {name: over(value) for name, value in group.config.items()}
+    return group.factory(**config).renamed(group.name, group.base)
+
+
+def replace_innermost(t: Transform, fn: Callable[[Transform, Set[str], str], Transform], layout: Layout) -> Transform:
+    """The same transform with `fn` of each transform inside that does more than hand leaves to members.
+
+    `fn` is given the transform, the paths of its leaves, and where in the state of `t` its own state is: `""`, or keys
+    that each end in a slash.
+    """
+
+    def over(t: Transform, paths: Set[str], where: str) -> Transform:
+        if t.in_turn:
+            return replace(t, **_running_fields(in_turn(tuple(over(x, paths, f"{where}{x.name}/") for x in t.parts))))
+        if t.members_fn is None or t.update_fn is not t.hands_out:
+            return fn(t, paths, where)
+        # The key of a member's state is what follows the name in its prefix.
+        given = t.members_fn(layout.only(paths)).items()
+        found = {prefix.split(".", 1)[1][:-1]: member for prefix, member in given}
+        labels = {path: k for k, (_, own) in found.items() for path in own}
+        inner = {k: over(member, own & paths, f"{where}{k}/") for k, (member, own) in found.items()}
+        return replace(t, **_running_fields(_by_label(t.name, lambda *_: {p: labels.get(p) for p in paths}, inner)))
+
+    return over(t, layout.every, "")
+
+
+def _running_fields(t: Transform) -> dict[str, Any]:
+    """The fields by which `t` is run, for a transform that prints, compares and pickles in its own way."""
+    names = ("scope", "needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "hands_out", "named_fn")
+    return {name: getattr(t, name) for name in names}
+
+
+def labels_by_path(
+    given: Any, layout: Layout, known: Collection[Hashable] = (), only: Set[str] | None = None
+) -> dict[str, Any]:
+    """The label of each leaf by path, from a function of paths or from a tree that may stop above the leaves.
+
+    Args:
+        given: the function, or the tree. A tuple in it that is among `known` is a label, and no node.
+        layout: of the parameters.
+        known: all labels, where they are known.
+        only: the paths of leaves that are asked for.
+
+    Raises:
+        TypeError: a label that cannot be the key of a dict; every such leaf is named.
+        ValueError: another label at two places of one tensor.
+    """
+    return values_by_path(given, layout, "labels", None, only, known)
+
+
+def text_of_label(label: Hashable) -> str:
+    """A label as it stands in names of metrics, states and checkpoints: `str(label)`.
+
+    Raises:
+        TypeError: its text is its address, another one in each process, or it is not equal to itself.
+
+    >>> text_of_label("decay"), text_of_label(0), text_of_label(("block", 1)), text_of_label(None)
+    ('decay', '0', "('block', 1)", 'None')
+    """
+    plain = type(label)
+    why = None
+    if isinstance(label, Tensor):
+        why = "a tensor is equal to another by its numbers, and found in a dict by its address"
+    elif label != label:
+        why = "it is not equal to itself, so no leaf has it"
+    elif (plain.__repr__ is object.__repr__ and plain.__str__ is object.__str__) or callable(label):
+        why = "its text has its address, so a checkpoint of one process would not be read by another"
+    if why:
+        right = "labels that are a str, a number, a member of an Enum or a tuple of these"
+        raise TypeError(explain(f"a label {label!r}", why, right))
+    return str(label)
+
+
+def texts_of_labels(labels: Iterable[Hashable], where: str) -> dict[Any, str]:
+    """The text of each label.
+
+    Raises:
+        TypeError: a label has none (`text_of_label`).
+        ValueError: two labels have the same text, and so would have one state.
+    """
+    found: dict[Any, str] = {}
+    for label in labels:
+        text = text_of_label(label)
+        if other := [x for x, known in found.items() if known == text]:
+            wrong, why = f"{where} with labels {other[0]!r} and {label!r}", f"both are {text!r} in names of states"
+            raise ValueError(explain(wrong, why, "labels with different texts"))
+        found[label] = text
+    return found
+
+
+def values_by_path(
+    given: Any,
+    layout: Layout,
+    what: str,
+    kind: type | None,
+    only: Set[str] | None = None,
+    known: Collection[Hashable] = (),
+) -> dict[str, Any]:
+    """The value of each leaf by path, from a function of paths or from a tree that may stop above the leaves.
+
+    Args:
+        given: the function, or the tree. A node of it that is among `known` is a value.
+        layout: of the parameters.
+        what: the values, for messages.
+        kind: of each value; `None` for whatever may be the key of a dict.
+        only: the paths of leaves that are asked for.
+        known: values, where they are known.
+
+    Raises:
+        TypeError: of another kind; every such leaf is named.
+        ValueError: another value at two places of one tensor.
+    """
+    leaf_at, found = dict(zip(layout.paths, layout.at, strict=True)), {}
+    if callable(given):
+        if only is None:
+            _check_names(given, what, layout, layout.every)
+        values = {leaf.path: given(leaf.path) for leaf in layout.leaves if only is None or leaf.path in only}
+    else:
+        below = (lambda x: _hashes(x) and x in known) if known else None
+        values = prefix_values(given, layout, f"this {what} does not fit the parameters", below)
+        values = {p: v for p, v in values.items() if only is None or leaf_at[p] in only}
+    if kind is None:
+        wrong = [(p, f"{v!r} cannot be a key of a dict") for p, v in values.items() if not _hashes(v)]
+        right = "a function path -> label, or a tree of labels, each a str, a number, a member of an Enum or a tuple"
+    else:
+        wrong = [(p, f"{v!r} is no {kind.__name__}") for p, v in values.items() if not isinstance(v, kind)]
+        right = f"a function path -> {kind.__name__}, or a tree of {kind.__name__}"
+    if wrong:
+        raise TypeError(bad_leaves(f"wrong {what}", wrong, right))
+    for place, value in values.items():
+        path = leaf_at[place]
+        if found.setdefault(path, value) != value:
+            wrong.append((place, f"{value!r}, and {found[path]!r} at {path}, which is the same tensor"))
+    if wrong:
+        raise ValueError(bad_leaves(f"wrong {what}", wrong, "one value at all places of a tied tensor"))
+    return found
+
+
+def _check_names(given: Any, what: str, layout: Layout, paths: Set[str]) -> None:
+    """Refuse a function of paths that was written for names with what wrappers of modules add.
+
+    That is one which tells leaves apart by these names, and by those of the plain model does not.
+    """
+    if not layout.wrapped or not callable(given):
+        return
+    both = [(p, n) for p, n in zip(layout.paths, layout.wrapped, strict=True) if p in paths]
+
+    def answers(names: Sequence[str]) -> list[Any] | None:
+        try:
+            return [given(name) for name in names]
+        except Exception:
+            # A dict of names that has no such name.
+            return None
+
+    plain, wrapped = answers([p for p, _ in both]), answers([n for _, n in both])
+    if wrapped is None or (plain is not None and (plain == wrapped or any(x != plain[0] for x in plain))):
+        return
+    if plain is None or any(x != wrapped[0] for x in wrapped):
+        path, name = next(((p, n) for p, n in both if n != p), both[0])
+        told = "raises" if plain is None else f"is {plain[0]!r} of every leaf"
+        raise ValueError(
+            explain(
+                f"{what} for names such as {name!r}: of {path!r} it {told}",
+                "torch.compile and other wrappers of modules put an attribute before names, which paths do not have",
+                f"{what} of names such as {path!r}: those of named_parameters() before the model is wrapped",
+            )
+        )
+
+
+def _hashes(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _member(t: Transform, where: str) -> Transform:
+    """`t` as a member of `masked` or `partition`; refused where it has a view, or concerns the whole tree."""
+    for part in t.parts or (t,):
+        why, does = None, effect(part)
+        if part.facts.holds or does.over_ranks or does.cast_by or does.unscaled_by:
+            why = "concerns the whole tree; on a part of it the step has no meaning"
+        elif part.view_fn is not no_view:
+            why = "has a view half, between what is stored and what the model sees; of a part of the tree none is made"
+        if why:
+            wrong, right = f"{where}({part.name}(...), ...)", f"chain({part.name}(...), {where}(...))"
+            raise ValueError(explain(wrong, f"{part.name} {why}", right))
+    return chain(*complete(t.parts)) if t.in_turn else t
+
+
+def _outcome(t: Transform) -> tuple[str, Facts]:
+    """What a member turns gradients into: in words, and as facts."""
+    facts = [p.facts for p in t.parts or (t,)]
+    if any(f.optimizes for f in facts):
+        return "gradient to new parameter", Facts(optimizes=True)
+    if all(f.watches for f in facts):
+        return "watches new parameters", Facts(watches=True, sees_old=any(f.compares for f in facts))
+    return "gradient to gradient", Facts(directs=any(f.directs for f in facts))
+
+
+def _check_labels(given: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
+    wrong = [(p, f"label {v!r} has no transform") for p, v in given.items() if v not in inner]
+    if wrong:
+        raise ValueError(bad_leaves("partition: unknown labels", wrong, f"one of {', '.join(map(repr, inner))}"))
+
+
+def _by_label(
+    name: str,
+    labels: Callable[[Layout, Set[str]], dict[str, Any]],
+    inner: Mapping[str, Transform | None],
+    check: Callable[[Layout, Set[str]], None] = lambda *_: None,
+) -> Transform:
+    """One transform that hands each leaf to the member that its label names; those labelled `None` stay as they are.
+
+    `check` refuses labels, when the chain is resolved for a layout.
+    """
+    members = {k: t for k, t in inner.items() if t is not None}
+    alone_in = {k: stretch([t]) for k, t in members.items()}
+    # A member that looks at its whole group cannot be run bucket by bucket, nor leaf by leaf.
+    alone = all(t.scope is Scope.LEAF for t in members.values())
+    facts = _outcome(next(iter(members.values())))[1] if members else Facts(optimizes=True)
+
+    def groups(layout: Layout, paths: Set[str]) -> dict[str, set[str]]:
+        given = labels(layout, paths)
+        return {k: {p for p, v in given.items() if v == k} for k in members}
+
+    def named_members(layout: Layout) -> dict[str, tuple[Transform, set[str]]]:
+        check(layout, layout.every)
+        return {f"{name}.{k}.": (members[k], paths) for k, paths in groups(layout, layout.every).items()}
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        return {
+            k: members[k].init_fn({p: x for p, x in leaves.items() if p in paths}, layout)
+            for k, paths in groups(layout, leaves.keys()).items()
+        }
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        found: dict[str, tuple[set[str], Segment]] = {}
+        for k, paths in groups(ctx.layout, params.keys()).items():
+            look = None if grads is None else {p: g for p, g in grads.items() if p in paths}
+            own = {p: x for p, x in params.items() if p in paths}
+            states = {members[k].name: state[k]}
+            found[k] = paths, Segment(alone_in[k], states, own, ctx.inside(f"{name}.{k}"), look)
+
+        def close() -> None:
+            for _, segment in found.values():
+                segment.close()
+
+        return Prepared(found, close=close, carries_state=True)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: dict[str, Any], ctx: Context):
+        out = {} if facts.optimizes else dict(grads)
+        new: TransformState = {}
+        for k, (paths, segment) in carry.items():
+            own = {p: x for p, x in params.items() if p in paths}
+            if own or not alone:
+                out.update(segment.feed({p: grads[p] for p in own if p in grads}, own))
+                new[k] = segment.states()[0][members[k].name]
+        return out, new
+
+    return Transform(
+        name,
+        Scope.LEAF if alone else Scope.WHOLE,
+        most(t.needs for t in members.values()),
+        facts,
+        init_fn=init,
+        prepare_fn=prepare,
+        update_fn=update,
+        parts=tuple(members.values()),
+        members_fn=named_members,
+        hands_out=update,
+        named_fn=lambda other: _by_label(other, labels, inner, check),
+    )

@@ -1,29 +1,155 @@
-"""Runs the update halves of a chain over a tree: stretch by stretch, each bucket by bucket.
-
-A stretch begins where a transform must see the whole tree (a norm, a search for overflow). Everything up to the next
-such place treats leaves alone and is run bucket by bucket, so its temporaries are as large as one bucket, however big
-the model is.
-"""
+"""Runs update halves over all leaves at once, in buckets, or one leaf at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._errors import explain
 from .._ranges import UPDATE, listener, ranged, told
-from .facts import Scope
-from .held_metrics import report_held, standing
+from ..kernels.norms import added, leaf_squares, sum_of_squares
+from ..kernels.recording import root
+from .context import Context, Prepared, WithinBucket, check_prepared
+from .facts import Facts, Scope
 from .layout import Leaves
-from .leaf_entries import Places, moved, of_leaves, overlaid, places
-from .segments import States, Stretch
-from .transform import Transform, TransformState
-from .tree import flatten, select
-from .update_context import Context, Prepared, WithinBucket, check_prepared
+from .transform import Transform, TransformState, gives_parameters
+from .tree import Places, flatten, moved, of_leaves, overlaid, places, select
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How update halves are grouped: stretches that run bucket by bucket, and neighbours fused into one.
+
+
+States = dict[str, TransformState]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Transforms in a row that can be run together: the first may look at the whole tree, the others at leaves alone.
+
+    Attributes:
+        given: the transforms as they stand in the chain.
+        parts: the transforms as they are run, of which one may be several neighbours fused.
+        joined: by the name of a fused one, the transforms that it is made of.
+        keeps_old: whether a transform in it compares the new parameters with the old, which another one in it writes.
+        keeps_old_for_later: whether a transform of a later stretch does.
+    """
+
+    given: tuple[Transform, ...]
+    parts: tuple[Transform, ...]
+    joined: Mapping[str, tuple[Transform, ...]]
+    keeps_old: bool = False
+    keeps_old_for_later: bool = False
+
+    def states(self, given: States) -> States:
+        """States by the names of `parts`, from those by the names of `given`."""
+        apart = {p.name for members in self.joined.values() for p in members}
+        kept = {name: state for name, state in given.items() if name not in apart}
+        for name, members in self.joined.items():
+            # An entry of the same name means the same to all of them.
+            kept[name] = {slot: entry for p in members for slot, entry in given[p.name].items()}
+        return kept
+
+    def spread(self, states: States, before: States) -> States:
+        """States by the names of `given`, from those by the names of `parts`, in the order of `before`."""
+        new = dict(states)
+        for name, members in self.joined.items():
+            whole = new.pop(name)
+            for p in members:
+                new[p.name] = {slot: whole[slot] for slot in before[p.name]}
+        return {name: new[name] for name in before}
+
+
+def stretch(given: Iterable[Transform]) -> Stretch:
+    """The stretch of these transforms, with neighbours fused where one of them can (`Transform.joins`)."""
+    given = tuple(given)
+    found: list[Transform] = []
+    joined: dict[str, tuple[Transform, ...]] = {}
+    i = 0
+    while i < len(given):
+        one, length = (given[i].joins and given[i].joins(given[i + 1 :])) or (given[i], 0)  # type: ignore[misc]
+        if not 0 <= length <= len(given) - i - 1:
+            wrong = f"{given[i].name}: joins(...) that takes {length} of the {len(given) - i - 1} transforms behind it"
+            why = "a fused transform stands for itself and for the first few that joins is given"
+            raise ValueError(explain(wrong, why, "return fused, how_many_of_them"))
+        if length:
+            members = given[i : i + 1 + length]
+            one = replace(one, name="+".join(p.name for p in members), base=None)
+            joined[one.name] = members
+        found.append(one)
+        i += 1 + length
+    writes = next((i for i, part in enumerate(found) if gives_parameters(part)), len(found))
+    return Stretch(given, tuple(found), joined, any([part.facts.compares for part in found[writes:]]))
+
+
+def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
+    """The stretches of a chain: one begins where a transform must see the whole tree (a norm, an overflow)."""
+    found = []
+    i = 0
+    while i < len(parts):
+        j = i + 1
+        while j < len(parts) and parts[i].scope is not Scope.WHOLE and parts[j].scope is Scope.LEAF:
+            j += 1
+        here = stretch(parts[i:j])
+        if any(map(gives_parameters, here.given)) and any([part.facts.compares for part in parts[j:]]):
+            here = replace(here, keeps_old_for_later=True)
+        found.append(here)
+        i = j
+    return tuple(found)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Metrics of transforms that a held or skipped step does not reach: the same names as after any other step.
+
+
+def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leaves, ctx: Context) -> None:
+    """Report the metrics of transforms that a held step does not reach.
+
+    An optimizer's rate is that of the update to come, where it looks at no gradient. A counter has its value in the
+    transform's state, under the name of the metric; any other metric is 0. In a graph or a batch, where every step
+    computes everything and chooses afterwards, `Context.report` puts these values in the place of those computed from
+    gradients of zero.
+
+    Args:
+        parts: the transforms after the one that holds.
+        states: theirs, by name; not changed.
+        params: their parameters, by path.
+        ctx: takes the reports.
+    """
+    for part in parts:
+        for name, value in standing(part, states.get(part.name, {}), params, ctx).items():
+            ctx.report(name, value)
+        if part.members_fn is not None:
+            whole = len(params) == len(ctx.layout.trained)
+            asked = ctx.layout if whole else ctx.layout.only(params.keys())
+            for prefix, (member, paths) in part.members_fn(asked).items():
+                label = prefix.removeprefix(f"{part.name}.").removesuffix(".")
+                inner = {member.name: states[part.name][label]}
+                here = {path: x for path, x in params.items() if path in paths}
+                report_held([member], inner, here, ctx.inside(f"{part.name}.{label}"))
+        elif part.in_turn:
+            report_held(part.parts, states[part.name], params, ctx)
+        elif part.facts.optimizes and part.scope is Scope.LEAF:
+            # One that looks at gradients is not run where there are none.
+            part.prepare_fn(states[part.name], None, params, ctx)
+
+
+def standing(part: Transform, state: TransformState, params: Leaves, ctx: Context) -> dict[str, Any]:
+    """The metrics of a transform that a step does not reach: by name the counter in its state, else 0."""
+    return {name: state.get(name, 0.0) for name in part.facts.reported(ctx.layout, params.keys())}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Runs the update halves of a chain over a tree: stretch by stretch, each bucket by bucket.
+#
+# A stretch begins where a transform must see the whole tree (a norm, a search for overflow). Everything up to the
+# next such place treats leaves alone and is run bucket by bucket, so its temporaries are as large as one bucket,
+# however big the model is.
+
 
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
@@ -320,3 +446,38 @@ def buckets(leaves: Leaves) -> list[list[str]]:
 def finish(signal: Leaves | None, params: Leaves, emitted: bool | Tensor) -> Leaves:
     """New parameters after a run: none where it was held; where only a tensor knows, chosen between new and old."""
     return {} if signal is None else {p: select(emitted, new, params[p]) for p, new in signal.items()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The metric `grad_norm`: the norm of the gradients that reach the optimizer, before any clipping.
+
+
+def _prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+    found: Leaves = {}
+
+    def close() -> None:
+        if ctx.norms is None:
+            ctx.report("grad_norm", root(ctx.reduction.total(added, found)))
+        else:
+            ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, ctx.norms.all()).sqrt())
+
+    return Prepared(found, close=close)
+
+
+def _update(grads: Leaves, state: TransformState, params: Leaves, found: Leaves, ctx: Context):
+    if ctx.norms is None:
+        found.update(leaf_squares(grads))
+    else:
+        ctx.norms.request(grads)
+    return grads, state
+
+
+# Put before the optimizer where no clip stands, which reports the norm itself.
+# A user's transform cannot have a name with a dot.
+GRAD_NORM = Transform(
+    ".grad_norm",
+    needs="number",
+    facts=Facts(reports=frozenset(["grad_norm"]), copies=False),
+    prepare_fn=_prepare,
+    update_fn=_update,
+)

@@ -1,23 +1,352 @@
-"""`Layout`: the structure of a parameter tree; `Leaf`: one parameter; `Placement`: how it lies over ranks."""
+"""`Leaf` and `Layout`: every parameter by path, and which part of it lies on this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .._compat.compiler import pytree, register_constant
+from .._compat.functorch import pytree, register_constant
+from .._compat.tensors import sharing_memory
 from .._errors import bad_leaves, explain
-from .parameter_checks import not_a_parameter
-from .row_sharding import span
-from .slot_forms import FormsOfSlots, SlotForm, by_owner
-from .tensor_parallel_leaves import Within
+from ..ranks.dtensor import Box, in_box, is_distributed
 from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatten
-from .wrapper_names import unwrapped_names
+from .wrapper_names import unwrapped_names, without_wrappers
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How a leaf is cut over ranks: by rows of its first dimension, as torch cuts a tensor into chunks.
+#
+# So no row is split, a rank's shard is what torch calls `Shard(0)`, and nothing is padded: the last ranks' shards may
+# be shorter, or empty. A shard is still one range of the flattened leaf, which is what norms, checkpoints and the
+# counters of stochastic rounding need.
+#
+# A leaf with fewer rows than ranks would leave ranks without a shard: it is cut flat, into ranges of one length, and
+# a transform that needs rows or whole leaves gets it at an owner. The alternative is to cut it along its longest
+# dimension. Shards would then be strided, to be copied together before they are sent, and no range of the flattened
+# leaf; and no rank would have less to do. The largest rank over the mean, flat and by the longest dimension, of
+# BERT's token types, the positions of a ViT, a Swin's bias by distance, and a small tensor:
+#
+# >>> import torch
+# >>> def balance(shape, size):
+# ...     parts = [len(x) for x in torch.arange(max(shape)).chunk(size)]
+# ...     return round(width(shape, size) * size / prod(shape), 2), round(max(parts) * size / max(shape), 2)
+# >>> [balance(*x) for x in (((2, 768), 8), ((1, 197, 768), 64), ((169, 3), 256), ((7, 8, 9), 16))]
+# [(1.0, 1.0), (1.0, 1.0), (1.01, 1.51), (1.02, 1.78)]
+
+
+def width(shape: Sequence[int], size: int) -> int:
+    """How many elements of a leaf the first of `size` ranks has; the others have as many, or what is left.
+
+    >>> width((5, 3), 2), width((2, 3), 4), width((), 2)
+    (9, 2, 1)
+    """
+    numel = prod(shape)
+    if not cut_by_rows(shape, size):
+        return -(-numel // size)
+    return -(-shape[0] // size) * (numel // shape[0])
+
+
+def span(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
+    """The range of the flattened leaf that a rank holds.
+
+    >>> [span((5, 3), rank, 2) for rank in range(2)], [span((2, 3), rank, 4) for rank in range(4)]
+    ([(0, 9), (9, 15)], [(0, 2), (2, 4), (4, 6), (6, 6)])
+    """
+    each, numel = width(shape, size), prod(shape)
+    return min(rank * each, numel), min((rank + 1) * each, numel)
+
+
+def cut_by_rows(shape: Sequence[int], size: int) -> bool:
+    """Whether ranks hold whole rows of a leaf.
+
+    >>> cut_by_rows((5, 3), 2), cut_by_rows((1, 3), 2), cut_by_rows((), 1), cut_by_rows((4, 0), 2)
+    (True, False, False, True)
+    """
+    return len(shape) > 0 and shape[0] >= max(size, 1)
+
+
+def rows_of(shape: Sequence[int], leaf: Sequence[int], low: int, high: int, size: int) -> tuple[int, ...] | None:
+    """The shape of this rank's rows of a tensor that has the elements of a leaf; `None` where ranks split rows.
+
+    Args:
+        shape: of the tensor: that of the leaf, or another one.
+        leaf: the shape of the leaf.
+        low, high: this rank's range of it.
+        size: how many ranks share it.
+
+    >>> rows_of((5, 3), (5, 3), 9, 15, 2), rows_of((15,), (5, 3), 9, 15, 2), rows_of((3, 5), (5, 3), 9, 15, 2)
+    ((2, 3), (6,), None)
+
+    A short leaf is cut flat, and a rank without any of it has no rows either where others have split ones:
+
+    >>> rows_of((2, 3), (2, 3), 0, 2, 4), rows_of((2, 3), (2, 3), 6, 6, 4), rows_of((1, 1), (1, 1), 1, 1, 4)
+    (None, None, (0, 1))
+    """
+    row = prod(shape[1:])
+    if not shape or (row and width(leaf, size) % row):
+        return None
+    return rows_between(shape, low, high)
+
+
+def rows_between(shape: Sequence[int], low: int, high: int) -> tuple[int, ...] | None:
+    """The shape of a range of the flattened leaf, if it is of whole rows; else `None`. A 0-d leaf is one row.
+
+    >>> rows_between((5, 3), 9, 15), rows_between((5, 3), 2, 6), rows_between((5, 3), 15, 15)
+    ((2, 3), None, (0, 3))
+    >>> rows_between((), 0, 1), rows_between((), 1, 1)
+    ((), (0,))
+    """
+    if not shape:
+        return () if high > low else (0,)
+    row = prod(shape[1:])
+    if row and (low % row or high % row):
+        return None
+    return ((high - low) // row if row else 0, *shape[1:])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# How a tensor lies on the ranks along one axis of a mesh: torch's placements, and two of our own.
+#
+# `Replicate`, `Shard` and `Partial` are called, made and printed as torch's. They are records of our own, since
+# `import torch.distributed.tensor` takes as long as half of `import torch`, and a chain is surveyed on one process
+# too.
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Each rank has the same."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank has a chunk along a dimension, as `torch.chunk` cuts: the last chunks may be shorter, or empty."""
+
+    dim: int
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank has a term; the tensor is the mean of the terms, or another reduction of them."""
+
+    op: str = "avg"
+
+    def __repr__(self) -> str:
+        return f"Partial({self.op})"
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Our own: each rank has a range of the flattened tensor, which may begin within a row."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Our own: one rank has the whole tensor, the others nothing."""
+
+    rank: int
+
+    def __repr__(self) -> str:
+        return f"Owner({self.rank})"
+
+
+AxisPlacement = Replicate | Shard | Partial | Flat | Owner
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What tensors that a transform keeps of a leaf are to the leaf: cut as it is, of a shape of their own, or neither.
+
+
+# As long as the leaf and cut with it; of one shape whatever the leaf is; neither.
+ALONG, FIXED, OTHER = "along", "fixed", "other"
+
+
+class SlotForm(NamedTuple):
+    """The form of the tensors of one slot in a transform's state.
+
+    Attributes:
+        owner: the transform.
+        slot: keys above the paths of leaves, with slashes between them.
+        below: keys below those paths.
+        form: `ALONG`, `FIXED` or `OTHER`.
+        paths: of the leaves; `()` for all that have the slot.
+    """
+
+    owner: str
+    slot: str
+    below: str
+    form: str
+    paths: tuple[str, ...] = ()
+
+
+# By slot and keys below a path.
+FormsOfSlots = dict[tuple[str, str], list[SlotForm]]
+
+
+def by_owner(slots: Iterable[SlotForm]) -> dict[str, FormsOfSlots]:
+    """The forms of each transform."""
+    found: dict[str, FormsOfSlots] = {}
+    for form in slots:
+        found.setdefault(form.owner, {}).setdefault((form.slot, form.below), []).append(form)
+    return found
+
+
+def form_of(forms: FormsOfSlots, slot: str, below: str, path: str) -> str | None:
+    """The form of one tensor; `None` where it is not known.
+
+    >>> forms = by_owner([SlotForm("mine", "value", "m", ALONG)])["mine"]
+    >>> form_of(forms, "value", "m", "w"), form_of(forms, "value", "v", "w")
+    ('along', None)
+    """
+    return next((x.form for x in forms.get((slot, below), ()) if not x.paths or path in x.paths), None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where a leaf lies in a tensor that the model itself has cut over ranks (tensor parallelism).
+#
+# The chain does not know of such a cut: it is along another axis of ranks than those it reduces over, and all that
+# transforms and wires see is the part, a leaf of its own shape. What is of the whole tensor is said here: which
+# elements they are, and on which of several ranks that have the same ones they count.
+#
+# The elements of the whole tensor are numbered box by box, as they lie on ranks. Where rows are cut that is the order
+# of the tensor itself, so a checkpoint and the draws of stochastic rounding are those of one process. Where columns
+# are, the elements of one rank are a range all the same, and no two ranks have the same numbers.
+
+
+@dataclass(frozen=True)
+class Within:
+    """The tensor that a leaf is a part of.
+
+    Attributes:
+        shape: of the whole tensor.
+        boxes: the parts of all ranks, in their order, each once: where it begins in every dimension, and its sizes.
+        at: which of them the leaf is.
+        first: whether this rank is the first of those that have it, and counts it in sums.
+
+    >>> columns = Within(torch.Size([2, 4]), (((0, 0), (2, 2)), ((0, 2), (2, 2))), at=1, first=True)
+    >>> columns.before, columns.ordered
+    (4, False)
+    >>> Within(torch.Size([2, 4]), (((0, 0), (1, 4)), ((1, 0), (1, 4))), at=1, first=True).ordered
+    True
+    """
+
+    shape: torch.Size
+    boxes: tuple[Box, ...]
+    at: int
+    first: bool
+
+    @property
+    def cut(self) -> bool:
+        """Whether ranks have different parts of it."""
+        return len(self.boxes) > 1
+
+    @property
+    def before(self) -> int:
+        """The number of the leaf's first element, counted box by box."""
+        return sum(torch.Size(sizes).numel() for _, sizes in self.boxes[: self.at])
+
+    @property
+    def ordered(self) -> bool:
+        """Whether elements that are counted box by box are in the order of the tensor."""
+        return all(tuple(sizes[1:]) == tuple(self.shape[1:]) for _, sizes in self.boxes)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """The leaf, of the whole tensor."""
+        return in_box(whole, self.boxes[self.at])
+
+
+def joined(flat: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Tensor:
+    """The whole tensor, of its elements box by box.
+
+    >>> joined(torch.arange(4), (2, 2), [((0, 0), (2, 1)), ((0, 1), (2, 1))])
+    tensor([[0, 2],
+            [1, 3]])
+    """
+    whole, begin = flat.new_empty(torch.Size(shape)), 0
+    for box in boxes:
+        part = in_box(whole, box)
+        part.copy_(flat[begin : begin + part.numel()].view(part.shape))
+        begin += part.numel()
+    return whole
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which tensors are parameters: those of a module, and why an entry of a tree is none.
+
+
+DISTRIBUTED = "a DTensor, which a model has and no tree: zf.attach(model, tx), or p.to_local() of each"
+
+
+def parameters_of(model: nn.Module) -> OrderedDict[str, nn.Parameter]:
+    """The parameters of a module by path, a tied one under each of its names.
+
+    A path is the name without what wrappers add (torch.compile, checkpoint_wrapper, DistributedDataParallel). Those of
+    integers are left out, which quantizers keep frozen: nothing trains or casts them, and every rank keeps them whole,
+    as it does buffers.
+
+    Raises:
+        ValueError: two have one name without what wrappers add.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    kept = OrderedDict((name, p) for name, p in named if p.dtype.is_floating_point or p.dtype.is_complex)
+    return OrderedDict(without_wrappers(model, kept))
+
+
+def not_a_parameter(leaf: Any) -> str | None:
+    """Why an entry of a tree is no parameter, and what to give instead; `None` of one, and of `None`."""
+    if leaf is None:
+        return None
+    if isinstance(leaf, UninitializedParameter | UninitializedBuffer):
+        return "not initialised yet, as of a lazy module; run the model once on a batch before"
+    if isinstance(leaf, Tensor):
+        if leaf.is_nested:
+            return "a nested tensor, of rows of several lengths; give x.to_padded_tensor(0.0), or its rows, x.unbind()"
+        if leaf.is_complex():
+            return f"{leaf.dtype}; store the real and imaginary parts as two leaves (torch.view_as_real)"
+        if not leaf.is_floating_point():
+            return f"{leaf.dtype} has no gradient; keep it outside of the parameters"
+        if leaf.dtype.itemsize < 2:
+            return f"{leaf.dtype} is a format of storage without arithmetic; give at least 16 bits"
+        if leaf.layout != torch.strided:
+            return f"layout {leaf.layout}; only strided tensors are parameters"
+        return DISTRIBUTED if is_distributed(leaf) else None
+    if is_dataclass(leaf) and any(isinstance(getattr(leaf, f.name), Tensor) for f in fields(leaf)):
+        name = type(leaf).__name__
+        return f"dataclass {name} is not registered: optree.dataclasses.dataclass({name}, namespace='zerofn')"
+    return f"{type(leaf).__name__} is no tensor"
+
+
+def check_own_memory(call: str, leaves: Mapping[str, Tensor]) -> None:
+    """Refuse two leaves over one memory, as `state_dict()` of a model with tied parameters has them.
+
+    Which tensors are one parameter is told by the tensor object. Two objects would become two parameters.
+
+    Args:
+        call: as the user writes it.
+        leaves: by path, a tied tensor once.
+    """
+    shared = sharing_memory(leaves).items()
+    bad = [(path, f"shares memory with {first}, and is another tensor object") for path, first in shared]
+    if bad:
+        right = (
+            "the same tensor object at each place of a tied parameter, as of a model\n"
+            "         dict(model.named_parameters(remove_duplicate=False)); or params[name] = x.clone() for two"
+        )
+        raise ValueError(bad_leaves(f"{call}: leaves that are over one memory would become two parameters", bad, right))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Layout`: the structure of a parameter tree; `Leaf`: one parameter; `Placement`: how it lies over ranks.
+
 
 Leaves = dict[str, Tensor]
 

@@ -14,14 +14,13 @@ from torch import Tensor
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
 from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
+from .context import Context, Prepared
 from .facts import Facts
 from .layout import Layout, Leaves
-from .own_memory import own_start, own_update
-from .returned_updates import misfit
+from .returned_values import misfit, own_start, own_update
 from .state import counter
 from .transform import Transform, TransformState
 from .tree import flatten, tree_map
-from .update_context import Context, Prepared
 
 P = ParamSpec("P")
 # Keyword-only arguments without a default that the library gives to a function which has them.

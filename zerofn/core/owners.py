@@ -1,30 +1,43 @@
-"""Owners: where leaves are cut over ranks, one rank for each leaf that updates it whole.
-
-Parameters stay cut. For an update the shards of a leaf's gradient and parameter travel to its owner, which runs the
-transform on whole leaves as one process would, and the result travels back in shards. States live at the owner alone.
-A matrix is worked on once in the whole job, and what travels is one all-to-all each way: a rank sends its shards of
-others' leaves, and gets others' shards of its own. The alternative, to all-gather every leaf, sends as many bytes times
-the number of ranks, and all ranks work on each leaf.
-
-With the shards each owner sends back a flag that says whether its function raised, so that all ranks raise in the same
-step and none waits for another. First states are not sent back: there owners send the flag by itself.
-"""
+"""Whole leaves at an owner, and whole rows, where leaves are sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._errors import explain
-from ..kernels.recording import concrete
-from ..ranks.all_to_all import exchange_rows
+from .._compat.tensors import is_shape_only
+from .._errors import bad_leaves, explain
+from ..kernels.recording import concrete, numbers_alone
 from ..ranks.backend import gather_objects
-from .layout import Leaf, Leaves
-from .views import Wire
+from ..ranks.differentiable import exchange_rows, nothing_of
+from .bucketed_views import spans_by_rank
+from .chain import replace_innermost
+from .context import Context
+from .facts import OF_LEAVES, Scope
+from .layout import Layout, Leaf, Leaves, rows_between
+from .state import check_at_owners
+from .transform import Transform, TransformState, no_state
+from .tree import flatten, of_leaves, overlaid, places, tree_keys, tree_map, unflatten
+from .view import Wire
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Owners: where leaves are cut over ranks, one rank for each leaf that updates it whole.
+#
+# Parameters stay cut. For an update the shards of a leaf's gradient and parameter travel to its owner, which runs the
+# transform on whole leaves as one process would, and the result travels back in shards. States live at the owner
+# alone. A matrix is worked on once in the whole job, and what travels is one all-to-all each way: a rank sends its
+# shards of others' leaves, and gets others' shards of its own. The alternative, to all-gather every leaf, sends as
+# many bytes times the number of ranks, and all ranks work on each leaf.
+#
+# With the shards each owner sends back a flag that says whether its function raised, so that all ranks raise in the
+# same step and none waits for another. First states are not sent back: there owners send the flag by itself.
+
 
 IN_UPDATE = "an update of whole leaves that failed at their owner"
 GO_ON = "a function without that error, or on every rank: except Exception: opt.zero_grad()"
@@ -273,3 +286,269 @@ def owner_exchange(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> OwnerEx
         along = {path: rank // size % wire.group.size for path, rank in rank_of.items()}
         axes.append(AxisExchange.of(wire, leaves, along))
     return OwnerExchange(tuple(axes), leaves, rank_of)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivatives through updates at owners: all ranks make the same collectives in backward, whatever they own.
+#
+# What an owner has computed is a function of what it was sent, and that of a rank which owns nothing is none, so its
+# backward would leave out what others wait for. On every rank all results, pieces and states, are made functions of
+# all that the update was given: by a tensor without elements, which changes no number.
+
+
+def nothing_of_all(values: Iterable[Any]) -> Tensor | None:
+    """A tensor without elements that is a function of all numbers in these trees; `None` where nobody differentiates.
+
+    By an exponential of their sum, so that a derivative of any order, by any of them, is a function of all.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> nothing_of_all([{"w": w}, 0.1]).shape, nothing_of_all([{"w": w.detach()}])
+    (torch.Size([0, 1]), None)
+    """
+    found = [x for tree in values for x in flatten(tree)[0] if isinstance(x, Tensor) and x.is_floating_point()]
+    if numbers_alone(found) or not found:
+        return None
+    one = [nothing_of(x).to(found[0].device, torch.float32) for x in found]
+    return torch.stack(one).sum(0).exp()
+
+
+def hung_on(nothing: Tensor | None, state: Any) -> Any:
+    """The same state, whose numbers are functions of `nothing` too."""
+    if nothing is None:
+        return state
+    zero = nothing.sum()
+
+    def hung(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        # To subtract a zero changes no bit, and to add one the sign of another.
+        if x.numel() > 1 and not any(x.stride()):
+            # Of a leaf that another rank owns: it stays one element, expanded.
+            return (x[(0,) * x.dim()] - zero.to(x)).expand(x.shape)
+        return x - zero.to(x)
+
+    return tree_map(hung, state)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The form of a first state of leaves that this rank has not, or not whole: what `init` makes of leaves without
+# memory.
+
+
+def form_of_start(t: Transform, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], layout: Layout) -> TransformState:
+    """The first state of leaves of these shapes and dtypes, on the device `meta`.
+
+    An `init` that asks for the numbers of a leaf is handed some in memory of the CPU, of all these leaves at once.
+
+    Raises:
+        Exception: whatever `init` raises of both.
+
+    >>> import zerofn as zf
+    >>> norms = zf.leafwise(lambda g, p, s: (g, s), init=lambda p: torch.full((2,), p.norm().item()))()
+    >>> form_of_start(norms, {"w": (torch.Size([3]), torch.float32)}, None)
+    {'value': {'w': tensor(..., device='meta', size=(2,))}}
+    """
+    try:
+        return t.init_fn({p: torch.empty(shape, dtype=d, device="meta") for p, (shape, d) in shapes.items()}, layout)
+    except Exception:
+        # Its draws are none of the run's.
+        with torch.random.fork_rng(devices=[]):
+            state = t.init_fn({p: some_numbers(shape, d) for p, (shape, d) in shapes.items()}, layout)
+    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, state)
+
+
+def some_numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A leaf of numbers from 1 to 2: neither its norm nor its variance is zero, whatever `init` divides by.
+
+    >>> some_numbers((3,), torch.float32)
+    tensor([1.0000, 1.5000, 2.0000])
+    """
+    return torch.linspace(1, 2, math.prod(shape)).reshape(tuple(shape)).to(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transforms that need whole rows, where leaves are cut by rows: each rank updates its rows.
+#
+# Shards are flat; such a transform is handed this rank's rows of the leaf, of shape `(rows, ...)`, maybe none. What
+# it keeps of a leaf is stored flat, as all shards are, so its state must have the leaf's shape. A leaf whose state
+# has another (a number for each row, a tree) goes to an owner, and so does a leaf that is not cut by rows.
+
+
+# By path: the shape of this rank's rows of a leaf.
+Rows = dict[str, tuple[int, ...]]
+
+
+def local_rows(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
+    """The shape of this rank's rows, of each leaf of which every rank has whole rows."""
+    found: Rows = {}
+    for leaf in leaves:
+        if all(rows_between(leaf.shape, *span) is not None for span in spans_by_rank(cutting, leaf)):
+            mine = rows_between(leaf.shape, *cutting[-1].span(leaf))
+            assert mine is not None
+            found[leaf.path] = mine
+    return found
+
+
+def states_have_leaf_shapes(t: Transform, leaves: Sequence[Leaf], layout: Layout) -> bool:
+    """Whether every state of a leaf has the leaf's shape."""
+    shapes = {leaf.path: leaf.shape for leaf in leaves}
+    state = form_of_start(t, {leaf.path: (leaf.shape, leaf.dtype) for leaf in leaves}, layout)
+    kept = zip(tree_keys(state), flatten(state)[0], strict=True)
+    # The first key is the name of an entry, which may be that of a leaf.
+    of_leaves = [(keys, x) for keys, x in kept if set(keys[1:]) & shapes.keys()]
+    return all(isinstance(x, Tensor) and shapes.get(keys[-1]) == x.shape for keys, x in of_leaves)
+
+
+def on_rows(t: Transform, rows: Rows) -> Transform:
+    """The same transform, handed rows of these leaves in place of flat shards."""
+    flat: Rows = dict.fromkeys(rows, (-1,))
+
+    def init(pieces: Leaves, layout: Layout) -> TransformState:
+        return _reshaped_state(t.init_fn(_reshaped(pieces, rows), layout), flat)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        there = _reshaped_state(state, rows)
+        out, new = t.update_fn(_reshaped(grads, rows), there, _reshaped(params, rows), carry, ctx)
+        return None if out is None else _reshaped(out, flat), _reshaped_state(new, flat)
+
+    return replace(t, needs="element", init_fn=init, update_fn=update)
+
+
+def _reshaped(tensors: Leaves, shapes: Rows) -> Leaves:
+    return {path: x.reshape(shapes[path]) if path in shapes else x for path, x in tensors.items()}
+
+
+def _reshaped_state(state: TransformState, shapes: Rows) -> TransformState:
+    """A state whose tensors of leaves have these shapes; what is not by path below a name stays as it is."""
+    values, spec = flatten(state)
+    named = zip(tree_keys(state), values, strict=True)
+    return unflatten(spec, [x.reshape(shapes[k[-1]]) if k[-1] in shapes and k[1:] else x for k, x in named])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Transforms that need whole leaves, where leaves are cut over ranks: each leaf is updated at its owner.
+#
+# Its state is at the owner alone. On other ranks that state has the same shape and no memory (one element, expanded),
+# so that the structure of a state is the same on all ranks.
+
+
+def _may_be_owned(t: Transform) -> bool:
+    """Whether it needs whole leaves and no more, and has no transformation of another library inside."""
+    return t.needs in OF_LEAVES and not t.facts.adds and all(p.needs != "tree" and not p.facts.adds for p in _inside(t))
+
+
+def _inside(t: Transform) -> list[Transform]:
+    return [x for part in t.parts for x in (part, *_inside(part))]
+
+
+def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tuple[Transform, dict[str, dict[str, int]]]:
+    """The same transform, in which what needs whole leaves is run at their owners.
+
+    Of a `partition` only leaves of members that need whole ones travel, and of a member that needs rows only leaves
+    that are not cut by rows. Returned are also the owners by path, for each place in the state of `t` that is of whole
+    leaves.
+    """
+    ranks: dict[str, dict[str, int]] = {}
+
+    def owned(part: Transform, paths: Set[str], where: str) -> Transform:
+        leaves = tuple(leaf for leaf in layout.trainable if leaf.path in paths)
+        if not _may_be_owned(part):
+            return part
+        if part.idle and part.init_fn is no_state:
+            # A view alone: nothing would travel but what comes back as it was.
+            return replace(part, needs="element")
+        rows: Rows = local_rows(cutting, leaves) if part.needs == "row" else {}
+        if rows and states_have_leaf_shapes(part, leaves, layout):
+            part, leaves = on_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)
+        if not leaves:
+            return replace(part, needs="element")
+        at = owner_exchange(cutting, leaves)
+        ranks[where] = at.rank_of
+        return _at_owners(part, at, layout.every)
+
+    return replace_innermost(t, owned, layout), ranks
+
+
+def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform:
+    """The same transform, run on leaves of the exchange at their owners, and on this rank's part of the others.
+
+    Args:
+        part: the transform.
+        at: which rank owns which leaf.
+        paths: of all leaves.
+    """
+    owned = {leaf.path for leaf in at.leaves}
+
+    def init(pieces: Leaves, layout: Layout) -> TransformState:
+        here = {path: x for path, x in pieces.items() if path not in owned}
+        shapes = {**{path: x.shape for path, x in here.items()}, **{x.path: x.shape for x in at.leaves}}
+        forms = {path: (shapes[path], x.dtype) for path, x in pieces.items()}
+        if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
+            return part.init_fn({p: pieces[p].new_empty(shape) for p, (shape, _) in forms.items()}, layout)
+        received: list[Tensor] = []
+        wholes = at.to_owners(pieces, received)
+        failure: Exception | None = None
+        everywhere: TransformState = {}
+        own: TransformState = {}
+        try:
+            # The form of the state of leaves that other ranks own.
+            everywhere = form_of_start(part, forms, layout)
+            check_at_owners(part.name, everywhere, pieces)
+            own = part.init_fn(_ordered({**here, **wholes}, pieces), layout)
+            _check_forms(part.name, everywhere, own)
+        except Exception as error:
+            # Each owner makes others, so it may fail here alone, and the others would go on to what they send next.
+            failure = error
+        at.agree(failure)
+        device = next(iter(pieces.values())).device
+        made = overlaid(tree_map(lambda x: _expanded(x, device), everywhere), own)
+        return hung_on(nothing_of_all(received), made)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        given = {path: params[path] for path in grads if path in owned}
+        theirs = {path: g for path, g in grads.items() if path in owned}
+        here = {path: g for path, g in grads.items() if path not in owned}
+        received: list[Tensor] = []
+        wholes = _ordered({**{path: params[path] for path in here}, **at.to_owners(given, received)}, grads)
+        all_of = _ordered({**here, **at.to_owners(theirs, received)}, grads)
+        own = of_leaves(state, places(state, paths), all_of)
+        nothing = nothing_of_all((received, state, carry)) if ctx.recorded else None
+        like, first = given if part.facts.optimizes else theirs, next(iter(params.values()))
+        try:
+            out, new = part.update_fn(all_of, own, wholes, carry, replace(ctx, offsets={}))
+        except Exception as error:
+            # Each owner runs it on other leaves, so it may fail here alone, and the others wait for what comes of it.
+            with contextlib.suppress(OwnerFailed):
+                at.to_pieces(error, like, first, nothing)
+            raise
+        kept = hung_on(nothing, overlaid(state, new))
+        if out is None:
+            return None, kept
+        pieces = at.to_pieces(out, like, first, nothing)
+        return {path: pieces[path] if path in owned else out[path] for path in grads}, kept
+
+    return replace(part, scope=Scope.WHOLE, needs="element", init_fn=init, update_fn=update)
+
+
+def _ordered(found: Leaves, like: Leaves) -> Leaves:
+    """Leaves in the order of `like`: those that travel come by dtype, behind those that do not."""
+    return {path: found[path] for path in like if path in found}
+
+
+def _expanded(x: Any, device: torch.device) -> Any:
+    if not isinstance(x, Tensor) or not x.is_meta:
+        return x
+    return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
+
+
+def _check_forms(name: str, everywhere: TransformState, own: TransformState) -> None:
+    """Refuse first states whose shapes other ranks could not know."""
+    here = dict(zip(tree_keys(own), flatten(own)[0], strict=True))
+    wrong = [
+        ("/".join(keys), f"of shape {tuple(here[keys].shape)} here, and {tuple(x.shape)} for other numbers")
+        for keys, x in zip(tree_keys(everywhere), flatten(everywhere)[0], strict=True)
+        if isinstance(x, Tensor) and isinstance(y := here.get(keys), Tensor) and x.shape != y.shape
+    ]
+    if wrong:
+        what = f"{name}: a first state whose shape follows from the numbers of a leaf, which its owner alone has"
+        raise ValueError(bad_leaves(what, wrong, "a shape that follows from the shape of the leaf: a mask for indices"))

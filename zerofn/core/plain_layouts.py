@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from .layout import Layout, Leaf, Placement
-from .slot_forms import SlotForm
-from .tensor_parallel_leaves import Within
+from .layout import Layout, Leaf, Placement, SlotForm, Within
 from .tree import flatten
 
 _KINDS: tuple[type, ...] = (Leaf, Placement, SlotForm, Within)

@@ -1,4 +1,4 @@
-"""Checks before a state is made: no NaN, and the same pipeline and parameters on all ranks."""
+"""Ranks compare at the start what must be equal: the chain, values, wires, weights."""
 
 from __future__ import annotations
 
@@ -6,23 +6,188 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._compat.functorch import constant, is_wrapped
-from .._errors import bad_leaves, explain, users_line
+from .._compat.tensors import version
+from .._errors import bad_leaves, explain, kind_of, users_line
 from ..kernels.recording import concrete
+from ..kernels.rounding import leaf_key, stream_key
 from ..ranks.backend import gather_objects
-from ..ranks.group import Group
-from ..ranks.process_groups import world_size
-from ..ranks.rendezvous import together
-from .layout import Leaves
+from ..ranks.group import Group, Traffic
+from ..ranks.process_groups import together, world_size
+from ..ranks.scalar_reduction import RankReduction, mean_over
+from .arguments import weight_of
+from .layout import Leaf, Leaves
 from .pipeline import Pipeline, check_first_views, init_transforms
 from .transform import TransformState
-from .wire_agreement import unequal_wires, wires_over
+from .view import View, Wire, cutting_wires
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the wires of ranks send must be of one length, or backends end the process: compared before a state is made.
+#
+# Nothing is sent to find it out: a wire is asked for its collectives on tensors without memory, over a group that is
+# silent. So it costs a run nothing but one more line in what ranks tell each other anyway at the start. What a wire
+# makes of what has come is looked at in the same way: of another length torch would refuse it where a model computes.
+
+
+META = torch.device("meta")
+RIGHT = "a wire whose lengths follow from the leaf and the number of ranks alone: pad what is sent to the longest part"
+
+
+def wires_over(pipe: Pipeline, group: Group) -> str:
+    """What wires send over a group, as text: one on all ranks that fit together, another on each where one does not."""
+    told, leaves, here = [], pipe.layout.leaves, f"on rank {group.rank}"
+    for view in _over(pipe, group):
+        told.append(f"{view.name} {_sent(view, leaves)}")
+        told += [f"{path} {here}" for path, _ in _gaps(view, leaves)]
+        told += [f"{path} {here}: {text}" for path, text in misjoined(view, leaves)]
+    return ", ".join(told)
+
+
+def unequal_wires(pipe: Pipeline, group: Group) -> str:
+    """The message where wires do not fit together, the same on every rank of the group, which all call it.
+
+    Empty where nobody can tell: a wire that must see numbers on some ranks.
+    """
+    views, leaves = _over(pipe, group), pipe.layout.leaves
+    mine = {v.name: (_by_leaf(v, leaves), dict(_gaps(v, leaves)), misjoined(v, leaves)) for v in views}
+    every = gather_objects(mine, group)
+    messages = []
+    for view in views:
+        rows = []
+        for leaf in leaves:
+            sent = [there[view.name][0][leaf.path] for there in every]
+            told = [there[view.name][1][leaf.path] for there in every if leaf.path in there[view.name][1]]
+            for n, kind in enumerate(("parts to be gathered", "gradients to be summed")):
+                if len({s[n] for s in sent} - {None}) > 1:
+                    lengths = ", ".join(f"{s[n]} bytes on rank {r}" for r, s in zip(group.ranks, sent, strict=True))
+                    told.append(f"{kind} have {lengths}")
+            rows += [(leaf.path, text) for text in told]
+        if rows:
+            messages.append(bad_leaves(f"{view.name}: its wire does not fit together over ranks", rows, RIGHT))
+        elif joined := [row for there in every for row in there[view.name][2]]:
+            messages.append(misjoined_message(view, joined))
+    return "\n".join(messages)
+
+
+def _over(pipe: Pipeline, group: Group) -> list[View]:
+    return [view for view in pipe.stages if view.wire is not None and view.wire.group is group]
+
+
+def _by_leaf(view: View, leaves: Sequence[Leaf]) -> dict[str, tuple[int | None, int | None]]:
+    return {leaf.path: _sent(view, [leaf]) for leaf in leaves}
+
+
+def _sent(view: View, leaves: Sequence[Leaf]) -> tuple[int | None, int | None]:
+    """Bytes that this rank sends to gather these leaves, and to sum gradients of one of each form, all in fp32."""
+    wire = view.wire
+    assert wire is not None
+    # Of leaves of one form that are cut alike one is packed: torch takes 0.3 ms for each that has no memory.
+    few = list({(leaf.shape, leaf.dtype, wire.span(leaf)): leaf for leaf in leaves}.values())
+    numels = [view.given(leaf).numel for leaf in few]
+    fulls = [torch.empty(n, device=META) for n in numels]
+
+    def gather(silent: Wire) -> None:
+        silent.send_parts(_parts(silent, leaves), leaves)
+
+    def sum_up(silent: Wire) -> None:
+        silent.send(silent.pack(fulls, few, numels, torch.float32, META))
+
+    return _bytes_of(gather, wire) if wire.cuts else 0, _bytes_of(sum_up, wire)
+
+
+def _silent(wire: Wire) -> tuple[Wire, Traffic]:
+    """The same wire over ranks to which nothing is sent, and what would be."""
+    traffic = Traffic()
+    return wire.on(replace(wire.group, traffic=traffic, silent=True), wire.reduce_dtype), traffic
+
+
+def _parts(wire: Wire, leaves: Sequence[Leaf]) -> list[Tensor]:
+    """This rank's shards of leaves, without memory; of a wire that cuts."""
+    return [torch.empty(high - low, device=META) for low, high in map(wire.span, leaves)]
+
+
+def _bytes_of(send: Callable[[Wire], None], wire: Wire) -> int | None:
+    """What it sends; `None` of a wire that must see numbers, and fails without."""
+    silent, traffic = _silent(wire)
+    try:
+        send(silent)
+    except Exception:
+        return traffic.bytes if traffic.calls else None
+    return traffic.bytes
+
+
+def misjoined(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+    """By path, where what the wire of a view gives has other lengths or shapes than it is to have."""
+    if view.wire is None or not view.wire.cuts:
+        return []
+    wire, rank = _silent(view.wire)[0], view.wire.group.ranks[view.wire.group.rank]
+    given = [view.given(leaf) for leaf in leaves]
+    parts = _parts(wire, leaves)
+    found: dict[str, str] = {}
+
+    def compare(name: str, of: Sequence[Leaf], make: Callable[[], Sequence[Any]], shapes: Any) -> None:
+        try:
+            made = make()
+        except Exception:
+            return
+        if len(made) != len(of):
+            found.update({x.path: f"`{name}` gives {len(made)} tensors of {len(of)} leaves" for x in of})
+            return
+        for leaf, x, shape in zip(of, made, shapes, strict=True):
+            got = tuple(x.shape) if isinstance(x, Tensor) else kind_of(x)
+            if got != shape:
+                found.setdefault(leaf.path, f"`{name}` gives {got} on rank {rank}, and not {shape}")
+
+    flat = [(x.numel,) for x in given]
+    compare("join_parts", leaves, lambda: wire.join_parts(wire.send_parts(parts, leaves)[1], leaves), flat)
+    # One leaf by one, of those that are given as they are: one of each shape.
+    alone = {x.shape: (x, part) for x, leaf, part in zip(given, leaves, parts, strict=True) if x.shape == leaf.shape}
+    some, shapes = [x for x, _ in alone.values()], [tuple(shape) for shape in alone]
+    compare("view", some, lambda: [wire.view(part, x) for x, part in alone.values()], shapes)
+    cut = [tuple(part.shape) for _, part in alone.values()]
+    compare("store", some, lambda: [wire.store(torch.empty(x.shape, device=META), x) for x in some], cut)
+    return sorted(found.items())
+
+
+def misjoined_message(view: View, rows: Sequence[tuple[str, str]]) -> str:
+    """The message about what a wire gives that does not fit its leaves."""
+    right = (
+        "join_parts that gives each leaf flat, of leaf.numel elements and in the order of leaves; a view of leaf.shape;"
+    )
+    right += " a store of the elements of this rank's span, flat"
+    return bad_leaves(f"{view.name}: what its wire gives does not fit its leaves", rows, right)
+
+
+def _gaps(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+    """By path, where this rank's part of a leaf does not end at the beginning of the next rank's."""
+    wire = view.wire
+    if wire is None or not wire.cuts:
+        return []
+    group = wire.group
+    place = {rank: wire.on(replace(group, rank=rank), wire.reduce_dtype) for rank in (0, (group.rank + 1) % group.size)}
+    found = []
+    for leaf in leaves:
+        low, high = wire.span(leaf)
+        if group.rank + 1 < group.size:
+            end = place[group.rank + 1].span(leaf)[0]
+        else:
+            end = place[0].span(leaf)[0] + view.given(leaf).numel
+        if high != end:
+            found.append((leaf.path, f"rank {group.ranks[group.rank]} has elements {low} to {high}, not to {end}"))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks before a state is made: no NaN, and the same pipeline and parameters on all ranks.
 
 
 def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
@@ -267,3 +432,171 @@ def _by_value(values: Sequence[str], group: Group) -> str:
         f"ha{'ve' if len(ranks) > 1 else 's'} {v[:width] + ('...' if len(v) > width else '')!r}"
         for v, ranks in holders.items()
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weights of micro-batches over ranks: their mean, and where they must be equal.
+
+
+def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
+    """The mean of the weights over ranks, and the factor of this rank's gradient, its weight over that mean.
+
+    The gradient of all rows is `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights. The factor goes in
+    before gradients are reduced: `accumulate` after a reduction sees only their mean.
+    """
+    groups = pipe.averaged_before_weights
+    if not groups or weight is None:
+        return weight, None
+    own = weight_of(weight)
+    mean = mean_over(groups, own)
+    # `accumulate` multiplies by the mean what this rank has of each leaf.
+    parts = RankReduction(tuple([wire.group for wire in cutting_wires(pipe.road.pulled)]), groups)
+    return parts.replicate(mean), own / torch.where(mean > 0, mean, 1.0)
+
+
+def equal_weight(pipe: Pipeline, weight: Any) -> Any:
+    """The mean of the weights over ranks, where gradients have been averaged without them: they are to be equal.
+
+    Raises:
+        ValueError: on every rank where they are not.
+    """
+    groups = pipe.averaged_before_weights
+    if not groups or weight is None:
+        return weight
+    mean, _ = shared_weight(pipe, weight)
+    own, shared = weight_of(weight).detach(), mean.detach()
+    if not concrete(own):
+        raise weight_in_batch(groups)
+    # The mean of equal weights may differ from each by roundings of their sum.
+    unequal = ~torch.isclose(own, shared, rtol=1e-9, atol=0.0)
+    if float(mean_over(groups, unequal.to(torch.float64))) > 0:
+        raise ValueError(
+            explain(
+                f"a step with weight={float(own):g} here and {float(shared):g} on average over ranks",
+                "gradients are averaged over ranks during backward, when the weight was not known",
+                "accumulate(k, weighted=True) before reduce_scatter or all_reduce; or zf.make_step, which knows the "
+                "weight in time; or (loss * weight / mean_weight).backward() and opt.step(weight=mean_weight)",
+            )
+        )
+    return mean
+
+
+def weight_in_batch(groups: Sequence[Group]) -> ValueError:
+    """The error for weights of the members of a batch over ranks."""
+    return ValueError(
+        explain(
+            f"a step with weight= under torch.func.vmap on {math.prod(group.size for group in groups)} ranks",
+            "weights are compared and averaged over ranks, which cannot be done for each member of a batch",
+            "one step(state, *batch, weight=...) per member in a loop; or, where all weights are equal, "
+            "accumulate(k) and no weight=",
+        )
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Initial values of parameters on the meta device: leaves are made one after the other by an initialiser.
+#
+# A leaf is made whole, since torch's initialisers need it so (a fan, an orthogonal matrix), and freed once this rank
+# has taken its part. Its draws come from a generator that is seeded by `seed` and its path alone, so that they do not
+# depend on the number of ranks, on other leaves, or on the order in which they are made. With one generator for all
+# leaves, as in a constructor, each would depend on those before it.
+
+
+Init = Callable[[str, Tensor], Any]
+# For messages: the right code.
+INIT = "init=lambda path, x: torch.nn.init.normal_(x, std=0.02)"
+
+
+@contextmanager
+def seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
+    """torch's generators begin anew inside, by `seed` and `path`; afterwards they go on as if nothing had been drawn.
+
+    >>> with seeded(0, "w", torch.device("cpu")):
+    ...     first = torch.rand(2)
+    >>> with seeded(0, "w", torch.device("cpu")):
+    ...     print(torch.equal(first, torch.rand(2)))
+    True
+    """
+    k0, k1 = stream_key(seed, 0, leaf_key(path))
+    key = (k1 & 0x7FFFFFFF) << 32 | k0
+    # By device: `torch.manual_seed` would also seed generators that are not restored.
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(key)
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            torch.default_generator.manual_seed(key)
+            torch.get_device_module(device).manual_seed(key)
+            yield
+
+
+def blank(like: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor like a meta tensor; floats are filled with NaN, by which `unset` sees what is not written."""
+    x = torch.empty_like(like, device=device, requires_grad=False)
+    return x.fill_(torch.nan) if x.is_floating_point() or x.is_complex() else x
+
+
+def unset(x: Tensor, before: int) -> bool:
+    """Whether an element of what `blank` made is not written; of integers, whether its version is still `before`."""
+    if x.is_meta:
+        return True
+    if x.is_floating_point() or x.is_complex():
+        return bool(torch.isnan(x).any())
+    return x.numel() > 0 and version(x) == before
+
+
+def made_by(init: Init, like: Tensor, path: str, seed: int, device: torch.device) -> Tensor:
+    """A leaf as `init(path, x)` writes it."""
+    x = blank(like, device)
+    before = version(x)
+    with seeded(seed, path, device), torch.no_grad():
+        init(path, x)
+    if unset(x, before):
+        why = "what it is given is to be written in place, every element of it, and it left some as they were"
+        raise ValueError(explain(f"init({path!r}, x of shape {tuple(x.shape)})", why, INIT))
+    return x
+
+
+def first_values(
+    pipe: Pipeline, whole: Iterator[tuple[Leaf, Tensor]], keep: Callable[[Leaf, Tensor], Tensor], call: str
+) -> Leaves:
+    """What this rank keeps of leaves that are made one after the other, once all ranks have made the same.
+
+    Args:
+        pipe: whose ranks must agree.
+        whole: leaves as they are made, in full, every one of the layout in any order.
+        keep: what is kept of one, in memory of its own.
+        call: as the user writes it.
+    """
+    agree_on_chain(pipe, call)
+    kept: Leaves = {}
+    prints: dict[str, int] = {}
+    failure: Exception | None = None
+    try:
+        for leaf, x in whole:
+            kept[leaf.path], prints[leaf.path] = keep(leaf, x), fingerprint(x)
+            del x
+    except Exception as error:
+        # The other ranks wait for this one's fingerprints: the error goes to them.
+        failure = error
+    right = "draws from torch's own generators, which are seeded for each leaf, and nothing that depends on the rank"
+    agree_on_fingerprints(pipe.groups, {} if failure else prints, right, failure)
+    return {leaf.path: kept[leaf.path] for leaf in pipe.layout.leaves}
+
+
+def check_init(where: str, init: Any, seed: Any) -> None:
+    """Refuse what is no function, and a seed that is no int."""
+    if init is not None and not callable(init):
+        why = f"an initialiser is a function of a path and a tensor, and {init!r} is {kind_of(init)}"
+        raise TypeError(explain(f"{where}(init={init!r})", why, INIT))
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(
+            explain(f"{where}(seed={seed!r})", "a seed is an int, the same on all ranks", f"{where}(seed=0)")
+        )
+
+
+def device_of(device: Any) -> torch.device:
+    """Where leaves are made: as given, else where torch makes tensors by default."""
+    device = torch.get_default_device() if device is None else torch.device(device)
+    return torch.device("cpu") if device.type == "meta" else device

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .placements import AxisPlacement, Flat, Partial, Replicate, Shard
-from .row_sharding import cut_by_rows, rows_between
+from .layout import AxisPlacement, Flat, Partial, Replicate, Shard, cut_by_rows, rows_between
 
 # Placements in which each rank has a tensor of the leaf's own shape.
 UNCUT = frozenset({Replicate, Partial})

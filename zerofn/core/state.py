@@ -1,27 +1,229 @@
-"""`State`: everything a run consists of, as one tree of tensors."""
+"""`State`: parameters, the transforms' states and the step, as one pytree; and what was donated or half written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections import Counter, deque
+from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum, auto
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._compat.compiler import register_pytree_node
-from .._compat.functorch import is_wrapped
+from .._compat.functorch import innermost, innermost_transform, is_wrapped, register_pytree_node
 from .._compat.saved_states import state_from
 from .._errors import bad_leaves, explain, kind_of
 from ..kernels.recording import recorded
+from .facts import AVERAGE
 from .html import bars
 from .layout import Layout, Leaf, Leaves
 from .plain_layouts import as_plain, from_plain
-from .state_by_parameter import LeafTensors, assign, entries_stay
-from .state_fate import Fate, check_usable, mark
 from .transform import TransformState
-from .tree import Tree, flatten, register_global
+from .tree import Place, Tree, flatten, is_by_path, places, register_global, tree_keys
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What has become of the memory of a state: given to the next one, or half written by a step that raised.
+#
+# The mark is an attribute of the counter `micro_step`. Each state has that counter to itself; a batch of states and
+# the states that a step under `vmap` is given have one in common.
+
+
+class Fate(Enum):
+    """What has become of the memory of a state."""
+
+    NONE = auto()
+    DONATED = auto()  # the next state is in it
+    TORN = auto()  # the step, or the load, that wrote into it has raised
+
+
+def mark(micro_step: Tensor, fate: Fate) -> None:
+    """Say what has become of the memory of the state that has this counter."""
+    mine: Any = innermost(micro_step)
+    mine._zerofn_fate = fate.name  # text, which torch.load takes with its defaults
+
+
+def check_usable(micro_step: Tensor, where: str) -> None:
+    """Raise a RuntimeError if the memory of the state that has this counter was given away, or half written."""
+    mine = micro_step if innermost_transform() is None else innermost(micro_step)
+    fate = getattr(mine, "_zerofn_fate", Fate.NONE.name)
+    if fate == Fate.DONATED.name:
+        raise RuntimeError(
+            explain(
+                f"{where} of a state that was donated",
+                "a step with donate=True has written the next state into its memory",
+                "state, metrics = step(state, *batch), and no use of the old one;\n"
+                "zf.make_step(loss_fn, tx), without donate, to keep both",
+            )
+        )
+    if fate == Fate.TORN.name:
+        raise RuntimeError(
+            explain(
+                f"{where} of a state into which a step or a load was writing when it raised",
+                "some leaves or sums have their new values, the others and the counters their old ones",
+                "zf.load(directory, like=...) to go back to a checkpoint;\n"
+                "zf.make_step(loss_fn, tx), without donate, where a step may raise: it leaves its state alone",
+            )
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tensors that transforms keep for one leaf, under the names of `torch.optim`: `opt.state[p]["exp_avg"]`.
+
+
+class LeafTensors(MutableMapping[str, Any]):
+    """The tensors that belong to one leaf, by name; to assign one copies it into the state.
+
+    A name is that of the slot, `"exp_avg"`; where several transforms have one of that name, each has its transform in
+    front: `"adamw.average"`, `"ema.average"`. Counters of a whole transform, such as `step`, belong to no leaf.
+    Items of a tuple are listed as `slot.0`, `slot.1`; those of a NamedTuple too, which its slot's name gives besides.
+
+    Args:
+        transforms: their states, by name.
+        path: of the leaf.
+        paths: of all leaves.
+        shown: what to give of a tensor; itself by default.
+    """
+
+    def __init__(
+        self,
+        transforms: Mapping[str, Any],
+        path: str,
+        paths: AbstractSet[str],
+        shown: Callable[[Any], Any] | None = None,
+    ):
+        self._path, self._shown = path, shown
+        found = list(_of_leaf(transforms, path, paths, ()))
+        # As they were listed once, whole.
+        self._tuples = _by_name([(keys, x) for keys, x in found if isinstance(x, tuple)])
+        self._tensors = _by_name([item for keys, x in found for item in _items(x, keys)])
+        self._own: Mapping[str, str] = {}
+
+    def renamed(self, names: Mapping[str, str], more: Mapping[str, Any]) -> LeafTensors:
+        """The same tensors under other names, which are added to those that they have.
+
+        Args:
+            names: from the names that are listed to those of now, in the order in which they are listed.
+            more: what is listed besides.
+        """
+        self._own = {own: name for name, own in names.items()}
+        self._tensors = {**{name: self._tensors[own] for name, own in names.items()}, **more}
+        return self
+
+    def __getitem__(self, name: str) -> Any:
+        name = self._own.get(name, name)
+        x = self._tensors[name] if name in self._tensors else self._tuples[name]
+        return x if self._shown is None else self._shown(x)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.check(name, value)
+        mine = self[name]
+        if mine is not value:
+            with torch.no_grad():
+                mine.copy_(value)
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a `ValueError` where a value cannot be assigned."""
+        mine = self.get(name)
+        if mine is value and mine is not None:
+            return
+        if not isinstance(mine, Tensor) or not isinstance(value, Tensor) or mine.shape != value.shape:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+            held = {k: tuple(x.shape) if isinstance(x, Tensor) else kind_of(x) for k, x in self.items()}
+            why = f"of {self._path} the pipeline keeps {held or 'nothing'}, whose shapes are those of the pipeline"
+            wrong = f"opt.state[{self._path}][{name!r}] = {what}"
+            raise ValueError(explain(wrong, why, "a tensor of that shape, under one of these names"))
+
+    def __delitem__(self, name: str) -> None:
+        wrong, why = f"del opt.state[{self._path}][{name!r}]", "a state has the entries that its transforms have made"
+        raise TypeError(explain(wrong, why, f"opt.state[{self._path}][{name!r}].zero_()"))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _by_name(found: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
+    times = Counter(keys[-1] for keys, _ in found)
+    return {keys[-1] if times[keys[-1]] == 1 else ".".join(keys): x for keys, x in found}
+
+
+def entries_stay(wrong: str) -> TypeError:
+    """The error for taking an entry out of a state."""
+    why = "a state has the entries that its transforms have made, of every parameter"
+    anew = "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for states made anew"
+    return TypeError(explain(wrong, why, f"opt.state[parameter]['exp_avg'].zero_();\n{anew}"))
+
+
+def assign(mine: LeafTensors, given: Any) -> None:
+    """Copy what another mapping has under the same names; all of them, or an error and nothing is changed."""
+    if not isinstance(given, Mapping) or set(given) != set(mine):
+        what = f"{sorted(map(str, given))}" if isinstance(given, Mapping) else kind_of(given)
+        why = f"of this parameter the pipeline keeps {sorted(mine)}"
+        raise ValueError(explain(f"opt.state[parameter] = {what}", why, "a dict with these names, each a tensor"))
+    for name, x in given.items():
+        mine.check(name, x)
+    for name, x in given.items():
+        mine[name] = x
+
+
+def _of_leaf(
+    own: Any, path: str, paths: AbstractSet[str], above: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What a transform's state has under `path`, with the keys that lead there: transform, members, slot."""
+    if isinstance(own, tuple | list):
+        for i, x in enumerate(own):
+            if isinstance(x, Mapping | tuple | list):
+                yield from _of_leaf(x, path, paths, (*above[:-1], f"{above[-1]}.{i}"))
+        return
+    # The outermost keys are slots, or labels of members, of which one may be a leaf's path as well.
+    by_path = len(above) > 1 and is_by_path(own, paths)
+    if by_path and path in own:
+        yield from _leaves(own[path], above)
+        return
+    # Beside other names a path may be a name too: of entries by path, or where another name has such.
+    named = any([k not in paths and places(x, paths, True) is not Place.SHARED for k, x in own.items()])
+    mixed = len(above) > 1 and not by_path and not named
+    leaves = {k for k, x in own.items() if mixed and k in paths and not is_by_path(x, paths)}
+    if path in leaves:
+        yield from _leaves(own[path], above)
+    for key, x in own.items():
+        # What is a tuple below a path is of that leaf.
+        if key not in leaves and (isinstance(x, Mapping) or (not by_path and isinstance(x, tuple | list))):
+            yield from _of_leaf(x, path, paths, (*above, str(key)))
+
+
+def _leaves(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The tensors of a leaf's own state, which may be a tree; items of a tuple are named `slot.0`, `slot.1`."""
+    if isinstance(x, Mapping):
+        for key, part in x.items():
+            yield from _leaves(part, (*above, str(key)))
+    elif type(x) in (tuple, list):
+        for i, part in enumerate(x):
+            yield from _leaves(part, (*above[:-1], f"{above[-1]}.{i}"))
+    else:
+        yield above, x
+
+
+def _items(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What a NamedTuple has in it, and anything else itself; nothing of `None`."""
+    if isinstance(x, tuple):
+        yield from (item for keys, y in _leaves(list(x), above) for item in _items(y, keys))
+    elif x is not None:
+        yield above, x
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `State`: everything a run consists of, as one tree of tensors.
 
 
 def counter(x: int = 0) -> Tensor:
@@ -267,3 +469,210 @@ def _unflatten(layout: Layout, children: Any) -> State:
 
 register_global(State, _flatten, _unflatten)
 register_pytree_node(State, lambda s: (list(_flatten(s)[0]), s.layout), lambda children, s: _unflatten(s, children))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Finds averages of parameters, as of `ema`, in the states of transforms, by the transform's name.
+
+
+def averages_of(state: State, of: str | None, where: str) -> Leaves:
+    """The averages by path, laid out as the stored parameters are; a leaf that is not averaged is not there.
+
+    Args:
+        state: that has them.
+        of: the name of an `ema`, or of the `masked` or `partition` that holds one; `None` for the only one.
+        where: the call that asks, for messages.
+
+    Raises:
+        ValueError: there is none of that name, or several and no name.
+    """
+    names = [name for name, own in state.transforms.items() if _averages(own, state.leaves)]
+    name = names[0] if of is None and len(names) == 1 else of
+    if name not in names:
+        why = f"this state has averages of {', '.join(map(repr, names))}" if names else "this state has no averages"
+        right = where.format(repr(names[0])) if names else "zf.chain(..., zf.adamw(1e-3), zf.ema(0.999))"
+        raise ValueError(explain(where.format(repr(of)), why, right))
+    return _averages(state.transforms[name], state.leaves)
+
+
+def _averages(entries: dict[str, Any], leaves: Leaves) -> Leaves:
+    """The averages in a transform's state; those of a grouped one lie with its members, with labels of any text."""
+    found: Leaves = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, dict):
+            continue
+        # A member's entries are slots; those of a slot are tensors by path.
+        if not all(isinstance(x, Tensor) and p in leaves for p, x in entry.items()):
+            found.update(_averages(entry, leaves))
+        elif name == AVERAGE:
+            found.update(entry)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# States in classes that trees do not look into: refused where they have tensors.
+#
+# Nobody would copy, save, load or move those: a parameter that is kept in one is written by the next step.
+
+
+# What is not searched: it has no tensors, or is no part of a state.
+PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, Enum, type, torch.dtype, torch.device, torch.Generator),
+    *(FunctionType, BuiltinFunctionType, ModuleType),
+)
+# So many objects inside of one are looked at.
+MANY = 10_000
+
+
+def open_state(name: str, state: Tree) -> Tree:
+    """The state of the transform `name`; a `TypeError` where it has tensors in an object that is no node of a tree."""
+    if torch.compiler.is_compiling():
+        return state
+    values = flatten(state)[0]
+    if all([isinstance(x, (Tensor, *PLAIN)) for x in values]):
+        return state
+    for keys, x in zip(tree_keys(state), values, strict=True):
+        if not isinstance(x, Tensor) and (inside := _way_to_a_tensor(x)) is not None:
+            at = ".".join([*keys, *inside])
+            wrong = f"{name}, whose state is or has a {type(x).__name__}, with a tensor at {at}"
+            why = (
+                "a state is a tree of tensors, and trees do not look into this class: a parameter that is kept there\n"
+            )
+            why += "would be written by the next step, and nothing there is saved, loaded or moved"
+            raise TypeError(explain(wrong, why, _right(type(x), inside)))
+    return state
+
+
+def _way_to_a_tensor(x: Any) -> list[str] | None:
+    """The names on the way from an object to a tensor that it has; `None` if there is none."""
+    seen: dict[int, Any] = {}
+    todo: deque[tuple[list[str], Any]] = deque([([], x)])
+    while todo and len(seen) < MANY:
+        names, node = todo.popleft()
+        if isinstance(node, Tensor):
+            return names
+        if id(node) not in seen and not isinstance(node, PLAIN):
+            seen[id(node)] = node
+            todo += [([*names, str(name)], part) for name, part in _parts(node)]
+    return None
+
+
+def _parts(x: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(x, Mapping):
+        yield from x.items()
+    elif isinstance(x, list | tuple | set | frozenset | deque):
+        yield from enumerate(x)
+    elif isinstance(x, partial):
+        yield from enumerate([*x.args, *x.keywords.values()])
+    yield from getattr(x, "__dict__", {}).items()
+    for kind in type(x).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(x, name):
+                yield name, getattr(x, name)
+
+
+def _right(kind: type, inside: list[str]) -> str:
+    """What to keep instead, and how the class is made a node."""
+    name = kind.__name__
+    if kind.__module__ in ("builtins", "collections") or issubclass(kind, Mapping):
+        return "a dict, a list, a tuple or a NamedTuple of tensors"
+    of, back = f"((s.{inside[0] if inside else '...'},), None)", f"lambda _, parts: {name}(*parts)"
+    if issubclass(kind, SimpleNamespace):
+        of, back = "(vars(s).values(), (*vars(s),))", f"lambda names, parts: {name}(**dict(zip(names, parts)))"
+    register = f"optree.register_pytree_node({name}, lambda s: {of}, {back}, namespace='zerofn')"
+    if is_dataclass(kind):
+        register = f"optree.dataclasses.dataclass({name}, namespace='zerofn')"
+    return f"a NamedTuple or a dict; or once, before:\n         {register}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# States in which nobody could tell what belongs to a leaf: refused where a transform makes its first one.
+
+
+def check_state(name: str, state: Any, leaves: Leaves, paths: Collection[str]) -> dict[str, Any]:
+    """The first state of a hand-written transform; refused if its entries have no names of their own.
+
+    Args:
+        name: of the transform.
+        state: what its `init_fn` gave for `leaves`.
+        leaves: by path.
+        paths: of all leaves of the model.
+    """
+    right = 'return {"value": {path: ... for path in leaves}}'
+    if not isinstance(state, dict):
+        why = "a state is a dict of entries by name; without one it is {}"
+        raise TypeError(explain(f"{name}: an init_fn that gives {kind_of(state)}", why, right))
+    if state.keys() == leaves.keys() and any(_belongs_to_leaf(x, leaves[path], paths) for path, x in state.items()):
+        why = "what belongs to leaves stands below a name: an entry may have the name of a leaf"
+        raise ValueError(explain(f"{name}: a state that is by path itself", why, right))
+    twice = [key for key, n in Counter(map("/".join, tree_keys(state))).items() if n > 1]
+    if twice:
+        why = "they are saved and loaded by that name"
+        raise ValueError(
+            explain(f"{name}: two entries of a state by the name {twice[0]!r}", why, "keys that are strings without /")
+        )
+    for slot, entry in state.items():
+        _check_no_path(name, entry, paths, repr(slot))
+    return state
+
+
+def _belongs_to_leaf(x: Any, leaf: Tensor, paths: Collection[str]) -> bool:
+    return x.shape == leaf.shape if isinstance(x, Tensor) else not is_by_path(x, paths)
+
+
+def check_at_owners(name: str, state: dict[str, Any], paths: Collection[str]) -> None:
+    """Refuse what owners could not tell: names that leaves have beside entries by path, and those in other containers.
+
+    Args:
+        name: of the transform.
+        state: of the form that all ranks know.
+        paths: of leaves that have owners.
+    """
+    for slot, entry in state.items():
+        _check_below(name, entry, paths, repr(slot))
+
+
+def _check_below(name: str, x: Any, paths: Collection[str], where: str) -> None:
+    if isinstance(x, dict):
+        mixed = [k for k, y in x.items() if k in paths and not isinstance(y, dict | tuple | list)]
+        named = [k for k, y in x.items() if k not in paths and not _keys(y).isdisjoint(paths)]
+        if mixed and named:
+            wrong = f"{name}: a state whose entry {where} has {mixed[0]!r} beside {named[0]!r}"
+            why = (
+                f"{named[0]!r} is by path, and {mixed[0]!r} is the path of a parameter too: what has the name of one\n"
+                "is kept by the owner of that parameter alone"
+            )
+            raise ValueError(
+                explain(wrong, why, f"another name, as {'n_' + str(mixed[0])!r}, or that entry in no dict")
+            )
+    elif not isinstance(x, Tensor | tuple | list) and not _keys(x).isdisjoint(paths):
+        wrong = f"{name}: a state by path in the {type(x).__name__} of its entry {where}"
+        why = "each owner keeps the entries of its own leaves, which are found in dicts, tuples and lists"
+        raise ValueError(
+            explain(wrong, why, f"return grads, {{{where.split('[')[0]}: {{path: ... for path in grads}}}}")
+        )
+    if not is_by_path(x, paths):
+        for y, at in _inside(x, where):
+            _check_below(name, y, paths, at)
+
+
+def _check_no_path(name: str, x: Any, paths: Collection[str], where: str) -> None:
+    """Refuse dicts by path whose own names are paths too."""
+    if isinstance(x, dict) and is_by_path(x, paths) and all([is_by_path(y, paths) for y in x.values()]):
+        first = next(iter(x))
+        wrong = f"{name}: a state whose entry {where} has dicts by path by the names of parameters, as {first!r}"
+        why = "that may be a name or the path of a leaf, whose own state is that dict"
+        raise ValueError(explain(wrong, why, f"another name, as {'n_' + str(first)!r}"))
+    for y, at in _inside(x, where):
+        _check_no_path(name, y, paths, at)
+
+
+def _inside(x: Any, where: str) -> list[tuple[Any, str]]:
+    """What stands in a dict, tuple or list, each with the place of it."""
+    found = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, tuple | list) else ()
+    return [(y, f"{where}[{key!r}]") for key, y in found]
+
+
+def _keys(tree: Any) -> set[str]:
+    return {key for keys in tree_keys(tree) for key in keys}

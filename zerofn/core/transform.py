@@ -19,18 +19,24 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain
 from ..kernels.recording import recorded
+from .context import Context, Prepared
 from .facts import NEEDS, Facts, Scope
-from .gradient_checks import READABLE, misshapen, split_grads, unreadable
 from .html import road
-from .layout import Layout, Leaves, make_layout
+from .layout import Layout, Leaves, check_own_memory, make_layout
 from .number_graphs import RECORDED
-from .own_memory import own_prepared, own_start, own_update
-from .parameter_checks import check_own_memory
-from .returned_updates import check_returned
+from .returned_values import (
+    READABLE,
+    check_returned,
+    misshapen,
+    own_prepared,
+    own_start,
+    own_update,
+    split_grads,
+    unreadable,
+)
 from .spec import Through
 from .tree import Tree, flatten, tree_paths
-from .update_context import Context, Prepared
-from .views import ViewOf, no_view
+from .view import ViewOf, no_view
 
 # A transform's state: shared 0-d tensors by name, and tensors of leaves by name and path.
 TransformState = dict[str, Any]

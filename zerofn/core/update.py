@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .._compat.functorch import behind, differentiating, functorch_active, is_wrapped, levels, vmap_level
 from .._errors import bad_leaves, explain
+from .context import Context
 from .executor import finish, run
-from .gradient_checks import check_readable, misshapen
 from .layout import Leaf, Leaves
 from .pipeline import Pipeline, init_transforms
+from .rank_agreement import weight_in_batch
+from .returned_values import check_readable, misshapen
 from .state import State
 from .tree import Tree, flatten, select, tree_map, tree_paths
-from .update_context import Context
-from .weight_agreement import weight_in_batch
 
 Metrics = dict[str, Tensor]
 

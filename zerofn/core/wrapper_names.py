@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat.modules import WRAPPERS, persistent_buffers, registered, wrapper_attributes
+from .._compat.tensors import WRAPPERS, persistent_buffers, registered, wrapper_attributes
 from .._errors import bad_leaves, explain, users_line
 
 # `module` alone is a name that people give to modules of their own, too.

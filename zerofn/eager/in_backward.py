@@ -22,16 +22,14 @@ from torch import Tensor
 
 from .._errors import explain
 from .._interrupts import interrupts_held
-from ..core.chain_order import effect
-from ..core.executor import Segment
+from ..core.context import Context
+from ..core.executor import GRAD_NORM, Segment, stretch
 from ..core.facts import Scope
-from ..core.grad_norm import GRAD_NORM
 from ..core.pipeline import Pipeline
-from ..core.segments import stretch
 from ..core.state import State
+from ..core.survey import effect
 from ..core.transform import Transform
-from ..core.update_context import Context
-from .current_state import CurrentState
+from .step_agreement import CurrentState
 
 
 def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:

@@ -1,13 +1,9 @@
-"""The parameters of an attached model: stored form, resident form, and what goes between them.
-
-On one process the parameters of the model are the stored ones. Under `reduce_scatter` and `all_reduce` the
-model keeps full parameters, whose gradients are reduced during backward, and which are gathered
-again after an update. Under `shard` its parameters are flat shards.
-"""
+"""The parameters of an attached model."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
@@ -16,34 +12,332 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._errors import explain
 from .._interrupts import interrupts_held
+from ..core import rank_agreement
+from ..core.context import Context
+from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline, first_state
 from ..core.rank_agreement import agree_on_start
-from ..core.state import State
-from ..core.update_context import Context
-from ..module.attach_checks import check_memory
+from ..core.state import State, averages_of
+from ..core.state_entries import entries, held_by_owners
+from ..core.transform import TransformState
+from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers
 from ..module.boundary import ModelBoundary, take_back
-from ..module.buffer_dtypes import cast_buffers, dtypes_of_buffers
 from ..module.forward_hooks import install, needs_boundary
 from ..module.parameter_guards import gathering_of, label
-from ..module.seen_state_dict import hook_seen_state_dicts
-from ..ranks.dtensor_parameters import Form
+from ..module.state_dicts import hook_seen_state_dicts
+from ..ranks.collectives import gather_numbers
+from ..ranks.dtensor import Form
+from ..ranks.group import Group
+from ..ranks.process_groups import together
 from ..sharded.gather_on_use import Units
-from ..sharded.guarded_parameter import Asks
-from ..sharded.unit_assignment import split
-from ..sharded.unit_plans import UnitPlans
-from .channels import open_channels
-from .current_state import CurrentState
-from .existing_gradients import ExistingGradients, first_states
-from .gradient_hooks import GradientHooks
+from ..sharded.guarded_parameter import Asks, read, write
+from ..sharded.parameter import Gathering, Origin, Piece, part_of
+from ..sharded.units import UnitPlans, split
+from .gradients import GradientHooks, MicroStep, open_channels
 from .in_backward import InBackward
-from .manual_writes import WholeParameters
-from .master_weights import MasterWeights
-from .micro_step import MicroStep
-from .resident_form import put, to_resident
-from .sharded_state_views import ShardedStateViews, gathering_of_states
-from .step_agreement import StepAgreement
-from .temporary_parameters import full_parameters
+from .masters import MasterWeights, put, to_resident
+from .step_agreement import CurrentState, StepAgreement, WholeParameters
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Other values in the place of parameters for a while: `opt.gathered()` and `opt.averaged()`.
+
+
+@contextmanager
+def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> Iterator[set[str]]:
+    """Put full parameters in the place of shards or copies, and store those that have changed at the end.
+
+    By an exception too, as where parameters are whole, and as FSDP's and DeepSpeed's do.
+
+    Args:
+        pipe: the pipeline of the model.
+        params: its parameters by path.
+        current: the state in force.
+
+    Yields:
+        The paths that were stored, once it has ended.
+    """
+    parts = {path: p.data for path, p in params.items()}
+    fulls = pipe.road.whole(current.state.leaves)
+    # Views that lose something have no way back, so what nobody wrote into is left as it is stored.
+    before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
+    grads = {path: read(p) for path, p in params.items()}
+    written: set[str] = set()
+    made: list[str] = []
+    inside = False
+    try:
+        for path, full in fulls.items():
+            put(pipe, params[path], full, None)
+        inside = True
+        yield written
+    finally:
+        with interrupts_held():
+            try:
+                if inside:
+                    written |= _store(pipe, params, current.state.leaves, before)
+            except BaseException:
+                current.tear()
+                raise
+            finally:
+                for path, p in params.items():
+                    put(pipe, p, parts[path], "the end of opt.gathered()")
+                made = [] if pipe.gathering is None else _drop_gradients(params, grads)
+    _check_gradients(made)
+
+
+def _drop_gradients(params: Leaves, before: Mapping[str, Tensor | None]) -> list[str]:
+    """Drop gradients from inside, which are whole and of this rank alone; their paths."""
+    made = [path for path, p in params.items() if (g := read(p)) is not None and g is not before[path]]
+    for path in made:
+        write(params[path], None)
+    return made
+
+
+def _check_gradients(made: list[str]) -> None:
+    """Refuse gradients from inside."""
+    if made:
+        raise RuntimeError(
+            explain(
+                f"with opt.gathered(): ... .backward(), which gave {made[0]} a gradient",
+                "inside parameters are whole, and a step takes each rank's part of the mean over ranks",
+                "the backward outside of it; torch.autograd.grad(loss, parameters) inside; opt.zero_grad() at its end",
+            )
+        )
+
+
+@torch.no_grad()
+def _store(pipe: Pipeline, params: Leaves, stored: Leaves, before: Leaves | None) -> set[str]:
+    """Store full parameters that have changed; the paths of those that differ from what was stored."""
+    written = set()
+    for leaf in pipe.layout.leaves:
+        if before is not None and torch.equal(before[leaf.path], params[leaf.path]):
+            continue
+        mine, home = pipe.road.store(params[leaf.path].detach(), leaf), stored[leaf.path]
+        if not torch.equal(mine, home):
+            written.add(leaf.path)
+        home.copy_(mine)
+    return written
+
+
+class AveragedParameters:
+    """Puts averages in the place of an attached model's parameters.
+
+    Args:
+        current: the state in force.
+        refresh: makes the model's parameters from the stored ones.
+
+    Attributes:
+        on: whether parameters are averages at the moment.
+    """
+
+    def __init__(self, current: CurrentState, refresh: Callable[[], None]):
+        self.current, self.refresh, self.on = current, refresh, False
+
+    @contextmanager
+    def during(self, state: State, of: str | None) -> Iterator[None]:
+        """Write averages over the stored parameters, and these back at the end."""
+        averages = averages_of(state, of, "opt.averaged({})")
+        kept = {path: state.leaves[path].clone() for path in averages}
+        try:
+            with interrupts_held():
+                self.on = True
+                _write(state, averages)
+                self.refresh()
+            yield
+        finally:
+            try:
+                self._end(state, kept)
+            except KeyboardInterrupt:
+                if self.on:
+                    # It came before it was held.
+                    self._end(state, kept)
+                raise
+
+    def _end(self, state: State, kept: Leaves) -> None:
+        with interrupts_held():
+            try:
+                self._put_back(state, kept)
+            finally:
+                self.on = False
+
+    def _put_back(self, state: State, kept: Leaves) -> None:
+        """Write parameters back. Where that is interrupted they are stored, and the model may have other values."""
+        try:
+            _write(state, kept)
+            self.refresh()
+        except BaseException:
+            self.current.tear()
+            _write(state, kept)
+            raise
+
+    def refuse(self, what: str) -> None:
+        """An error where averages would be taken for parameters."""
+        if self.on:
+            why = "the parameters are averages there, and would be taken for what is trained"
+            raise RuntimeError(explain(f"{what} inside of `with opt.averaged():`", why, f"{what} behind it"))
+
+
+@torch.no_grad()
+def _write(state: State, leaves: Leaves) -> None:
+    for path, x in leaves.items():
+        state.leaves[path].copy_(x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# First states at `attach`, on all ranks or none; gradients from before become shards of their mean.
+
+
+class ExistingGradients:
+    """Gradients that parameters had before they were attached and cut into shards.
+
+    Left in place they would be whole beside shards, and a fused kernel reads them without an error. At the other stages
+    whole gradients stay in `p.grad`, and are reduced with what is added to them.
+
+    Attributes:
+        grads: by path, taken out of the parameters.
+    """
+
+    def __init__(self, pipe: Pipeline, params: Leaves):
+        self.pipe, self.params = pipe, params
+        self.grads: Leaves = {}
+
+    def take(self) -> None:
+        """Take them out."""
+        pipe, params = self.pipe, self.params
+        if pipe.gathering is not None:
+            self.grads = {path: g.detach() for path, p in params.items() if (g := read(p)) is not None}
+            for path in self.grads:
+                write(params[path], None)
+
+    def shard(self, stored: Leaves) -> None:
+        """Give each parameter this rank's part of the mean. All ranks call it, those without gradients too."""
+        road = self.pipe.road
+        mine = {leaf.path: self.grads[leaf.path] for leaf in self.pipe.layout.trainable if leaf.path in self.grads}
+        parts = road.pull(road.at_use, mine, stored)
+        for leaf in self.pipe.layout.trainable:
+            if leaf.path in parts:
+                write(self.params[leaf.path], parts[leaf.path].to(road.resident_grad_dtype(leaf)))
+
+    def put_back(self) -> None:
+        """As they were: the model was not attached."""
+        for path, g in self.grads.items():
+            write(self.params[path], g)
+
+
+def first_states(
+    pipe: Pipeline, stored: Leaves, control: Group | None, existing: ExistingGradients
+) -> dict[str, TransformState]:
+    """The first states of all transforms, by name. Existing gradients are cut once all ranks have them.
+
+    Ranks exchange one message, so that after an error on one rank no other rank keeps an attached model.
+
+    Raises:
+        Exception: what a transform raised on this rank.
+        RuntimeError: on the others.
+    """
+    any_grads = False
+
+    def tell(failed: bool) -> list[int]:
+        nonlocal any_grads
+        if control is None:
+            return []
+        rows = gather_numbers([int(failed), int(bool(existing.grads))], control)
+        any_grads = any(grads for _, grads in rows)
+        return [rank for rank, (other, _) in zip(control.ranks, rows, strict=True) if other]
+
+    states = rank_agreement.first_states(pipe, stored, tell, "zf.attach(model, tx)")
+    if any_grads:
+        existing.shard(stored)
+    return states
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `opt.state[p]` over ranks: shards of states, shown with the shape of the whole.
+#
+# So a second moment stands beside `p.grad` as in one process, at every stage: what is elementwise runs on the shard,
+# and norms, indices and writes by index are those of the whole. What is cut and cannot be gathered here, for instance
+# along two axes of a mesh, refuses those. What an owner keeps whole is shown there as it is kept; on other ranks it
+# refuses them too, and what is elementwise has no effect.
+
+
+ON_EVERY_RANK = "the same line on every rank, and what is done with its result on one"
+
+
+def gathering_of_states(pipe: Pipeline, control: Group | None, left: Callable[[], bool]) -> Gathering | None:
+    """How shards of a state are gathered where parameters are whole; `None` where nothing is cut.
+
+    Args:
+        pipe: the pipeline.
+        control: the ranks that step together.
+        left: whether the model is detached.
+    """
+    wire = pipe.sharding
+    if wire is None or control is None:
+        return None
+
+    def meet(asked: str) -> str:
+        together(asked, control.ranks, ON_EVERY_RANK)
+        return ""
+
+    return Gathering(wire, meet, left)
+
+
+class ShardedStateViews:
+    """Shows tensors of a state as shards, like the parameters of one attached model.
+
+    Args:
+        gathering: how shards are gathered outside of the model's calls; `None` where nothing is cut.
+    """
+
+    def __init__(self, gathering: Gathering | None):
+        self.gathering = gathering
+        # Programs ask for one parameter after the other, and in between a state is the same.
+        self._state: Callable[[], State | None] = lambda: None
+        self._known: dict[int, Origin] = {}
+
+    def shown(self, state: State, x: Any) -> Any:
+        """`x`, a tensor of the state, as a shard that has the shape of the whole, where it is cut as its parameter."""
+        if self.gathering is None:
+            return x
+        if self._state() is not state:
+            self._state, self._known = weakref.ref(state), _origins(state, self.gathering)
+        of = self._known.get(id(x))
+        if of is None:
+            return x
+        # In the place of what its owner keeps stands one number, expanded, which nothing could be written into.
+        return part_of(x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device), of)
+
+
+def _origins(state: State, by: Gathering) -> dict[int, Origin]:
+    """By `id` of a tensor of the state, of which whole it is a shard."""
+    leaves: dict[str, Leaf] = {leaf.path: leaf for leaf in state.layout.leaves if leaf.within is None}
+    found = {}
+    for e in entries(state):
+        leaf = leaves.get(e.path)
+        if leaf is None or e.owner == "params" or e.at_owner or not isinstance(e.value, Tensor):
+            continue
+        if e.offset is None and not e.of_part:
+            continue
+        pieces, shape = (), e.value.shape if e.offset is None else leaf.shape
+        low, high = by.wire.span(leaf)
+        if e.offset is not None and (e.offset, e.offset + e.value.numel()) == (low, high):
+            pieces = (Piece(leaf, low, high, by),)
+        how = f"opt.state[p][{e.slot!r}]"
+        found[id(e.value)] = Origin(how, e.path, False, pieces, torch.Size(shape), state=True)
+    for slot, path, x, rank in held_by_owners(state):
+        how = f"opt.state[p][{slot!r}], which rank {rank} of those that share the leaf keeps,"
+        found[id(x)] = Origin(how, path, False, (), x.shape, state=True)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The parameters of an attached model: stored form, resident form, and what goes between them.
+#
+# On one process the parameters of the model are the stored ones. Under `reduce_scatter` and `all_reduce` the model
+# keeps full parameters, whose gradients are reduced during backward, and which are gathered again after an update.
+# Under `shard` its parameters are flat shards.
+
 
 _DATA, _DTYPE = attrgetter("data"), attrgetter("dtype")
 # From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns

@@ -1,16 +1,164 @@
-"""What ranks compare at a step of an attached model: counts, boundaries, settings, and who has gradients."""
+"""The state in force, and what ranks compare at a step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from zlib import crc32
 
+import torch
+
+from .._errors import bad_leaves, explain
 from ..core.layout import Leaves
-from ..ranks.collectives import gather_numbers
+from ..core.state import Fate, State, mark
+from ..core.transform import TransformState
+from ..ranks.collectives import all_gather_into, gather_numbers
 from ..ranks.group import Group
-from ..sharded.flush import KEPT
-from ..sharded.round_agreement import check_marks
-from ..sharded.write_back import WRITTEN
-from .manual_writes import WholeParameters
+from ..sharded.forward_writes import WRITTEN, checksum
+from ..sharded.gather_on_use import KEPT
+from ..sharded.guarded_parameter import writes
+from ..sharded.reducer import check_marks
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The state of an attached model in force: each step puts another one in its place.
+
+
+class CurrentState:
+    """Holds the state in force. Whoever needs it later keeps this, and reads `state` then.
+
+    It refers to nothing else of the attached model, so that no cycle keeps memory of a model that is dropped.
+
+    Attributes:
+        state: set when the model's first state is made.
+        torn: whether a step or a load was writing into it when it raised. No step is made of it until one is loaded.
+    """
+
+    state: State
+    torn: bool = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a first state."""
+        return hasattr(self, "state")
+
+    def tear(self) -> None:
+        """A step or a load that was writing into the state has raised, or begins to write."""
+        self.torn = True
+        mark(self.state.micro_step, Fate.TORN)
+
+    def check(self, where: str) -> None:
+        """Raise a RuntimeError for a use of a torn state."""
+        if self.torn:
+            wrong = f"{where} after a step or a load that raised while it was writing into the state"
+            why = "some leaves or sums have their new values, the others and the counters their old ones"
+            right = "zf.load(directory, like=opt), or opt.load_state_dict(saved), to go back to what was saved;\n"
+            right += "opt.load_state(opt.state) to go on from what is there"
+            raise RuntimeError(explain(wrong, why, right))
+
+    def mend(self) -> None:
+        """Another state has been copied into its memory, to the end."""
+        self.torn = False
+        mark(self.state.micro_step, Fate.NONE)
+
+    def of_transform(self, name: str) -> TransformState:
+        """What a transform has in it."""
+        return self.state.transforms[name]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writes by hand into whole parameters of which each rank stores a part: they must be equal on all ranks.
+#
+# Under `reduce_scatter` a model has whole parameters and each rank stores its part of them (behind `shard` along
+# another axis of a mesh, its part of a part). What is written on one rank alone (`if rank == 0:
+# model.load_state_dict(...)`) would become a mixture after the next step: the part of that rank new, those of the
+# others old. Each rank counts its own writes. At a step ranks tell each other whether any of them has written, and
+# only then are values compared. Updates within backward write into parts before a step: there they tell each other
+# with the first gradients, and compare what was there before the first update. What is written between that and the
+# step is not compared.
+
+
+class WholeParameters:
+    """The whole parameters of an attached model that are stored in parts.
+
+    Args:
+        params: its parameters by path, in their resident form.
+        control: a group for the comparison, of the ranks that have the same whole parameters.
+        current: the state in force.
+
+    Attributes:
+        before: of each parameter a checksum from before the update within backward that is under way, if any rank had
+            noticed a write by then.
+    """
+
+    def __init__(self, params: Leaves, control: Group, current: CurrentState):
+        self.params, self.control, self.current = params, control, current
+        self.note()
+
+    def note(self) -> None:
+        """Count writes from now on: parameters are what is stored."""
+        self.counts = writes(self.params.values())
+        self.before: list[int] = []
+
+    def noticed(self) -> bool:
+        """Whether this rank has written into one since, or has given out its memory (`p.data`, `p.numpy()`).
+
+        Not where a step or a load has written half: that is refused as such.
+        """
+        return not self.current.torn and writes(self.params.values()) != self.counts
+
+    def before_backward(self, control: Group) -> Callable[[], None]:
+        """Tell the ranks of `control` whether this one has noticed a write, before leaves are updated within backward.
+
+        Nobody waits for another rank there, which may be in a collective of the user's.
+
+        Returns:
+            To be called before the first update: keeps checksums, if any rank has noticed a write.
+        """
+        mine = torch.tensor([self.noticed()], dtype=torch.int64, device=control.device)
+        every = mine.new_empty(control.size)
+        work = all_gather_into(every, mine, control, async_op=True)
+
+        def keep() -> None:
+            work.wait()
+            self.before = self._checksums() if every.any() else []
+
+        return keep
+
+    def _checksums(self) -> list[int]:
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            return [checksum(p.detach().contiguous()) for p in self.params.values()]
+
+    def agree(self) -> None:
+        """Compare the values of all ranks, if any has noticed a write. All ranks call it; see `compare`."""
+        if any(map(any, gather_numbers([self.noticed()], self.control))):
+            self.compare()
+
+    def compare(self) -> None:
+        """Compare the values of all ranks. All ranks call it, if any has noticed a write.
+
+        Raises:
+            RuntimeError: on every rank, where values differ; each such parameter is named.
+        """
+        by_leaf = zip(*gather_numbers(self.before or self._checksums(), self.control), strict=True)
+        bad = [
+            (path, "other values on other ranks, of which each rank stores a part")
+            for path, found in zip(self.params, by_leaf, strict=True)
+            if len(set(found)) > 1
+        ]
+        if bad and self.before:
+            # Each rank's part is updated already.
+            self.current.tear()
+        if bad:
+            right = (
+                "the write on every rank, with the same values\n"
+                "         or, after a write on rank 0: for p in model.parameters(): dist.broadcast(p.data, 0)"
+            )
+            raise RuntimeError(bad_leaves("parameters were written on some ranks only", bad, right))
+        self.note()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What ranks compare at a step of an attached model: counts, boundaries, settings, and who has gradients.
+
 
 # Names of the numbers that must be equal on all ranks at every step.
 STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step() or zero_grad()"

@@ -1,4 +1,4 @@
-"""Steps of an attached model: gradients go through the update halves, and into the stored parameters."""
+"""`opt.step()`: collect, update, store."""
 
 from __future__ import annotations
 
@@ -12,18 +12,109 @@ from torch import Tensor
 
 from .._compat.tensors import version
 from .._errors import explain
+from ..core.context import Context
+from ..core.facts import COUNT
 from ..core.layout import Leaves
 from ..core.number_graphs import ATTACHED, check_numbers
+from ..core.pipeline import Pipeline
+from ..core.rank_agreement import equal_weight
+from ..core.transform import Transform, TransformState
 from ..core.tree import flatten
 from ..core.update import apply
-from ..core.update_context import Context
-from ..core.weight_agreement import equal_weight
 from ..kernels.recording import recorded
 from ..module.attach_checks import Watch
 from ..sharded.guarded_parameter import read, write
-from .accumulation_window import AccumulationWindow
 from .param_groups import ParamGroups, as_text
 from .resident_params import ResidentParams
+from .step_agreement import CurrentState
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The accumulation window of an attached model: when a step closes it, and whether its sum is divided.
+
+
+class AccumulationWindow:
+    """The window of all accumulations of a pipeline together.
+
+    Args:
+        pipe: the pipeline.
+        current: its state in force.
+
+    Attributes:
+        forced: what the user says of the next step; `None` where `accumulate` counts.
+        averaged: whether the sum is to be divided; `None` until `opt.backward` says so.
+        every: micro-batches in a window.
+        holds: whether any step is held at all.
+    """
+
+    def __init__(self, pipe: Pipeline, current: CurrentState):
+        self.parts = [p for p in pipe.parts if p.facts.holds]
+        self.current = current
+        self.forced: bool | None = None
+        self.averaged: bool | None = None
+        self.every = 1
+        for part in self.parts:
+            self.every *= part.facts.window
+        self.holds = self.every > 1
+
+    def closes(self) -> bool:
+        """Whether the next step closes it."""
+        if self.forced is not None:
+            return self.forced
+        if not self.parts:
+            return True
+        own = [(p, self.current.state.transforms[p.name]) for p in self.parts]
+        return all(_counted(p, state) + 1 >= p.facts.window for p, state in own if state)
+
+    def force(self, boundary: bool | None) -> None:
+        """What `set_boundary` does.
+
+        Raises:
+            TypeError, ValueError: no such setting, or one without effect.
+        """
+        if boundary is not None and not isinstance(boundary, bool):
+            raise TypeError(f"set_boundary({boundary!r}): give True, False, or None to count again.")
+        if boundary is not None and not self.holds:
+            raise ValueError(
+                "set_boundary() has no effect without accumulate(k) in the pipeline: add zf.accumulate(4)."
+            )
+        self.forced = boundary
+
+    def average(self, scale_wrt_gas: bool) -> None:
+        """What `backward(scale_wrt_gas=...)` says, the same for a whole window.
+
+        Raises:
+            ValueError: weights divide already, or the window has begun otherwise.
+        """
+        if not scale_wrt_gas and any(p.facts.weighted for p in self.parts):
+            raise ValueError(
+                "backward(scale_wrt_gas=False) with accumulate(weighted=True): weights divide. Leave it out."
+            )
+        if self.averaged is not None and self.averaged is not scale_wrt_gas:
+            raise ValueError(
+                explain(
+                    f"opt.backward(loss, scale_wrt_gas={scale_wrt_gas}) in a window that began with {self.averaged}",
+                    "the sum of the window is either divided or not",
+                    "the same scale_wrt_gas until step() has closed the window",
+                )
+            )
+        self.averaged = scale_wrt_gas
+
+
+def _counted(part: Transform, state: TransformState) -> int:
+    """The micro-steps in the open window of a transform."""
+    if COUNT not in state:
+        raise ValueError(
+            explain(
+                f"opt.is_boundary with {part.name}, which holds {part.facts.window} micro-steps",
+                f"how many it has is read from {COUNT!r} in its state, which has {', '.join(map(repr, state))}",
+                "an init_fn that returns {zerofn.extend.COUNT: counter(), ...}",
+            )
+        )
+    return int(state[COUNT])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Steps of an attached model: gradients go through the update halves, and into the stored parameters.
 
 
 class Steps:

@@ -1,53 +1,503 @@
-"""Adam on low-precision storage, in place: fp32 arithmetic, and one rounding for each stored number.
-
-One formula (`zerofn.kernels.adam_formula`) is run in three ways: by eager torch, in chunks that stay in the cache;
-by a C kernel with the same bits (`zerofn.kernels.native`), 10 to 20 times faster; by ``torch.compile`` on a GPU.
-
-How parameters and moments below float32 are stored, by ``rounding``:
-
-* ``"stochastic"``: parameters and second moments up or down at random, unbiased;
-* ``"kahan"``: parameters to nearest, with what is lost carried in ``compensations``; second moments stochastically;
-* ``"nearest"``: all to nearest. In bfloat16 that loses every update of the parameter below 1/512 of it, and with
-  ``beta2 >= 0.996`` the second moment never shrinks.
-
-First moments are rounded to nearest, which has a third of the error variance and, with ``beta1`` up to 0.98, no trap;
-above it, stochastically, except under ``"nearest"``.
-
-Why the second moment is never rounded to nearest by default. With ``beta2 = 0.999`` a decay step takes away
-a thousandth, and bfloat16 values are 1/256 to 1/128 apart: rounded to nearest, a bfloat16 second moment
-never shrinks, and grows only by gradients large enough to reach the next value. It is stuck at its
-maximum and the effective learning rate with it.
-
-Sources: Kingma and Ba, "Adam", ICLR 2015 (section 2, the reordered form); Loshchilov and Hutter, "Decoupled
-Weight Decay Regularization", ICLR 2019; Kahan, "Further remarks on reducing truncation errors", CACM 1965;
-Zamirai et al., "Revisiting BFloat16 Training", 2020.
-"""
+"""Low-precision Adam: the formula, its compiled form and the C kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter
-from typing import Any
+import functools
+from collections.abc import Iterator, Sequence
+from ctypes import c_float
+from numbers import Real
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerofn._compat.operators import has_triton
+from zerofn._compat.autograd import increment_versions
+from zerofn._compat.functorch import functorch_active, is_wrapped, while_traced
+from zerofn._compat.tensors import has_triton
+from zerofn._errors import explain, kind_of
 from zerofn.kernels import native as _native
-from zerofn.kernels.adam_formula import (
-    Leaves,
-    Settings,
-    run_chunked,
-    run_compiled,
-    run_whole,
-    scalars,
-    whole,
+from zerofn.kernels.native import same_bits, sample
+from zerofn.kernels.recording import concrete, differentiated, moment_root, once, operator, straight_through
+from zerofn.kernels.rounding import (
+    FORMAT,
+    as_int32,
+    block_ranges,
+    draw,
+    known_formats,
+    random_bits,
+    stochastic_round,
+    stream_key,
+    stride_of,
 )
-from zerofn.kernels.rounding import FORMAT, known_formats
-from zerofn.kernels.steps import check_step
-from zerofn.kernels.tensor_lists import not_wrapped
 
-from .adam_native import run_native
+# ----------------------------------------------------------------------------------------------------------------------
+# AdamW on one tensor as plain torch operations, and eager and compiled torch running it over lists.
+#
+# Equal bits in every implementation restrict the formula to operations that IEEE 754 rounds in one way: ``addcmul``,
+# ``lerp`` and ``add(alpha=...)`` may fuse their product with their sum or not, and are avoided.
+
+
+# Elements handled at once by eager torch: temporaries of 256 KiB are reused by the allocator and stay in the
+# second-level cache; temporaries of the parameter's own size cost ten times more.
+CHUNK = 1 << 16
+
+# Above this a first moment rounded to nearest is biased towards zero change, as second moments are at 0.999.
+_NEAREST_MOMENT_BETA = 0.98
+
+_LOW = (torch.bfloat16, torch.float16)
+
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]  # parameter, gradient, moments
+
+
+class Scalars(NamedTuple):
+    """Numbers made of step and hyperparameters: floats that are exact in float32, or 0-d float32 tensors."""
+
+    beta2: Any
+    one_minus_beta1: Any
+    one_minus_beta2: Any
+    rate: Any  # lr * sqrt(1 - beta2**step) / (1 - beta1**step)
+    eps: Any  # eps * sqrt(1 - beta2**step)
+    keep: Any  # 1 - lr * weight_decay
+    decay: Any  # lr * weight_decay
+
+
+def scalars(step: Any, *numbers: Any) -> Scalars:
+    """The scalars of step, lr, beta1, beta2, eps and weight_decay.
+
+    Computed in double, rounded to float32 once; stays on the device and inside vmap if given tensors.
+    """
+    step, lr, beta1, beta2, eps, weight_decay = (x.double() if isinstance(x, Tensor) else x for x in (step, *numbers))
+    spread = (1 - beta2**step) ** 0.5
+    rate = lr * spread / (1 - beta1**step)
+    decay = lr * weight_decay
+    values = (beta2, 1 - beta1, 1 - beta2, rate, eps * spread, 1 - decay, decay)
+    if torch.compiler.is_compiling():
+        # All as tensors: the compiler itself makes one of a float that differs from one pipeline to the next.
+        return Scalars(*once(*(torch.as_tensor(x, dtype=torch.float64).float() for x in values)))
+    return Scalars(*(x.float() if isinstance(x, Tensor) else c_float(x).value for x in values))
+
+
+class Mode(NamedTuple):
+    """How each of parameter, first and second moment is stored."""
+
+    kahan: bool
+    stochastic_param: bool
+    stochastic_exp_avg: bool
+    stochastic_exp_avg_sq: bool
+
+    @property
+    def streams(self) -> tuple[bool, bool]:
+        """Which streams of bits are drawn: 0 for parameter and second moment, 1 for the first moment."""
+        return self.stochastic_param or self.stochastic_exp_avg_sq, self.stochastic_exp_avg
+
+
+def formula(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    c: Tensor | None,
+    s: Scalars,
+    mode: Mode,
+    bits: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """New values of parameter, moments and compensation in their dtypes. Writes none of its inputs."""
+    p32, g32 = p.float(), g.float()
+    m32, v32 = m.float(), v.float()
+    m32 = (g32 - m32) * s.one_minus_beta1 + m32
+    v32 = v32 * s.beta2 + (g32 * s.one_minus_beta2) * g32
+    # On the CPU torch takes float32 roots from a library that is off by one ulp now and then, for long
+    # tensors only. A double root rounded to float32 is always the correctly rounded one.
+    spread = moment_root(v32.double()).float() if v32.device.type == "cpu" else moment_root(v32)
+    update = (m32 * s.rate) / (spread + s.eps)
+    if mode.kahan:
+        assert c is not None
+        c32 = c.float()
+        # Infinite parameters stay infinite: neither inf * 0 nor inf - inf may happen, now or one step later.
+        # Subtracting a zero keeps the sign of a parameter that is -0, adding one would not.
+        pull = torch.where(p32.isfinite(), (p32 + c32) * s.decay, 0.0)
+        drop = pull + update - c32
+        new_p = (p32 - drop).to(p.dtype)
+        lost = (p32 - new_p.float()) - drop
+        new_c = torch.where(new_p.isfinite(), lost, 0.0).to(c.dtype)
+    else:
+        new_p, new_c = _store(p32 * s.keep - update, p.dtype, mode.stochastic_param, bits[0]), None
+    high = None if bits[0] is None else bits[0] >> 16
+    return (
+        new_p,
+        _store(m32, m.dtype, mode.stochastic_exp_avg, bits[1]),
+        _store(v32, v.dtype, mode.stochastic_exp_avg_sq, high),
+        new_c,
+    )
+
+
+def _store(x: Tensor, dtype: torch.dtype, stochastic: bool, bits: Tensor | None) -> Tensor:
+    if not stochastic:
+        return x.to(dtype)
+    assert bits is not None
+    if not differentiated(x):
+        return stochastic_round(x, dtype, bits=bits)
+    return straight_through(x, stochastic_round(x.detach(), dtype, bits=bits).float()).to(dtype)
+
+
+class Leaves(NamedTuple):
+    """The lists given to `adam_`, entry by entry; ``compensations`` only where they are used."""
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+    compensations: Sequence[Tensor] | None
+    keys: Sequence[int]
+    offsets: Sequence[int]
+
+    @property
+    def tensors(self) -> list[Sequence[Tensor]]:
+        lists = [self.params, self.grads, self.exp_avgs, self.exp_avg_sqs]
+        return lists if self.compensations is None else [*lists, self.compensations]
+
+    def all_dtypes(self) -> list[tuple[torch.dtype, ...]]:
+        """Of each entry the dtypes of its tensors, four or five."""
+        # No attrgetter: a compiler traces this.
+        return list(zip(*[[t.dtype for t in tensors] for tensors in self.tensors], strict=True))
+
+    def dtypes(self, i: int) -> Dtypes:
+        return self.params[i].dtype, self.grads[i].dtype, self.exp_avgs[i].dtype, self.exp_avg_sqs[i].dtype
+
+
+class Settings(NamedTuple):
+    """What all entries have in common."""
+
+    step: Any
+    scalars: Scalars
+    rounding: str
+    beta1: float
+    seed: int
+    form: Any  # of the random draws
+
+    def mode(self, dtypes: Dtypes) -> Mode:
+        """How entries of these dtypes are rounded; float32 is stored as computed, whatever `rounding` says."""
+        param, _, exp_avg, exp_avg_sq = dtypes
+        random = self.rounding != "nearest"
+        return Mode(
+            kahan=self.rounding == "kahan",
+            stochastic_param=self.rounding == "stochastic" and param in _LOW,
+            stochastic_exp_avg=random and exp_avg in _LOW and self.beta1 > _NEAREST_MOMENT_BETA,
+            stochastic_exp_avg_sq=random and exp_avg_sq in _LOW,
+        )
+
+
+class _Segment(NamedTuple):
+    entry: int
+    start: int  # within the entry
+    stop: int
+
+
+def _batches(leaves: Leaves) -> Iterator[list[_Segment]]:
+    """Lists of at most `CHUNK` elements of one combination of dtypes: part of a leaf, or many small ones.
+
+    Each torch call costs about a microsecond whatever its size, so that small leaves are worth a copy
+    into a common buffer.
+    """
+    batch: list[_Segment] = []
+    total = 0
+    for i, offset in enumerate(leaves.offsets):
+        for start, stop in block_ranges(offset, leaves.params[i].numel(), CHUNK):
+            same = not batch or leaves.dtypes(batch[0].entry) == leaves.dtypes(i)
+            if batch and (not same or total + stop - start > CHUNK):
+                yield batch
+                batch, total = [], 0
+            batch.append(_Segment(i, start - offset, stop - offset))
+            total += stop - start
+    if batch:
+        yield batch
+
+
+def _batch_bits(batch: list[_Segment], leaves: Leaves, settings: Settings, stream: int) -> Tensor:
+    """The bits `random_bits` gives for each segment, for a whole batch in a few calls."""
+    stride = stride_of(settings.form)
+    first, k1, begin = [], [], 0
+    for entry, start, stop in batch:
+        index = leaves.offsets[entry] + start
+        key = stream_key(settings.seed, settings.step, leaves.keys[entry], block=index >> 32, stream=stream)
+        first.append(as_int32((index - begin) * stride + key[0]))
+        k1.append(as_int32(key[1]))
+        begin += stop - start
+    counter = torch.arange(begin, dtype=torch.int32).mul_(as_int32(stride))
+    if len(batch) == 1:
+        return draw(counter.add_(first[0]), k1[0])
+    sizes = torch.tensor([stop - start for _, start, stop in batch])
+    words = torch.tensor([first, k1], dtype=torch.int32).repeat_interleave(sizes, dim=1)
+    return draw(counter.add_(words[0]), words[1])
+
+
+def run_chunked(leaves: Leaves, settings: Settings) -> None:
+    """Eager torch on flat CPU tensors."""
+    for batch in _batches(leaves):
+        parts = [[tensors[i].view(-1)[start:stop] for i, start, stop in batch] for tensors in leaves.tensors]
+        p, g, m, v, *c = (part[0] if len(batch) == 1 else torch.cat(part) for part in parts)
+        mode = settings.mode(leaves.dtypes(batch[0].entry))
+        bits = [_batch_bits(batch, leaves, settings, k) if on else None for k, on in enumerate(mode.streams)]
+        results = formula(p, g, m, v, c[0] if c else None, settings.scalars, mode, bits)
+        sizes = [stop - start for _, start, stop in batch]
+        for part, result in zip((parts[0], *parts[2:]), results, strict=False):
+            assert result is not None
+            for target, source in zip(part, result.split(sizes), strict=True):
+                target.copy_(source)
+
+
+def whole(leaves: Leaves, i: int, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The formula on one entry, in its own shape: looks at no value, address or stride, and writes nothing."""
+    p, g, m, v = (tensors[i] for tensors in leaves.tensors[:4])
+    mode = settings.mode(leaves.dtypes(i))
+    where: Any = dict(seed=settings.seed, step=settings.step, key=leaves.keys[i], offset=leaves.offsets[i])
+    where["form"] = settings.form
+    bits = [
+        random_bits(p.numel(), **where, stream=k, device=p.device).view(p.shape) if on else None
+        for k, on in enumerate(mode.streams)
+    ]
+    c = None if leaves.compensations is None else leaves.compensations[i]
+    return formula(p, g, m, v, c, settings.scalars, mode, bits)
+
+
+def run_whole(leaves: Leaves, settings: Settings) -> None:
+    """Eager torch on each tensor whole."""
+    for i in range(len(leaves.params)):
+        column = [None if tensors is None else tensors[i] for tensors in (*leaves[:1], *leaves[2:5])]
+        _write(column, whole(leaves, i, settings))
+
+
+def _write(tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        if tensor is not None and value is not None:
+            tensor.copy_(value)
+
+
+def _update_segment(p, g, m, v, c, numbers: Tensor, words: Tensor, mode: Mode) -> None:
+    """The function that is compiled. All that changes from step to step is a tensor, so that nothing recompiles."""
+    index = torch.arange(p.numel(), dtype=torch.int32, device=p.device) * words[0, 2]
+    bits = [draw(index + words[k, 0], words[k, 1]) if on else None for k, on in enumerate(mode.streams)]
+    _write((p, m, v, c), formula(p, g, m, v, c, Scalars(*numbers.unbind()), mode, bits))
+
+
+@functools.cache
+def _compiled_segment():
+    return torch.compile(_update_segment, dynamic=True)
+
+
+def run_compiled(leaves: Leaves, settings: Settings) -> None:
+    """torch.compile on flat tensors, one launch for each entry. Written for GPUs; tested on the CPU only."""
+    segments = [
+        (i, start, stop)
+        for i, offset in enumerate(leaves.offsets)
+        for start, stop in block_ranges(offset, leaves.params[i].numel())
+    ]
+    device = leaves.params[0].device
+    numbers = settings.scalars
+    if isinstance(numbers.rate, Tensor) or isinstance(numbers.keep, Tensor):
+        numbers = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=device) for x in numbers])
+    else:
+        numbers = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
+    # Hashed for all segments together, where the step is: on the device if that is where the step counts.
+    at = settings.step.device if isinstance(settings.step, Tensor) else "cpu"
+    key = torch.tensor([leaves.keys[i] for i, _, _ in segments], device=at)
+    start = torch.tensor([start for _, start, _ in segments], device=at)
+    words = []
+    stride = key * 0 + stride_of(settings.form)
+    for stream in (0, 1):
+        k0, k1 = stream_key(settings.seed, settings.step, key, block=start >> 32, stream=stream)
+        words.append(torch.stack([as_int32(start * stride + k0), as_int32(k1), as_int32(stride)]))
+    drawn = torch.stack(words).to(device, non_blocking=True)
+    for j, (i, begin, end) in enumerate(segments):
+        piece = slice(begin - leaves.offsets[i], end - leaves.offsets[i])
+        p, g, m, v, *c = (tensors[i].view(-1)[piece] for tensors in leaves.tensors)
+        mode = settings.mode(leaves.dtypes(i))
+        _compiled_segment()(p, g, m, v, c[0] if c else None, numbers, drawn[..., j], mode)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The C kernel of low-precision Adam over lists of leaves, once it has given the bits of eager torch.
+
+
+_EXACT = (torch.float32,) * 4
+
+
+def run_native(leaves: Leaves, settings: Settings, norms: list[float] | None = None) -> None:
+    """The C kernel, once for each combination of dtypes; eager torch where it cannot be built.
+
+    Where `norms` is a list, that of each gradient is appended, if the kernel was called on all of them.
+    """
+    found: dict[int, float] = {}
+    kinds = leaves.all_dtypes()
+    for kind in dict.fromkeys(kinds):
+        entries, part = range(len(kinds)), leaves
+        if kinds.count(kind) < len(kinds):
+            entries = [i for i, other in enumerate(kinds) if other == kind]
+            columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
+            part = Leaves(*columns)
+        dtypes: Any = kind[:4]
+        function = native_kernel(dtypes, settings.rounding, settings.beta1, settings.form)
+        if function is None:
+            run_chunked(part, settings)
+            continue
+        found |= zip(entries, _call(function, part, settings, norms is not None), strict=False)
+        increment_versions([*part.params, *part.exp_avgs, *part.exp_avg_sqs, *(part.compensations or ())])
+    if norms is not None and len(found) == len(leaves.grads):
+        norms += [found[i] for i in range(len(leaves.grads))]
+
+
+def _call(function: Any, leaves: Leaves, settings: Settings, norms: bool = False) -> list[float]:
+    return _native.run(
+        function,
+        leaves.tensors,
+        keys=leaves.keys,
+        offsets=leaves.offsets,
+        seed=settings.seed,
+        step=settings.step,
+        scalars=settings.scalars,
+        norms=norms,
+    )
+
+
+@functools.cache
+def native_kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any:
+    """The C function, after it has given the bits of eager torch on a sample; else ``None`` and a warning.
+
+    Whether an unknown compiler keeps the order of roundings is not a matter of trust: the check takes a
+    millisecond, once in a process. The arithmetic is checked in float32, where one rounding too few shows;
+    in bfloat16 it would show in one number of thousands.
+    """
+    if dtypes != _EXACT and native_kernel(_EXACT, rounding, beta1, form) is None:
+        return None
+    settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1, form=form)
+    function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(settings.mode(dtypes))), form)
+    if function is None:
+        return None
+    native, eager = (_sample(dtypes, rounding == "kahan") for _ in range(2))
+    _call(function, native, settings)
+    run_chunked(eager, settings)
+    if same_bits(native.tensors, eager.tensors):
+        return function
+    _native.give_up("the C kernel, as this compiler builds it, gives other bits than eager torch")
+    return None
+
+
+def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
+    p, g, m, v = [[x.to(dtype)] for (x,), dtype in zip(sample(1001), dtypes, strict=True)]
+    return Leaves(p, g, m, v, [torch.zeros_like(p[0])] if kahan else None, keys=[7], offsets=[3])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The number of an update, by which kernels of Adam correct moments: a whole number from 1.
+
+
+def check_step(function: str, step: Any) -> None:
+    """Refuse the number of an update that is none.
+
+    At 0 the correction of moments divides by zero, and parameters were NaN from there on; one kernel reads 1.5 as 1 and
+    another does not. A tensor that Python cannot read for nothing, on a GPU or in a batch of vmap, is not looked at.
+
+    Raises:
+        TypeError: no number.
+        ValueError: no whole number from 1, or a tensor of another shape than `()`.
+
+    >>> check_step("adam_", 0)
+    Traceback (most recent call last):
+    ...
+    ValueError: adam_(step=0)
+      why:   steps are counted from 1: at 0 the correction of moments divides by zero
+      write: adam_(step=count + 1), with count the updates before this one
+    """
+    if type(step) is int and step >= 1:
+        return
+    right = f"{function}(step=count + 1), with count the updates before this one"
+    value: Any = step
+    if isinstance(step, Tensor):
+        if not concrete(step):
+            return
+        if step.ndim:
+            shape = tuple(step.shape)
+            why = "all entries of the lists have had equally many updates, so it is one number"
+            raise ValueError(explain(f"{function}(step=a tensor of shape {shape})", why, right))
+        if type(step) is not Tensor or step.device.type != "cpu":
+            return
+        value = step.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        why = f"it is the number of this update, from 1, and {value!r} is {kind_of(value)}"
+        raise TypeError(explain(f"{function}(step={step!r})", why, right))
+    number = float(value)
+    if not number >= 1:
+        why = "steps are counted from 1: at 0 the correction of moments divides by zero"
+        raise ValueError(explain(f"{function}(step={step!r})", why, right))
+    if number % 1:
+        raise ValueError(explain(f"{function}(step={step!r})", "updates are counted in whole numbers", right))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks on lists of tensors before a fused kernel is called, and gradients in the layout of their parameters.
+
+
+# Read of every leaf in every step, and so from C.
+_DTYPE, _DEVICE, _STRIDE = attrgetter("dtype"), attrgetter("device"), methodcaller("stride")
+
+
+def plain(tensors: list[Tensor]) -> bool:
+    """Whether fused kernels can take the tensors: one dtype and device, and no torch.func wrapper."""
+    return not_wrapped(tensors) and alike(tensors)
+
+
+def not_wrapped(tensors: Sequence[Tensor]) -> bool:
+    """Whether no tensor is a wrapper of torch.func, batched or differentiated."""
+    return not (functorch_active() and any(map(is_wrapped, tensors)))
+
+
+def alike(tensors: list[Tensor]) -> bool:
+    """Whether a fused kernel can take the tensors together: of one dtype and device."""
+    return len(set(map(_DTYPE, tensors))) == 1 and (all(map(_IS_CPU, tensors)) or len(set(map(_DEVICE, tensors))) == 1)
+
+
+def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Gradients in their parameters' dtypes and strides; the same tensors where they are already.
+
+    Fused kernels walk memory, so a channels-last parameter needs a channels-last gradient.
+    """
+    if list(map(_DTYPE, params)) == list(map(_DTYPE, grads)):
+        # Nearly all lie without a gap and in the order of rows. Comparing strides takes longer, since it makes tuples.
+        rows = all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))
+        if rows or list(map(_STRIDE, params)) == list(map(_STRIDE, grads)):
+            return grads
+    return [
+        g if g.dtype == p.dtype and g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+        for p, g in zip(params, grads, strict=True)
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Adam on low-precision storage, in place: fp32 arithmetic, and one rounding for each stored number.
+#
+# One formula (`zerofn.kernels.adam`) is run in three ways: by eager torch, in chunks that stay in the cache;
+# by a C kernel with the same bits (`zerofn.kernels.native`), 10 to 20 times faster; by ``torch.compile`` on a GPU.
+#
+# How parameters and moments below float32 are stored, by ``rounding``:
+#
+# * ``"stochastic"``: parameters and second moments up or down at random, unbiased;
+# * ``"kahan"``: parameters to nearest, with what is lost carried in ``compensations``; second moments stochastically;
+# * ``"nearest"``: all to nearest. In bfloat16 that loses every update of the parameter below 1/512 of it, and with
+#   ``beta2 >= 0.996`` the second moment never shrinks.
+#
+# First moments are rounded to nearest, which has a third of the error variance and, with ``beta1`` up to 0.98, no
+# trap; above it, stochastically, except under ``"nearest"``.
+#
+# Why the second moment is never rounded to nearest by default. With ``beta2 = 0.999`` a decay step takes away a
+# thousandth, and bfloat16 values are 1/256 to 1/128 apart: rounded to nearest, a bfloat16 second moment never
+# shrinks, and grows only by gradients large enough to reach the next value. It is stuck at its maximum and the
+# effective learning rate with it.
+#
+# Sources: Kingma and Ba, "Adam", ICLR 2015 (section 2, the reordered form); Loshchilov and Hutter, "Decoupled Weight
+# Decay Regularization", ICLR 2019; Kahan, "Further remarks on reducing truncation errors", CACM 1965; Zamirai et al.,
+# "Revisiting BFloat16 Training", 2020.
+
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -257,3 +707,96 @@ def _run(implementation: str, leaves: Leaves, settings: Settings, plain: bool, n
             {"compiled": run_compiled, "eager": run_chunked}[implementation](flat, settings)
         for tensor, copy in copies:
             tensor.copy_(copy)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The C kernel of low-precision Adam as a custom operator, `zerofn::adam_`, for compiled graphs.
+#
+# The compiler cannot trace a call of C and would put the formula into the graph, whose generated code takes two to
+# three times as long. An operator it does not trace: its schema says which arguments are written, and that nothing is
+# returned. One call has all leaves, since each call costs some 50 us.
+
+
+def _run_operator(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    compensations: list[Tensor],
+    steps: Tensor,
+    numbers: Tensor,
+    form: Tensor,
+    rounding: str,
+    seed: int,
+    keys: list[int],
+    offsets: list[int],
+) -> None:
+    """`adam_`, of leaves that need not have had equally many updates.
+
+    Args:
+        compensations: empty but for `rounding="kahan"`.
+        steps: the number of this update, for each leaf; on the CPU.
+        numbers: lr, beta1, beta2, eps and weight_decay, in float64.
+        form: of the random draws.
+        seed: its low 64 bits, as a signed number.
+    """
+    lr, beta1, beta2, eps, weight_decay = numbers.tolist()
+    how: Any = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, rounding=rounding, seed=seed)
+    groups: dict[int, list[int]] = {}
+    for i, step in enumerate(steps.tolist()):
+        groups.setdefault(step, []).append(i)
+    for step, entries in groups.items():
+        lists: Any = [[xs[i] for i in entries] for xs in (params, grads, exp_avgs, exp_avg_sqs, compensations) if xs]
+        where: Any = dict(keys=[keys[i] for i in entries], offsets=[offsets[i] for i in entries])
+        adam_(*lists, step=step, form=int(form), **how, **where)
+
+
+_OPERATOR = operator(
+    "adam_(Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] exp_avgs, Tensor(a3!)[] exp_avg_sqs, "
+    "Tensor(a4!)[] compensations, Tensor steps, Tensor numbers, Tensor form, str rounding, SymInt seed, "
+    "SymInt[] keys, SymInt[] offsets) -> ()",
+    _run_operator,
+)
+
+
+def has_kernel(params: Sequence[Tensor], grads: Sequence[Tensor], moments: Sequence[Tensor], rounding: str) -> bool:
+    """Whether a graph should call the operator on these leaves: they are on the CPU, and the C kernel can be built.
+
+    >>> x = [torch.ones(2)]
+    >>> has_kernel([torch.ones(2, device="meta")], x, x, "stochastic")
+    False
+    """
+    if any(x.device.type != "cpu" for x in (*params, *grads, *moments)):
+        return False
+    kinds = {(p.dtype, g.dtype, m.dtype, m.dtype) for p, g, m in zip(params, grads, moments, strict=True)}
+    return all([_built(*kind, rounding) for kind in kinds])
+
+
+@while_traced
+def _built(p: torch.dtype, g: torch.dtype, m: torch.dtype, v: torch.dtype, rounding: str) -> bool:
+    dtypes: Dtypes = p, g, m, v
+    return native_kernel(dtypes, rounding, 0.9, FORMAT) is not None
+
+
+def adam_operator(
+    *lists: Sequence[Tensor],
+    step: Tensor,
+    lr: Any,
+    beta1: Any,
+    beta2: Any,
+    eps: Any,
+    weight_decay: Any,
+    rounding: str,
+    seed: int,
+    keys: Sequence[int],
+    offsets: Sequence[int],
+    form: Any,
+) -> None:
+    """`adam_` by the operator; `step` is of the shape `(leaves,)`, and numbers may be tensors."""
+    params, grads, exp_avgs, exp_avg_sqs, *rest = map(list, lists)
+    given = (lr, beta1, beta2, eps, weight_decay)
+    numbers = torch.stack([torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in given])
+    form = torch.as_tensor(form, dtype=torch.int64)
+    seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    moments = exp_avgs, exp_avg_sqs, rest[0] if rounding == "kahan" else []
+    _OPERATOR(params, grads, *moments, step, numbers, form, rounding, seed, list(keys), list(offsets))

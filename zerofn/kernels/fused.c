@@ -1,6 +1,6 @@
 /* One step of torch's fused Adam over lists of fp32 leaves, and on the way the sum of squares of each gradient.
  *
- * Built by zerofn/kernels/fused_native.py on first use. The bits are those of torch's kernel on processors that fuse a
+ * Built by zerofn/kernels/fused_adam.py on first use. The bits are those of torch's kernel on processors that fuse a
  * product with a sum, where it fuses just those that are `fmaf` here; with -ffp-contract=off nothing else is. The last
  * elements of a leaf, fewer than a line, are torch's own: it computes those in double.
  */

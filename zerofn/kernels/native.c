@@ -1,4 +1,4 @@
-/* One AdamW step over lists of tensors: the formula of zerofn/kernels/adam_formula.py, bit for bit; and sums of squares.
+/* One AdamW step over lists of tensors: the formula of zerofn/kernels/adam.py, bit for bit; and sums of squares.
  *
  * Built by zerofn/kernels/native.py on first use, once for each combination of dtypes and rounding:
  *   -DZF_P=, -DZF_G=, -DZF_M=, -DZF_V=    f32, bf16 or f16: parameter, gradient, first and second moment;

@@ -1,34 +1,369 @@
-"""The C kernels: built on first use with the system's compiler, kept on disk, and called.
-
-The libraries lie in ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``; see `kernels.native_cache`). A
-library's name has a hash of all that could change its code: source, compiler, flags, processor and dtypes. It is
-built under a name of its own and renamed: processes building the same one at once each end with a whole file.
-Importing this builds, reads and hashes nothing.
-
-C through ctypes, and not a torch extension: that needs torch's headers and half a minute, this a sixth of a second.
-"""
+"""The C library: compile, cache, check, call."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
+import shutil
+import signal
+import stat
+import subprocess
 import sys
+import tempfile
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from zerofn._errors import explain
-from zerofn.kernels import native_cache as cache
-from zerofn.kernels.native_compiler import Command, asked_for, compile_to, identity, of_system, required, wanted
 from zerofn.kernels.rounding import FORMAT, stride_of
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The directory of built libraries: only this user can write there, and checksums show damaged files.
+#
+# A library that is damaged ends the process with a signal that Python cannot catch, and one that another user has put
+# there runs as this user. So the name of a library holds a checksum of its content, which is compared before it is
+# loaded; a file of another user, or one that others can write, is ignored; and a directory in which others can
+# replace files is not used.
+
+
+T = TypeVar("T")
+
+# Age in seconds from which on temporary files of a build are removed: no compiler runs that long.
+_ABANDONED = 86_400
+
+
+def directory() -> Path:
+    """Where libraries are kept; made if need be.
+
+    ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``); where that cannot be written, or others can write
+    into it, a directory of this user's own under the temporary one.
+
+    Raises:
+        OSError: there is none in which only this user can write.
+    """
+    tried = list(_candidates())
+    for outer in tried:
+        with contextlib.suppress(OSError):
+            inner = outer / "kernels"
+            # One after the other: the mode is that of the last one alone.
+            outer.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            outer.mkdir(mode=0o700, exist_ok=True)
+            # Before anything is made inside: another user may have put a link there.
+            if not _mine(outer):
+                continue
+            inner.mkdir(mode=0o700, exist_ok=True)
+            if _private(inner.resolve()) and os.access(inner, os.W_OK | os.X_OK):
+                return inner.resolve()
+    raise OSError(
+        "there is no place for built kernels that this user can write and nobody else, down from /: tried "
+        + (", ".join(map(str, tried)) or "nothing, as there is neither a home nor a temporary directory")
+    )
+
+
+def _candidates() -> Iterator[Path]:
+    # A relative path is to be ignored, says the XDG Base Directory Specification. Without a home ~ stays as it is;
+    # with an empty one it would be /.
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.cache") if os.environ.get("HOME", "/") else ""
+    if os.path.isabs(base):
+        yield Path(base) / "zerofn"
+    with contextlib.suppress(OSError):
+        yield Path(tempfile.gettempdir()) / f"zerofn-{os.getuid()}"
+
+
+def _mine(path: Path) -> bool:
+    """Whether a path, and what it may be a link to, belong to this user."""
+    return path.lstat().st_uid == path.stat().st_uid == os.getuid()
+
+
+def _private(inner: Path) -> bool:
+    """Whether only this user can exchange what lies in a directory.
+
+    Above it nobody else may write, but where the sticky bit keeps what is not theirs. A group is somebody else, though
+    some systems give each user one of their own: who is in it is not known without asking the network, and to be
+    turned away costs one build in half a second, in the next place.
+    """
+    status = inner.stat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        return False
+    above, owners = [place.stat() for place in inner.parents], _trusted()
+    return all(s.st_uid in owners and (not s.st_mode & 0o022 or s.st_mode & stat.S_ISVTX) for s in above)
+
+
+def _trusted() -> set[int]:
+    """Owners of directories that may lie above ours: this user and root, also where a container does not map root."""
+    users = {0, os.getuid()}
+    with contextlib.suppress(OSError, ValueError):  # there is no such file but on Linux
+        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+        if not _numbered(nobody, Path("/proc/self/uid_map").read_text()):
+            users.add(nobody)
+    return users
+
+
+def _numbered(user: int, table: str) -> bool:
+    """Whether a user id is mapped, by a user namespace's table of (first id here, first id outside, count).
+
+    >>> _numbered(65534, "0 0 4294967295"), _numbered(65534, "1000 1000 1")
+    (True, False)
+    """
+    rows = [[int(word) for word in line.split()] for line in table.splitlines()]
+    return any(first <= user < first + count for first, _, count in rows)
+
+
+def find(where: Path, key: str) -> Path | None:
+    """The library of this key, if its checksum is right.
+
+    A damaged one is not removed: another process may have replaced it meanwhile.
+    """
+    return next((file for file in sorted(where.glob(f"adam-{key}-*.so")) if _sound(file)), None)
+
+
+def _sound(file: Path) -> bool:
+    """Whether a file is whole, no link, and this user's alone."""
+    try:
+        # Not blocking: what has this name may be a pipe.
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with open(descriptor, "rb") as opened:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            return False
+        try:
+            return file.stem.rpartition("-")[2] == _checksum(opened.read())
+        except OSError:
+            return False
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def remove(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink()
+
+
+def keep(where: Path, key: str, build: Callable[[str], T]) -> T:
+    """Build and load a library, and keep it; returns what ``build`` returns.
+
+    It is loaded before it is renamed: what does not load is not kept, and what another process does to the final name
+    does not matter here.
+
+    Args:
+        where: the directory.
+        key: a hash of all that could change its code.
+        build: writes the library to a path, and loads it.
+
+    Raises:
+        OSError: it could not be built, loaded or written.
+    """
+    _tidy(where, key)
+    descriptor, temporary = tempfile.mkstemp(suffix=".so", prefix="building-", dir=where)
+    os.close(descriptor)
+    try:
+        loaded = build(temporary)
+        # A linker makes the file anew, with the mode of all new files.
+        os.chmod(temporary, 0o700)
+        with open(temporary, "rb") as built:
+            library = where / f"adam-{key}-{_checksum(built.read())}.so"
+            # Without this the file could be empty after a crash of the machine: a rename may reach the disk first.
+            os.fsync(built.fileno())
+        os.replace(temporary, library)
+        _sync(where)
+        return loaded
+    finally:
+        remove(Path(temporary))
+
+
+def _sync(where: Path) -> None:
+    # Not all file systems can; there a checksum shows a file that was lost.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _tidy(where: Path, key: str) -> None:
+    """Remove temporary files of builds that were killed, and damaged libraries of this key."""
+    for file in where.glob("building-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - file.lstat().st_mtime > _ABANDONED:
+                file.unlink()
+    for file in where.glob(f"adam-{key}-*.so"):
+        if not _sound(file):
+            remove(file)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Finds the C compiler and runs it under a time limit: a compiler that hangs must not hang training.
+
+
+# Seconds for one library, which takes half of one.
+LIMIT = 60.0
+# Bytes that a compiler may print: a program that $CC names by mistake may print without end.
+TALK = 1_000_000
+
+_SYSTEM = ("cc", "gcc", "clang")
+
+# -fno-fast-math, before the others, which it would undo: a library linked for fast math has the whole process flush
+# subnormals to zero, and $CC may ask for it. -ffp-contract=off: eager torch fuses no product with a sum. The two after
+# it only give up errno and traps, no bit; roots and selections are not vectorised without them.
+FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-pthread", "-fno-fast-math"]
+FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+# The first that the compiler takes. gcc prefers vectors of 32 bytes where 64 are 5 to 15 % faster here.
+TUNING = (["-march=native", "-mprefer-vector-width=512"], ["-march=native"], ["-mcpu=native"], [])
+
+Command = tuple[str, ...]  # a compiler's path and arguments that come before ours
+
+_SWITCH = "ZEROFN_NATIVE"
+_ON, _OFF, _MUST = ("1", "true", "yes", "on"), ("0", "false", "no", "off"), "require"
+
+
+def wanted() -> bool:
+    """Whether ``$ZEROFN_NATIVE`` lets C be built; nothing, or the empty string, is yes.
+
+    Raises:
+        ValueError: it says nothing of the kind.
+    """
+    return _word() not in _OFF
+
+
+def required() -> bool:
+    """Whether it is an error that there is no C kernel."""
+    return _word() == _MUST
+
+
+def _word() -> str:
+    said = os.environ.get(_SWITCH, "")
+    word = said.strip().lower()
+    if not word or word in (*_ON, *_OFF, _MUST):
+        return word
+    raise ValueError(
+        explain(
+            f"{_SWITCH}={said!r} in the environment",
+            f"it says whether C kernels are built and used: {', '.join(_ON)}; or not: {', '.join(_OFF)};\n"
+            f"or that it is an error where they cannot be: {_MUST}",
+            f"{_SWITCH}=0 for eager torch alone, or unset it",
+        )
+    )
+
+
+def asked_for(cc: str, path: str | None) -> Command | None:
+    """The command that ``$CC`` names, as make takes it: a program and arguments. `None` if there is none to run.
+
+    >>> asked_for("no-such-compiler -O1", os.environ.get("PATH")) is None
+    True
+    """
+    if whole := shutil.which(cc, path=path):
+        return (whole,)
+    try:
+        words = shlex.split(cc)
+    except ValueError:  # a quotation without an end
+        return None
+    program = shutil.which(words[0], path=path) if words else None
+    return None if program is None else (program, *words[1:])
+
+
+def of_system(path: str | None) -> Command | None:
+    """``cc``, ``gcc`` or ``clang``, whichever is found first."""
+    found = next((where for name in _SYSTEM if (where := shutil.which(name, path=path))), None)
+    return None if found is None else (found,)
+
+
+def identity(command: Command, path: str | None) -> tuple:
+    """What of a compiler could change the code that it makes: command, programs (``ccache gcc``), flags, processor."""
+    programs = [os.stat(where) for word in command if (where := shutil.which(word, path=path))]
+    return command, [(s.st_size, s.st_mtime_ns) for s in programs], FLAGS, TUNING, processor()
+
+
+@functools.cache
+def processor() -> str:
+    """What -march=native depends on."""
+    name = f"{platform.machine()} {platform.processor()}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return name
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return name + "".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def compile_to(command: Command, source: Path, defines: Sequence[str], target: str) -> None:
+    """Build a shared library.
+
+    Raises:
+        OSError: the compiler fails, with the end of what it said, or has not ended after `LIMIT` seconds,
+            or says more than `TALK` bytes.
+    """
+    end = time.monotonic() + LIMIT
+    code, said = 0, ""
+    for tuning in TUNING:
+        code, said = _run([*command, *FLAGS, *tuning, *defines, str(source), "-o", target], end)
+        if code == 0:
+            return
+    raise OSError(f"{shlex.join(command)} failed on {source.name}: {said or f'exit status {code}'}")
+
+
+def _run(words: list[str], end: float) -> tuple[int, str]:
+    """Exit status, and the end of the output. The compiler and its child processes have ended when this returns.
+
+    Output goes to a file: a pipe stays open until every child process has closed it, also those that stay on purpose,
+    such as the server of a compiler cache.
+    """
+    with tempfile.TemporaryFile(dir=Path(words[-1]).parent) as said:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = _wait(process, words[0], said.fileno(), end)
+        finally:
+            if process.poll() is None:
+                # With its child processes: a driver waits for the compiler proper.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        said.seek(max(os.fstat(said.fileno()).st_size - 1600, 0))
+        return code, said.read(1600).decode(errors="replace").strip()[-400:]
+
+
+def _wait(process: subprocess.Popen[bytes], name: str, said: int, end: float) -> int:
+    """Exit status. Reads the size of the output every tenth of a second: a limit set in the child would need code
+    between fork and exec, which is not safe beside torch's threads."""
+    while True:
+        try:
+            return process.wait(max(min(end - time.monotonic(), 0.1), 0.0))
+        except subprocess.TimeoutExpired:
+            if os.fstat(said).st_size > TALK:
+                raise OSError(f"{name} printed more than {TALK} bytes and had not ended") from None
+            if time.monotonic() >= end:
+                raise OSError(f"{name} had not ended after {LIMIT:g} s") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The C kernels: built on first use with the system's compiler, kept on disk, and called.
+#
+# The libraries lie in ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``; see `kernels.native_cache`). A
+# library's name has a hash of all that could change its code: source, compiler, flags, processor and dtypes. It is
+# built under a name of its own and renamed: processes building the same one at once each end with a whole file.
+# Importing this builds, reads and hashes nothing.
+#
+# C through ctypes, and not a torch extension: that needs torch's headers and half a minute, this a sixth of a second.
+
 
 _FILES = ("native.c", "native_numbers.h", "native_sums.h", "native_threads.h")
 _SOURCE, *_HEADERS = map(Path(__file__).with_name, _FILES)
@@ -98,7 +433,7 @@ def _choose(cc: str, path: str | None) -> _Choice:
     if sys.platform == "win32":
         return _Choice(None, "C kernels are not built on Windows", "Use Linux or macOS")
     try:
-        cache.directory()
+        directory()
     except OSError as error:  # not the compiler's fault
         return _Choice(None, str(error), "Let XDG_CACHE_HOME or TMPDIR name a directory of your own")
     system, problem = of_system(path), ""
@@ -176,19 +511,19 @@ def library(
     """
     about = (identity(command, os.environ.get("PATH")), list(defines))
     key = hashlib.sha256(b"".join(file.read_bytes() for file in files) + repr(about).encode()).hexdigest()[:32]
-    where = cache.directory()
+    where = directory()
 
     def build(target: str) -> ctypes.CDLL:
         compile_to(command, files[0], defines, target)
         return declared(ctypes.CDLL(target))
 
-    found = cache.find(where, key)
+    found = find(where, key)
     if found is not None:
         try:
             return declared(ctypes.CDLL(str(found)))
         except (OSError, AttributeError):  # of another system that shares the home directory
-            cache.remove(found)
-    return cache.keep(where, key, build)
+            remove(found)
+    return keep(where, key, build)
 
 
 @functools.cache
@@ -298,3 +633,25 @@ def _check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Seque
                     f"the C kernel cannot read entry {i} of list {place}: a {t.dtype} tensor of shape {tuple(t.shape)} "
                     f"on {t.device}{'' if address else ' without memory'}. Give it tensors of the CPU."
                 )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The numbers on which a C kernel is compared with torch before it is used.
+
+
+def sample(numel: int) -> list[list[Tensor]]:
+    """A parameter, a gradient and both moments, as lists of one tensor each, in float32.
+
+    From subnormal to infinite, with each magnitude of one next to many of the others.
+    """
+    i = torch.arange(numel)
+    return [
+        [(1 + i % 97 / 97) * 2.0 ** (i * stride % 279 - 150) * sign]
+        for stride, sign in zip((1, 2, 4, 5), (1 - i % 2 * 2, 1 - i % 3, 1, 1), strict=True)
+    ]
+
+
+def same_bits(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether lists of one tensor each are equal to the bit; of a NaN it counts only that it is one."""
+    pairs = zip(found, expected, strict=True)
+    return all(a.nan_to_num(nan=0.5).equal(b.nan_to_num(nan=0.5)) for (a,), (b,) in pairs)

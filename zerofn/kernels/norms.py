@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.operators import foreach_norm
+from .._compat.tensors import foreach_norm
 from .native import squares
 from .recording import recorded
 

@@ -1,20 +1,13 @@
-"""Whether autograd, torch.func or torch.compile records a computation: decides between formula and kernel.
-
-An update is a formula. A fused, in-place or C kernel gives the same numbers faster, but cannot be recorded: torch's
-fused Adam under `torch.func.grad` has a derivative of zero without an error, a write in place has no batching rule
-under `vmap`, and a C function cannot be traced. So kernels run where nothing records, which these functions decide for
-all of them. Where something records a kernel runs only if it has a hand-written derivative or batching rule.
-"""
+"""Is this computation recorded, and by whom; operators and terms that graphs understand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._compat.compiler import makes_proxies
 from .._compat.functorch import (
     NO_LEVEL,
     beneath_functorch,
@@ -24,9 +17,19 @@ from .._compat.functorch import (
     innermost_transform,
     is_wrapped,
     levels,
+    makes_proxies,
     only_vmap,
     stacked,
 )
+from .._compat.tensors import foreach_mul
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether autograd, torch.func or torch.compile records a computation: decides between formula and kernel.
+#
+# An update is a formula. A fused, in-place or C kernel gives the same numbers faster, but cannot be recorded: torch's
+# fused Adam under `torch.func.grad` has a derivative of zero without an error, a write in place has no batching rule
+# under `vmap`, and a C function cannot be traced. So kernels run where nothing records, which these functions decide
+# for all of them. Where something records a kernel runs only if it has a hand-written derivative or batching rule.
 
 
 def recorded(values: Iterable[Any] = ()) -> bool:
@@ -137,3 +140,91 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
     if not differentiated(x):
         return rounded
     return rounded.detach() - torch.where(x.isfinite(), x.detach() - x, torch.zeros_like(x))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels as custom operators, `zerofn::...`, for compiled graphs: the schema says which arguments they write.
+
+
+_LIBRARY = torch.library.Library("zerofn", "FRAGMENT")
+
+
+def operator(schema: str, run: Callable[..., None]) -> Any:
+    """`run` as an operator that returns nothing; `schema` marks the arguments that it writes.
+
+    It has neither a derivative nor a batching rule: to be called only where nothing records (`kernels.recording`).
+
+    Not by `torch.library.custom_op`: what that puts around a call, a count for each tensor that is written and a search
+    for memory that two arguments have in common, takes on 148 small leaves longer than AdamW itself, some 0.3 ms.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zerofn::{name}", lambda *_: None, lib=_LIBRARY)
+    return getattr(torch.ops.zerofn, name).default
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Terms of optimizers' formulas, such as `x + factor * a * b`, as one operation where the factor is a number.
+#
+# One operation instead of three reads memory once, and autograd saves its inputs, not the intermediate products. A
+# factor that is a tensor, a rate that is learned or differs along a batch, has no such operation.
+
+
+def once(*numbers: Any) -> tuple[Any, ...]:
+    """The same numbers; in a graph as tensors that are materialised in memory, computed once.
+
+    Otherwise the compiler inlines the computation of a small tensor into the loop over elements that uses it: with the
+    two powers of a bias correction in the loop AdamW takes three times as long. It does not inline through a stack.
+    """
+    if not torch.compiler.is_compiling():
+        return numbers
+    found, kinds = list(numbers), {}
+    for i, x in enumerate(numbers):
+        if isinstance(x, Tensor):
+            kinds.setdefault((x.dtype, x.device, x.shape), []).append(i)
+    for places in kinds.values():
+        # Never one alone, whose stack is a view of it.
+        for i, x in zip(places, torch.stack([found[i] for i in (*places, places[0])]).unbind(), strict=False):
+            found[i] = x
+    return tuple(found)
+
+
+def plus(x: Tensor, factor: Any, y: Tensor) -> Tensor:
+    """`x + factor * y`."""
+    return x + factor * y if isinstance(factor, Tensor) else x.add(y, alpha=factor)
+
+
+def plus_product(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
+    """`x + factor * a * b`."""
+    return x + factor * a * b if isinstance(factor, Tensor) else x.addcmul(a, b, value=factor)
+
+
+def plus_quotient(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
+    """`x + factor * a / b`."""
+    return x + factor * a / b if isinstance(factor, Tensor) else x.addcdiv(a, b, value=factor)
+
+
+def scaled(tensors: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
+    """Each of them times a 0-d factor, which is rounded to its dtype first; one call for all where nothing records."""
+    factors = {dtype: factor.to(dtype) for dtype in {x.dtype for x in tensors.values()}}
+    if len(factors) == 1 and not recorded((factor, *tensors.values())):
+        return dict(zip(tensors, foreach_mul(list(tensors.values()), *factors.values()), strict=True))
+    return {path: x * factors[x.dtype] for path, x in tensors.items()}
+
+
+def moment_root(x: Tensor) -> Tensor:
+    """`x.sqrt()` of a second moment, to be added to an epsilon: where derivatives may be asked for at least 1e-19.
+
+    As `root`, with a third of the operations: what is below the smallest normal number, 1.2e-38, counts as that number
+    and has no derivative. An epsilon from 1e-10 on does not change where the root of that is added, and in float64,
+    where the root is 1.5e-154, no epsilon does.
+
+    >>> torch.func.grad(lambda x: moment_root(x * x) + 1e-8)(torch.tensor(0.0))
+    tensor(0.)
+    """
+    if not differentiated(x):
+        return x.sqrt()
+    least = torch.finfo(x.dtype).tiny
+    # A comparison that a NaN fails, so that it stays.
+    return torch.where(x < least, least, x).sqrt()

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.compiler import while_traced
-from .._compat.functorch import reinterpret
+from .._compat.functorch import reinterpret, while_traced
 
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_1 = 0x7FEB352D

@@ -1,30 +1,326 @@
-"""The boundary of an attached model: casts and loss scale where inputs enter it and outputs leave it."""
+"""Where inputs enter a model, outputs leave it, and calls begin and end."""
 
 from __future__ import annotations
 
 import functools
 import math
+import threading
 import weakref
-from collections.abc import Callable, Mapping
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._compat.autograd import NO_BACKWARD, backward_call, current_node, graph_task, next_sequence_nr, sequence_nr
-from .._compat.functorch import functorch_active
-from ..core.linear_map import EdgeMap, cast_to, crosses, differentiable, over, times
+from .._compat.autograd import (
+    NO_BACKWARD,
+    backward_call,
+    current_function,
+    current_node,
+    graph_task,
+    next_sequence_nr,
+    saved_tensors_hooks,
+    sequence_nr,
+)
+from .._compat.functorch import NOT_WRAPPED, functorch_active, level_of
+from .._compat.tensors import has_ended
+from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
-from ..ranks.dtensor_parameters import Form
-from ..sharded.gather_on_use import Units
-from .active_calls import ActiveCall, CalledTogether, ThreadState
-from .backward_graph_search import check_closed
+from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, over, times
+from ..ranks.dtensor import Form, is_distributed
+from ..sharded.forward_writes import Region, place
+from ..sharded.gather_on_use import Units, Walks, outside_inference_mode
 from .crossing import Crossing, Edge, crossing_of
-from .leaked_tensors import AttributeTensors
 from .nested_tensors import map_outputs
-from .node_ranges import NodeRanges
-from .output_graph import RETURNED, SHOWN, OutputTracker
-from .parameter_views import ParameterViews
+from .scaled_checks import RETURNED, SHOWN, AttributeTensors, HookedOutput, OutputTracker, check_closed
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The calls of an attached model that are under way, in each thread that calls it.
+
+
+Seen = dict[str, tuple[Tensor, Tensor, Region | None]]
+
+
+class ThreadState(threading.local):
+    """What each thread that calls the model has for itself.
+
+    Attributes:
+        calls: of modules, the outermost first.
+        walks: exchange gathered parameters that graphs of calls have saved for notes.
+        seen: by path, of the call under way: the stored tensor, its view, and where the view's memory was.
+        crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
+        last_views: by path, the last view of a parameter, and the stored tensor that it is the view of.
+        searched: by the numbers of the backwards whose graphs have been searched, the last one and those inside of it,
+            the loss scale all through them.
+        tracker: of the outputs of the call under way; `None` where outputs are not copied.
+    """
+
+    def __init__(self, units: Units | None) -> None:
+        self.calls: list[ActiveCall] = []
+        self.walks = None if units is None else Walks(units)
+        self.seen: Seen = {}
+        self.crossed_at: int | None = None
+        self.last_views: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self.searched: dict[int, Tensor | None] = {}
+        self.tracker: OutputTracker | None = None
+
+    def stale(self) -> bool:
+        """Whether the calls that are noted have ended without their hooks, as Ctrl-C ends them."""
+        return bool(self.calls) and self.calls[0].frame is not None and has_ended(self.calls[0].frame)
+
+    def drop_stale_calls(self) -> None:
+        """Forget calls that ended without their hooks."""
+        while self.calls:
+            self.calls.pop().undo.close()
+        self.seen.clear()
+        self.tracker = None
+        if self.walks is not None:
+            self.walks.open.clear()
+
+
+class ActiveCall:
+    """A call under way.
+
+    Attributes:
+        module: is called.
+        outermost: whether its caller is outside of the model.
+        callers: of an outermost one, the modules that are called from outside together with it.
+        start: the number of the first autograd node that may be made in it.
+        shown: its output as hooks of the user's see it.
+        error: what was being handled when it began, to be told from what the call raises.
+        frame: of an outermost one, that of Python, which tells whether it is under way.
+        undo: runs at its end.
+    """
+
+    __slots__ = ("callers", "error", "frame", "module", "outermost", "shown", "start", "undo")
+
+    def __init__(self, module: nn.Module, outermost: bool, start: int, error: BaseException | None, frame: Any):
+        self.module, self.outermost, self.start, self.error, self.frame = module, outermost, start, error, frame
+        self.callers: Collection[int] = ()
+        self.shown: HookedOutput | None = None
+        self.undo = ExitStack()
+
+
+class CalledTogether:
+    """Modules that are called from outside of the model inside of the same hooks of the user's on saved tensors.
+
+    A checkpoint around several calls repeats all of them at the first node of the last one's graph.
+    """
+
+    def __init__(self) -> None:
+        # By what unpacks saved tensors, which they keep alive.
+        self.by_hooks: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+    def called(self, module: nn.Module) -> set[int]:
+        """Those that are called together with this one, which is called now, by `id`."""
+        together, hooks = set[int](), saved_tensors_hooks()
+        if hooks is not None:
+            # What is no key is no checkpoint's.
+            with suppress(TypeError):
+                together = self.by_hooks.setdefault(hooks[1], together)
+        together.add(id(module))
+        return together
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranges of the sequence numbers of autograd nodes that were made during calls of a model.
+
+
+# The last calls, of some two hundred bytes each: more than a backward goes through. A graph of an earlier call is taken
+# for one made outside.
+REMEMBERED = 1 << 16
+
+
+class NodeRange(NamedTuple):
+    """Nodes from `start` to before `end`, made in the call of that number.
+
+    `callers` are the modules, by `id`, of whose calls from outside of the model it is one.
+    """
+
+    start: int
+    end: int
+    call: int
+    callers: Collection[int]
+
+
+START, END = attrgetter("start"), attrgetter("end")
+
+
+class NodeRanges:
+    """Disjoint ranges in order; a number is found by bisection.
+
+    Each thread counts its own nodes. A backward thread makes far fewer than the thread of forward, so that its
+    numbers are those of graphs that are long gone. Where ranges overlap the last one counts.
+    """
+
+    def __init__(self) -> None:
+        self.ranges: list[NodeRange] = []
+        self.added = 0
+        # Several threads may call the model.
+        self.lock = threading.Lock()
+
+    def add(self, start: int, end: int, callers: Collection[int] = ()) -> None:
+        """Add nodes from `start` to before `end`, made in a call of `callers`."""
+        if end <= start:
+            return
+        with self.lock:
+            self.added += 1
+            new = [NodeRange(start, end, self.added, callers)]
+            first, last = bisect_right(self.ranges, start, key=END), bisect_left(self.ranges, end, key=START)
+            if first < last:
+                # What earlier ranges have before it and after it.
+                before, after = self.ranges[first], self.ranges[last - 1]
+                if before.start < start:
+                    new.insert(0, before._replace(end=start))
+                if after.end > end:
+                    new.append(after._replace(start=end))
+            self.ranges[first:last] = new
+            if len(self.ranges) > 2 * REMEMBERED:
+                self.ranges = [r for r in self.ranges if r.call > self.added - REMEMBERED]
+
+    def find(self, number: int) -> NodeRange | None:
+        """The range that a node is in; `None` of one that was made outside."""
+        with self.lock:
+            i = bisect_right(self.ranges, number, key=START) - 1
+            return self.ranges[i] if i >= 0 and number < self.ranges[i].end else None
+
+    def __contains__(self, number: int) -> bool:
+        return self.find(number) is not None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The parameters of an attached model as its forward sees them: one view of each in a call of the model.
+
+
+class ParameterViews:
+    """The views of the parameters of one attached model.
+
+    Args:
+        pipe: its pipeline.
+        units: what gathers sharded parameters.
+        local: what each thread that calls the model has.
+        crossing: makes the crossing of a view, where there is a loss scale.
+        forms: by path, which DTensor forward has in place of a local tensor.
+
+    Attributes:
+        suspended: for a while the model sees its parameters in full, through casts alone.
+        inexact: paths of those that are seen through more than casts.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        units: Units | None,
+        local: ThreadState,
+        crossing: Callable[[Edge, bool], Crossing],
+        forms: Mapping[str, Form],
+    ):
+        self.pipe, self.units, self.local, self.crossing = pipe, units, local, crossing
+        self.scaled, self.forms = pipe.scaled, forms
+        self.suspended = False
+        found = pipe.views_at_use.items()
+        self.inexact = {path for path, view in found if not all([stage.dtypes is not None for stage in view.stages])}
+
+    def get(self, path: str, stored: Tensor) -> Tensor:
+        """The view of a parameter: one all through a call, so that a parameter used twice has one cotangent."""
+        form = self.forms.get(path)
+        if form is None:
+            return self._get(path, stored)
+        given = form.local(stored) if is_distributed(stored) else stored
+        # In no mode of the caller's: what an operation does with the view is decided where it is used. To the views the
+        # parameter is its local tensor.
+        with outside_inference_mode(), torch.enable_grad(), torch.DisableTorchFunctionSubclass():
+            return form.wrap(self._get(path, given))
+
+    def _get(self, path: str, stored: Tensor) -> Tensor:
+        view = self.pipe.views_at_use[path]
+        handed = self._handed(path)
+        if handed is not None:
+            return handed
+        if self.units is not None:
+            if stored is self.units.params[path]:
+                return self.units.look(path, keep=bool(self.local.calls))
+            view = _of_another(view, stored)
+        elif self.suspended:
+            # In full they have the dtype that is stored, whichever side of a reduction casts.
+            view = _only_cast(view, stored, self.pipe.road.stages)
+        if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
+            return stored
+        if not self.local.calls:
+            return self._through(view, stored)
+        found = self.local.seen.get(path)
+        if found is None or found[0] is not stored:
+            # The same tensor in every mode, as a parameter is: what is written into it under `no_grad` is in it. To
+            # enter modes that are on already would make the view a fifth slower.
+            if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+                seen = self._through(view, stored)
+            else:
+                with outside_inference_mode(), torch.enable_grad():
+                    seen = self._through(view, stored)
+            found = self.local.seen[path] = (stored, seen, address(seen))
+        return found[1]
+
+    def _handed(self, path: str) -> Tensor | None:
+        """The view that the user's `autograd.Function`, whose backward calls a module again, was given in forward.
+
+        That backward, as of an adjoint method, asks for the gradient of its argument, so the module computes with it.
+        """
+        ctx = current_function()
+        if ctx is None:
+            return None
+        edges = [(node, output) for node, output in ctx.next_functions if self._gives(node, output, path)]
+        if not edges:
+            return None
+        last = self.local.last_views.get(path, (lambda: None, None))[0]()
+        found = [last, *ctx.saved_tensors]
+        return next((x for x in found if x is not None and (x.grad_fn, x.output_nr) in edges), None)
+
+    def _gives(self, node: Any, output: int, path: str) -> bool:
+        """Whether an output of an autograd node is a view of a parameter."""
+        if self.units is not None and getattr(node, "units", None) is self.units:
+            return self.units.plans.place[path] == (node.i, output)
+        made_by = getattr(getattr(node, "forth", None), "__self__", None)
+        made_by = made_by.edge if isinstance(made_by, Crossing) else made_by
+        return isinstance(made_by, LeafView) and made_by.leaf is self.pipe.views_at_use[path].leaf
+
+    def _through(self, view: LeafView, stored: Tensor) -> Tensor:
+        return self.crossing(view, True).cross(stored) if self.scaled else view(stored, None)
+
+    def origin(self, path: str, x: Any) -> Any:
+        """The stored tensor that `x` is the view of; `None` for another tensor."""
+        view, stored = self.local.last_views.get(path, (lambda: None, None))
+        return stored if view() is x else None
+
+
+def address(x: Tensor) -> Region | None:
+    """Where a tensor's memory is; `None` for a wrapper of torch.func, which has none."""
+    return place(x) if level_of(x) == NOT_WRAPPED else None
+
+
+def _of_another(view: LeafView, given: Tensor) -> LeafView:
+    """The view of a full tensor that torch.func.functional_call puts in a sharded parameter's place: not gathered."""
+    if given.shape != view.leaf.shape:
+        raise RuntimeError(
+            bad_leaves(
+                "a call of a sharded model with other parameters (torch.func.functional_call) takes full ones",
+                [(view.leaf.path, f"given in shape {tuple(given.shape)}, in full it is {tuple(view.leaf.shape)}")],
+                "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
+            )
+        )
+    return _only_cast(view, given, view.stages)
+
+
+def _only_cast(view: LeafView, given: Tensor, stages: Sequence[View]) -> LeafView:
+    casts = tuple([s for s in stages if s.dtypes is not None and s.changes(view.leaf)])
+    return replace(view, stages=casts, grad_dtype=given.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The boundary of an attached model: casts and loss scale where inputs enter it and outputs leave it.
 
 
 def take_back(actions: list[Callable[[], object]]) -> None:

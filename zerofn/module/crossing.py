@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .._errors import explain
-from ..core.linear_map import EdgeMap, LeafView, linear_map
+from ..core.view import EdgeMap, LeafView, linear_map
 
 # A linear map and its transpose, which is where the loss scale acts.
 Edge = EdgeMap | LeafView

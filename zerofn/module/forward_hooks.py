@@ -1,42 +1,364 @@
-"""Forward hooks of an attached model: where its calls begin and end, and which of them is the outermost."""
+"""Hooks on modules: parameters as forward sees them."""
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._compat.autograd import next_sequence_nr, set_grad_mode
-from .._compat.compiler import exports, uncompiled
-from .._compat.modules import (
+from .._compat.functorch import exports, innermost, is_wrapped, uncompiled
+from .._compat.tensors import (
     CALL,
     forward_hooks,
     frame_of_call,
     has_backward_hooks,
+    put_into_container,
     register_in,
     registered,
     set_flat_weights,
+    version,
 )
-from .._errors import explain
+from .._errors import bad_leaves, explain
 from ..core.pipeline import Pipeline
-from ..sharded.saved_tensors import noting
-from .active_calls import ActiveCall
-from .backward_hooks import check_hooks_of_call
-from .boundary import ModelBoundary
-from .forward_errors import add_notes
-from .forward_writes import carry_written
-from .leaked_tensors import HookedOutput
+from ..core.view import is_linear_map
+from ..core.wrapper_names import buffers_in, modules_of
+from ..sharded.forward_writes import carried
+from ..sharded.gather_on_use import noting
+from .boundary import ActiveCall, ModelBoundary, Seen, address
 from .nested_tensors import map_tensors, tensors_in
-from .parameter_containers import hook_containers
-from .parameter_dict import ParameterViewDict
+from .scaled_checks import HookedOutput, check_hooks_of_call
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A module's dict of parameters that gives views of them while the model is being called.
+#
+# `module.weight` is looked up in the module's dict of parameters. This dict takes its place. Inside a call of the
+# attached model it gives the differentiable view of the stored parameter: cast forward, unscaled backward. Whoever
+# walks it outside of a call (`parameters()`, `state_dict()`, `to()`) finds the stored parameters. To exchange the
+# values for the time of a call would miss what activation checkpointing recomputes in backward, after the call. To
+# exchange the module's class would break pickle.
+
+
+class ParameterViewDict(dict):
+    """A module's dict of parameters whose items are views while the model is being called."""
+
+    def __init__(
+        self,
+        parameters: dict[str, Any],
+        paths: dict[str, str],
+        boundary: ModelBoundary,
+        beside: torch.dtype | None,
+    ):
+        super().__init__(parameters)
+        self.paths = paths
+        self.boundary = boundary
+        # The dtype that the module's kernel needs them in: that of its buffers, which are not cast.
+        self.beside = beside
+        # Names of what the model puts here during a call (torch.func.functional_call), which needs no view.
+        self.inner: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        stored = super().__getitem__(name)
+        if stored is None or name not in self.paths or name in self.inner:
+            return stored
+        return _seen(self, name, stored)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.inner.discard(name)
+        if name in self.paths and self._walked_by_model():
+            origin = self.boundary.views.origin(self.paths[name], value)
+            if origin is None:
+                self.inner.add(name)
+            else:
+                value = origin
+        super().__setitem__(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]
+
+    def items(self) -> Any:
+        # Lazily: who asks for the first parameter's device needs one view.
+        return ((n, self[n]) for n in list(self)) if self._walked_by_model() else super().items()
+
+    def values(self) -> Any:
+        return (self[n] for n in list(self)) if self._walked_by_model() else super().values()
+
+    def _walked_by_model(self) -> bool:
+        # Not by the compiler, which looks at modules in the middle of their calls. And not by a hook of the user's in a
+        # backward: there gradients are enabled only in what a checkpoint repeats.
+        if self.boundary.calls():
+            return not torch.compiler.is_compiling()
+        return torch.is_grad_enabled() and self.boundary.repeating()
+
+    def __reduce__(self):
+        # A copy of an attached model is a plain module.
+        return dict, (dict(self),)
+
+
+@uncompiled
+def _seen(parameters: ParameterViewDict, name: str, stored: Tensor) -> Tensor:
+    boundary = parameters.boundary
+    local = boundary.local
+    if not boundary.calls() and not boundary.repeating():
+        # Asked by the user.
+        return stored
+    path = parameters.paths[name]
+    mode = torch.is_grad_enabled()
+    try:
+        seen = boundary.views.get(path, stored)
+    except BaseException:
+        set_grad_mode(mode)
+        raise
+    if parameters.beside not in (None, seen.dtype):
+        seen = seen.to(parameters.beside)
+    local.last_views[path] = (weakref.ref(seen), stored)
+    return seen
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Containers of parameters that forward builds, such as a slice of an `nn.ParameterList`: they hold views too.
+#
+# torch's containers make an `nn.Parameter` of every tensor that is none. Made of a view it would be a leaf on the
+# view's memory, and what is computed with it would bring the model's parameter no gradient. torch asks a hook what to
+# register.
+
+
+CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+
+
+class ContainerHook:
+    """The hook on the registration of parameters in any module, of one attached model."""
+
+    def __init__(self, boundary: ModelBoundary):
+        # torch keeps the hook as long as the process lives, or until the model is detached.
+        self.boundary = weakref.ref(boundary)
+
+    @uncompiled
+    def __call__(self, module: nn.Module, name: str, param: Any) -> Any:
+        """The view to register in the place of a parameter that was made of it; `None` for any other parameter."""
+        boundary = self.boundary()
+        if boundary is None or not isinstance(module, CONTAINERS) or not isinstance(param, Tensor):
+            return None
+        if not boundary.calls() and not boundary.repeating():
+            return None
+        found = _view_of(boundary, param)
+        if found is None:
+            return None
+        given = put_into_container()
+        if given is None:
+            raise _refused(module, name)
+        # Given a detached tensor on the same memory, the container has a leaf, as in plain PyTorch.
+        return found if any(x is found for x in given) else None
+
+
+def hook_containers(boundary: ModelBoundary) -> None:
+    """Have containers that forward builds hold views; `boundary.undo` undoes it."""
+    handle = nn.modules.module.register_module_parameter_registration_hook(ContainerHook(boundary))
+    hooks = handle.hooks_dict_ref() or {}
+    # Those of models that went without `detach`. A finalizer could run while torch walks the hooks.
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, ContainerHook) and hook.boundary() is None:
+            del hooks[key]
+    boundary.undo.append(handle.remove)
+
+
+def _view_of(boundary: ModelBoundary, param: Tensor) -> Tensor | None:
+    """The live view on whose memory a new parameter is."""
+    here = address(param)
+    for view, stored in boundary.local.last_views.values():
+        x = view()
+        if x is not None and stored is not param and x is not param and x.shape == param.shape and address(x) == here:
+            return x
+    return None
+
+
+def _refused(module: nn.Module, name: str) -> RuntimeError:
+    kind = type(module).__name__
+    return RuntimeError(
+        explain(
+            f"a parameter, or what shares its memory, was put into an nn.{kind} in forward, at {name!r}",
+            "there it is a view of the parameter, of which the container would make a new parameter without a gradient",
+            "a list or dict instead, rows = [*self.rows, self.extra]; or the container is filled before zf.attach",
+        )
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Notes on errors that the forward of an attached model raises: what has changed, and which dtypes meet in it.
+
+
+# In torch's messages about two dtypes that it does not promote, which differ from kernel to kernel.
+DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same|BFloat16|Half", re.IGNORECASE)
+MOST_NAMED = 5
+
+
+def add_notes(error: BaseException, model: nn.Module, pipe: Pipeline, check_unchanged: Callable[[], None]) -> None:
+    """Add to an error what has changed since the model was attached, or in which dtypes it computes.
+
+    A note and no error of ours: torch's message names the operation, the caller may catch its class, and torch makes a
+    warning of what a hook raises after an error.
+
+    Args:
+        error: what forward raised.
+        model: the attached one.
+        pipe: its pipeline.
+        check_unchanged: raises if the model is not what was attached.
+    """
+    try:
+        check_unchanged()
+    except RuntimeError as changed:
+        error.add_note(f"zerofn: {changed}")
+        return
+    if isinstance(error, RuntimeError | TypeError) and DTYPE_ERROR.search(str(error)):
+        _add_dtypes(error, model, pipe)
+
+
+def _add_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
+    seen = pipe.dtypes.inputs
+    where = _where_raised(error, model, pipe)
+    if pipe.dtypes.by_path and seen is None:
+        _add_several(error, pipe, where)
+    if seen is None:
+        return
+    named = [(n, b.dtype) for n, b in buffers_in(model) if b.is_floating_point() and b.dtype != seen]
+    shown = ", ".join(f"{n} {dtype}" for n, dtype in named[:MOST_NAMED])
+    rest = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    buffers = f"buffers have their own dtypes: {shown}{rest}; " if named else ""
+    error.add_note(
+        f"zerofn: the pipeline has {seen} parameters and inputs in forward (precision)\n"
+        f"  why:   {where}{buffers}a tensor made in forward is {torch.get_default_dtype()} unless it says otherwise\n"
+        "  write: self.buffer.to(x.dtype) and torch.zeros(n, dtype=x.dtype) in forward, or torch.zeros_like(x);\n"
+        f"         buffers that may lose bits: precision(..., buffer_dtype={seen})"
+    )
+
+
+def _where_raised(error: BaseException, model: nn.Module, pipe: Pipeline) -> str:
+    """The innermost module of the model in whose code torch raised, with the dtypes of its own tensors."""
+    names = {id(m): name for name, m in modules_of(model)}
+    at, trace = None, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        at = owner if isinstance(owner, nn.Module) and id(owner) in names else at
+        trace = trace.tb_next
+    if at is None:
+        return ""
+    prefix = f"{names[id(at)]}." if names[id(at)] else ""
+    leaves = {leaf.path: pipe.dtypes.seen(leaf) for leaf in pipe.layout.leaves}
+    own = {name: leaves[prefix + name] for name, _ in at.named_parameters(recurse=False) if prefix + name in leaves}
+    own |= {name: b.dtype for name, b in at.named_buffers(recurse=False) if b.is_floating_point()}
+    has = ", ".join(f"{prefix}{name} {dtype}" for name, dtype in own.items())
+    return f"raised in {names[id(at)] or 'the model itself'} ({type(at).__name__}){f', with {has}' if has else ''}; "
+
+
+def _add_several(error: BaseException, pipe: Pipeline, where: str) -> None:
+    """Which leaves forward has in which dtype; the rarest dtype first, which most likely met another one."""
+    groups: dict[torch.dtype, list[str]] = {}
+    for leaf in pipe.layout.leaves:
+        groups.setdefault(pipe.dtypes.seen(leaf), []).append(leaf.path)
+    if len(groups) < 2:
+        return
+    lines = [where.removesuffix("; ")] if where else []
+    for dtype, paths in sorted(groups.items(), key=lambda group: len(group[1])):
+        rest = f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else ""
+        lines.append(f"{dtype}: {', '.join(paths[:MOST_NAMED])}{rest}")
+    told = "\n         ".join(lines)
+    error.add_note(
+        f"zerofn: precision(..., labels=...) gives the model parameters in several dtypes\n"
+        f"  why:   {told}\n"
+        "  write: x.to(self.weight.dtype) in forward where what one computes goes into another; inputs of the model "
+        "stay as they are"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writes of a model's forward into parameters that are copies there: stored, or refused.
+
+
+# Of what is seen of a parameter. By functions of C.
+_VIEW, _NODE = itemgetter(1), attrgetter("grad_fn")
+
+
+@torch.no_grad()
+def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
+    """Store what forward wrote into views of parameters in another dtype, which are copies.
+
+    What counts a version is stored, in every call. Writes of NumPy and through `w.data` count none, and are lost.
+
+    Args:
+        boundary: of the model.
+        seen: the views of the call, as in `ThreadState`.
+
+    Raises:
+        RuntimeError: every parameter is named whose write cannot be stored.
+    """
+    _check_leaves(seen)
+    bad: dict[str, str] = {}
+    inexact, suspended = boundary.views.inexact, boundary.views.suspended
+    for path, (stored, view, begin) in seen.items():
+        exact, exchanged = path not in inexact, address(view) != begin
+        if not exchanged and view.dtype == stored.dtype and (exact or suspended):
+            continue
+        # `foreach` and `.data` count writes in the tensor inside of a wrapper of torch.func, and not in the wrapper.
+        inner = innermost(view)
+        # A view half that gives its argument back gives no copy: what is written into it is stored, and counted there.
+        copied = exact or address(inner) != address(stored)
+        counted = copied and not inner.is_inference() and max(version(view), version(inner)) > 0
+        if not (exchanged or counted):
+            continue
+        if not exact:
+            bad[path] = "seen through a view half of the pipeline, which has no way back from here"
+        elif is_wrapped(view):
+            bad[path] = "inside of a transform of torch.func"
+        elif view.shape != stored.shape:
+            bad[path] = f"its .data was exchanged for {tuple(view.shape)}"
+        else:
+            new, old = view.detach(), stored.detach()
+            stored.copy_(carried(new, old.to(new.dtype), old))
+    if bad:
+        right = (
+            "with torch.no_grad(): self.w.copy_(new), in a pipeline whose view halves change dtypes alone;\n"
+            "         else write outside of the call, or keep what the model writes in a buffer"
+        )
+        raise RuntimeError(
+            bad_leaves("the model wrote into parameters in its forward, where they are copies", bad.items(), right)
+        )
+
+
+def _check_leaves(seen: Seen) -> None:
+    """Refuse what torch refuses of a leaf: a write with gradients enabled. To torch the view is no leaf."""
+    # A class of nodes is that of linear maps, or is not.
+    kinds = {type(node): node for node in map(_NODE, map(_VIEW, seen.values())) if node is not None}
+    if all(map(is_linear_map, kinds.values())):
+        return
+    bad = [
+        (path, f"changed by {view.grad_fn.name()}")
+        for path, (stored, view, _) in seen.items()
+        if view.grad_fn is not None and view is not stored and not is_linear_map(view.grad_fn)
+    ]
+    if bad:
+        raise RuntimeError(
+            bad_leaves(
+                "the model wrote into parameters in its forward with gradients enabled; what it wrote is in them",
+                bad,
+                "w = self.weight * 2 instead of self.weight.mul_(2), or the write under torch.no_grad()",
+            )
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forward hooks of an attached model: where its calls begin and end, and which of them is the outermost.
+
 
 # fmt: off
 NORMS = (

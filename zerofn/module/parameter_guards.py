@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._compat.modules import IGNORED_BY_DDP
+from .._compat.tensors import IGNORED_BY_DDP
 from .._errors import explain
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
-from ..ranks.dtensor_parameters import Form
+from ..ranks.dtensor import Form
 from ..sharded.gather_on_use import Units
-from ..sharded.gather_part import Gathering, piece_of
 from ..sharded.guarded_parameter import CLIPPING_BY_NORM, CLIPPING_FUNCTIONS, Asks, Partial, tell
-from .dtensor_parameter import DTensorParameter
+from ..sharded.parameter import Gathering, piece_of
 from .sharded_parameter import ShardedParameter, wrap_existing_hooks
-from .sharded_state_dict import hook_state_dicts
+from .state_dicts import hook_state_dicts
+from .tensor_parallel import DTensorParameter
 
 # What accelerate asks of a model before it wraps it a second time.
 PREPARED = "_is_accelerate_prepared"

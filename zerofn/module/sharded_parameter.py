@@ -1,43 +1,135 @@
-"""Sharded parameters that are used outside of the model's calls: in a penalty, in a loss defined elsewhere.
-
-Under `shard` a parameter of an attached model holds this rank's flat part, and `w.norm()` of that would be a wrong
-number with a wrong gradient, without a word. So what is computed from a parameter is computed from the full one,
-gathered for it in the dtype that it is stored in. `p.data`, `p.grad` and `p.detach()` are the part that is stored
-(`sharded.part`). A write into the parameter writes into that part: this rank keeps its rows (`sharded.part_writes`).
-`p.shape`, `p.numel()` and `print(p)` are those of the whole, without a gather; to this package they are the part's.
-
-A subclass, since torch asks only the class of a tensor (`__torch_function__`) before a function runs on it. The
-parameter stays the object it was, as hooks, ties and `p.grad` require. To give out the full tensor where the module is
-asked for its `weight` would be simpler, but `model.weight.grad` would always be `None`.
-"""
+"""`nn.Parameter` under `shard`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from .._compat.autograd import gradient_hooks, hooks_after, in_backward
-from .._compat.compiler import uncompiled
+from .._compat.functorch import uncompiled
 from .._compat.tensors import SHALLOW_COPY_CHECK
-from ..sharded.dtensor_values import exchanged
-from ..sharded.gather_part import Piece
-from ..sharded.global_shape import printed, sizes
+from .._errors import explain
 from ..sharded.guarded_parameter import Partial, in_memory, ours
 from ..sharded.lazy_tensor import Lazy
-from ..sharded.part import AfterGradients, Handed, first_by_position, handed, kept, own_shard, part_of, written
-from ..sharded.part import origin_of as of_part
-from ..sharded.part_origin import Origin, check_no_argument, check_sizes
-from ..sharded.read_only_views import check_unwritten
-from ..sharded.torch_function_arguments import FOREACH, Wholes, columns_of, tensors_in
-from ..sharded.torch_function_kinds import BY_NAME, COMPUTED, INIT, PRIVATE, SIZES, Kind, in_place, kind_of, pointwise
-from ..sharded.torch_functions import HANDLERS, OF_IMAGES, draws, likes, reshapes
-from .dtensor_parameter import shown_gradients
-from .sharded_parameter_refusals import check_data, check_parametrization, refuse_copy, refuse_edge, refuse_memory
+from ..sharded.parameter import (
+    BY_NAME,
+    COMPUTED,
+    FOREACH,
+    HANDLERS,
+    INIT,
+    OF_IMAGES,
+    PRIVATE,
+    SIZES,
+    AfterGradients,
+    Handed,
+    Kind,
+    Origin,
+    Piece,
+    Wholes,
+    check_no_argument,
+    check_sizes,
+    check_unwritten,
+    columns_of,
+    draws,
+    exchanged,
+    first_by_position,
+    handed,
+    in_place,
+    kept,
+    kind_of,
+    likes,
+    own_shard,
+    part_of,
+    pointwise,
+    printed,
+    reshapes,
+    sizes,
+    tensors_in,
+    written,
+)
+from ..sharded.parameter import origin_of as of_part
+from .tensor_parallel import shown_gradients
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Refusals of sharded parameters: other memory, copies, and views that look for the edge of a graph.
+
+
+def refuse_edge(name: str, path: str) -> NoReturn:
+    """A view of a parameter as itself is made to find the node at which its gradient ends, for a hook on that.
+
+    It would never be called: the graph of a block ends at what was gathered for it.
+    """
+    raise RuntimeError(
+        explain(
+            f"p.{name}(p) of the sharded parameter {path}, as register_multi_grad_hook(params, fn) looks for an edge",
+            "under shard its gradient is reduced where its block ends, and comes to no such edge of a graph",
+            "p.register_hook(fn) of each, or register_multi_grad_hook(params, fn, mode='any')",
+        )
+    )
+
+
+def check_data(value: Tensor, mine: Tensor) -> None:
+    """Refuse `model.half()`, `model.to(device)` and `p.data = full`, which exchange this rank's part."""
+    if value.shape != mine.shape or value.dtype != mine.dtype or value.device != mine.device:
+        got, has = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (value, mine))
+        raise RuntimeError(
+            explain(
+                f"other data for a sharded parameter: {got} in place of {has}",
+                "under shard it holds this rank's flat part, in the dtype and on the device it was attached with",
+                "opt.detach() before model.to(...) and zf.attach after it; with opt.gathered(): p.copy_(values)",
+            )
+        )
+
+
+def check_parametrization(frame: FrameType, args: tuple) -> None:
+    """Refuse `orthogonal`, which writes by index into `torch.zeros_like(p)` before it exchanges the memory of `p`."""
+    if frame.f_globals.get("__name__") == parametrizations.__name__ and not args[0].is_whole():
+        refuse_memory(f"{parametrizations.__name__}.orthogonal(...)", args[0].path)
+
+
+def refuse_memory(how: str, path: str) -> NoReturn:
+    """Parametrizations with a `right_inverse` exchange a parameter's memory by `p.set_(x)`."""
+    raise RuntimeError(
+        explain(
+            f"{how} of the sharded parameter {path}",
+            "it gives the parameter other memory, and under shard this rank's part is stored in what it has",
+            "torch.nn.utils.parametrize and parametrizations before zf.attach, or after opt.detach();\n"
+            "to write values alone, with torch.no_grad(): p.copy_(x)",
+        )
+    )
+
+
+def refuse_copy(how: str) -> NoReturn:
+    """A copy would be a plain model with flat parts for parameters, of no use to anybody."""
+    raise RuntimeError(
+        explain(
+            f"{how} of an attached sharded model",
+            "under shard its parameters are this rank's flat parts, and a copy would have no other",
+            f"with opt.gathered(): {how}",
+        )
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sharded parameters that are used outside of the model's calls: in a penalty, in a loss defined elsewhere.
+#
+# Under `shard` a parameter of an attached model holds this rank's flat part, and `w.norm()` of that would be a wrong
+# number with a wrong gradient, without a word. So what is computed from a parameter is computed from the full one,
+# gathered for it in the dtype that it is stored in. `p.data`, `p.grad` and `p.detach()` are the part that is stored
+# (`sharded.part`). A write into the parameter writes into that part: this rank keeps its rows
+# (`sharded.part_writes`). `p.shape`, `p.numel()` and `print(p)` are those of the whole, without a gather; to this
+# package they are the part's.
+#
+# A subclass, since torch asks only the class of a tensor (`__torch_function__`) before a function runs on it. The
+# parameter stays the object it was, as hooks, ties and `p.grad` require. To give out the full tensor where the module
+# is asked for its `weight` would be simpler, but `model.weight.grad` would always be `None`.
+
 
 # Functions that look at a tensor, make one of its dtype and device, or treat it as the leaf of a graph.
 LOOKING = frozenset({

@@ -1,35 +1,306 @@
-"""`bind`, `vjp` and `update`: a function of stored parameters, its pullback, and one micro-step."""
+"""The pure route: init, bind, vjp, update, full_params, gather."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._compat.autograd import set_grad_mode
-from .._compat.compiler import uncompiled
-from .._compat.functorch import levels
+from .._compat.functorch import constant, is_function, is_wrapped, levels, uncompiled
+from .._errors import bad_leaves, explain
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_function, check_positional
-from ..core.gradient_checks import split_grads
-from ..core.layout import Leaf, Leaves
-from ..core.linear_map import ForwardOnlyView, enter, leave
+from ..core.bucketed_views import view_all
+from ..core.layout import Leaf, Leaves, check_own_memory, make_layout
 from ..core.number_graphs import RECORDED
-from ..core.pipeline import Pipeline
-from ..core.rank_agreement import agree_on_gradients
-from ..core.state import State
+from ..core.pipeline import Pipeline, first_state, pipeline
+from ..core.rank_agreement import (
+    Init,
+    agree_on_gradients,
+    agree_on_start,
+    check_finite,
+    check_init,
+    device_of,
+    equal_weight,
+    failed_ranks,
+    first_states,
+    first_values,
+    made_by,
+    tell_unreduced,
+)
+from ..core.returned_values import split_grads
+from ..core.state import State, averages_of
 from ..core.transform import Transform
-from ..core.tree import Tree, followed, tree_map
+from ..core.tree import Tree, flatten, followed, parted, tree_map, tree_paths, unflatten
+from ..core.uncompiled import RESOLVES, kept_out_of_graphs, outside_of_graphs
 from ..core.update import Metrics, apply, check_grads, check_stored, check_vmap
-from ..core.weight_agreement import equal_weight
-from ..kernels.recording import concrete, recorded
+from ..core.view import ForwardOnlyView, crosses, enter, leave
+from ..kernels.norms import squared_norm
+from ..kernels.recording import concrete, recorded, root
 from ..sharded.guarded_parameter import pieces
-from .evaluate import Pullback, cotangents_of, evaluate
-from .linearize import check_graph
-from .states import pipe_of
-from .uncompiled import outside_of_graphs
+from ..sharded.lazy_tensor import settled
+from .linearize import check_graph, linearize
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A function of trees, evaluated at the parameters of a state, and its pullback.
+
+
+# From one cotangent for each output that has one to gradients by path, and the cotangents of the inputs as trees.
+Pullback = Callable[[list[Tensor]], tuple[Leaves, tuple]]
+
+
+def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, record: bool) -> tuple[Any, Pullback]:
+    """`fn(params, *inputs)` at the state's parameters: what it returns, and its pullback.
+
+    Args:
+        pipe: whose loss scale and output dtype stand around `fn`.
+        fn: of trees, returning a tree.
+        state: whose parameters `fn` is given as the model sees them.
+        inputs: trees.
+        record: whether the output and what the pullback gives can be differentiated.
+    """
+    scale = pipe.scale_of(state.transforms)
+    # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
+    inside = None if record else scale
+    flat, spec = flatten(inputs)
+    chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and crosses(x)]
+    outer: dict[str, Any] = {}
+
+    def inner(seen: Leaves, given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        args = list(flat)
+        for i, x in zip(chosen, given, strict=True):
+            args[i] = enter(x, inside, None)
+        tensors, outer["join"] = parted(settled(fn(pipe.layout.join(seen), *unflatten(spec, args))))
+        outer["crossing"] = list(map(crosses, tensors))
+        primals = [leave(y, inside, pipe.dtypes.output_dtype) for y in tensors if crosses(y)]
+        return primals, [y for y in tensors if not crosses(y)]
+
+    with ranged(PHASE, "forward"):
+        primals, others, pull_flat = linearize(
+            "zf.vjp", pipe, inner, state, [flat[i] for i in chosen], scale, True, record
+        )
+    primal, other = iter(primals), iter(others)
+    made = [next(primal if crossing else other) for crossing in outer["crossing"]]
+
+    def pull(vectors: list[Tensor]) -> tuple[Leaves, tuple]:
+        with ranged(PHASE, "backward"):
+            grads, rest = pull_flat(vectors, True)
+        back: list[Any] = [None] * len(flat)
+        for i, g in zip(chosen, rest, strict=True):
+            back[i] = g
+        return grads, unflatten(spec, back)
+
+    return outer["join"](made if record else map(Tensor.detach, made)), pull
+
+
+def cotangents_of(out: Any, cotangents: Any) -> list[Tensor]:
+    """The cotangents of what a function returned, as a pullback takes them.
+
+    Raises:
+        ValueError: they are of another structure, shape or dtype; every one is named.
+    """
+    given, spec = flatten(cotangents)
+    primals, expected = flatten(out)
+    if spec != expected:
+        raise ValueError(
+            explain(
+                "pullback(cotangents)",
+                f"cotangents have the structure {spec}, the output {expected}",
+                "one tensor per output",
+            )
+        )
+    found, bad = [], []
+    for i, (g, y) in enumerate(zip(given, primals, strict=True)):
+        if not isinstance(y, Tensor) or not crosses(y):
+            continue
+        if not isinstance(g, Tensor) or g.shape != y.shape or (g.is_complex() and not y.is_complex()):
+            bad.append((f"output {i}", f"cotangent {_shape(g)}, output {_shape(y)}"))
+        else:
+            found.append(g.to(y.dtype))
+    if bad:
+        right = "tensors of the outputs' shapes, complex ones for complex outputs only"
+        raise ValueError(bad_leaves("cotangents do not fit the output", bad, right))
+    return found
+
+
+def _shape(x: Any) -> str:
+    return f"of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else repr(x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A state from parameters, the parameters of a state, and the pipeline that the two belong to.
+
+
+@outside_of_graphs
+def init(
+    tx: Transform,
+    params: Tree,
+    *,
+    create_graph: bool = False,
+    init: Init | None = None,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> State:
+    """The first state of a pipeline: stored parameters, the state of each transform, counters.
+
+    Args:
+        tx: a transform, or a chain, with an optimizer in it.
+        params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses registered with
+            optree (globally or in the namespace ``"zerofn"``). A tensor that stands at several places is tied: one
+            parameter, updated once. Meta tensors give a state of meta tensors.
+        create_graph: let autograd have the state as a function of `params`; inside of torch.func it is one anyway.
+        init: `init(path, x)` writes the first values of a meta tensor into `x`, which has its shape and dtype. Leaves
+            are made one at a time and each rank keeps its part: the peak is a state and one leaf. torch's generators
+            are seeded by `seed` and the path for each leaf (and put back), so that numbers are the same on any number
+            of ranks. Another kind of device draws others.
+        seed: of the draws of `init`.
+        device: where `init` is to write and the state is to be; by default where torch makes tensors.
+
+    Returns:
+        A `State`. It shares no memory with `params`.
+
+    Raises:
+        TypeError: a leaf is no floating-point tensor.
+        ValueError: no optimizer, NaN in a parameter, or two leaves over one memory, as
+            `state_dict()` of a tied model has them; every bad leaf is named. What `init` leaves
+            unwritten, or writes otherwise on another rank. A pipeline that says what dtype buffers have.
+
+    >>> import torch, zerofn as zf
+    >>> state = zf.init(zf.sgd(0.1), {"w": torch.ones(3), "b": torch.zeros(())})
+    >>> state
+    State(2 leaves, 4 parameters, step=0, transforms=['sgd'])
+    >>> meta = {"w": torch.empty(1000, 1000, device="meta")}
+    >>> state = zf.init(zf.sgd(0.1), meta, init=lambda path, x: torch.nn.init.normal_(x, std=0.02))
+    >>> round(float(state.params["w"].std()), 3)
+    0.02
+    """
+    check_graph("zf.init", create_graph)
+    check_init("zf.init", init, seed)
+    layout, tensors = make_layout(params)
+    check_own_memory("zf.init(tx, params)", tensors)
+    _check_buffers(pipe := pipeline(tx, layout, "zf.init"))
+    tell_unreduced(pipe, "zf.init(tx, params)")
+    if not create_graph and not recorded():
+        tensors = {p: x.detach() for p, x in tensors.items()}
+    if init is None:
+        agree_on_start(pipe, tensors, "zf.init(tx, params)")
+        stored = {leaf.path: _own(pipe.road.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
+    else:
+        check_finite(tensors)
+        at, by = device_of(device), init
+        whole = lambda p, x: made_by(by, x, p, seed, at) if x.is_meta else x  # noqa: E731
+        made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
+        keep = lambda leaf, x: _own(pipe.road.store(x, leaf))  # noqa: E731
+        stored = first_values(pipe, made, keep, "zf.init(tx, params, init=init)")
+    tell = partial(failed_ranks, pipe.step_groups)
+    return first_state(pipe, stored, first_states(pipe, stored, tell, "zf.init(tx, params)"))
+
+
+def _check_buffers(pipe: Pipeline) -> None:
+    if pipe.dtypes.buffers is not None:
+        why = "a tree of parameters has no buffers, so it would have no effect"
+        right = (
+            "buffers = {name: b.to(dtype) for name, b in model.named_buffers() if b.is_floating_point()} and\n"
+            "         torch.func.functional_call(model, {**params, **buffers}, inputs) in your function"
+        )
+        raise ValueError(explain("zf.init(chain(precision(buffer_dtype=...), ...), params)", why, right))
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@outside_of_graphs
+def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
+    """The whole tree of parameters, in the structure it was given in and the dtype it is stored in.
+
+    Behind a view of one's own it has what the model sees, and `state.params` what is stored.
+
+    Args:
+        tx: the pipeline.
+        state: its state.
+        of: `"params"`, or the name of an `ema`, or of the `masked` or `partition` that holds one, for the
+            averages; what is not averaged there is as it is stored.
+
+    Returns:
+        Tensors that share memory with the state where nothing had to be gathered or cast.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(0.1)
+    >>> zf.full_params(tx, zf.init(tx, [torch.ones(2)]))
+    [tensor([1., 1.])]
+    """
+    pipe = pipe_of(tx, state, "zf.full_params")
+    leaves = state.leaves
+    if of != "params":
+        leaves = {**leaves, **averages_of(state, of, "zf.full_params(tx, state, of={})")}
+    return state.layout.join(pipe.road.whole(leaves))
+
+
+def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
+    """As `resolve_for`, with views that read this state."""
+    return reading_state(resolve_for(tx, state, where), state, where)
+
+
+def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
+    """Resolve a pipeline for the parameters of a state. One that another pipeline has made is refused."""
+    if not isinstance(state, State):
+        raise TypeError(
+            explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
+        )
+    state.check_usable(where)
+    pipe = pipeline(tx, state.layout, where)
+    names = [p.name for p in pipe.parts]
+    if list(state.transforms) != names:
+        raise ValueError(
+            explain(
+                f"{where} with a pipeline of {names} and a state of {list(state.transforms)}",
+                "the state was made by another pipeline",
+                "state = zf.init(tx, params) with this very tx",
+            )
+        )
+    mine, theirs = pipe.layout.placement, state.layout.placement
+    if (mine.rank, mine.size) != (theirs.rank, theirs.size):
+        wrong = f"{where} on rank {mine.rank} of {mine.size}, of a state that has the shards of rank {theirs.rank} of "
+        why = "each rank has its own shards, and a file of torch.save has those of one"
+        right = "torch.save(state, f'{rank}.pt') on each rank, and torch.load of its own on as many;\n"
+        right += "zf.save(directory, state) and zf.load(directory, like=zf.init(tx, params)) for any number of ranks"
+        raise ValueError(explain(f"{wrong}{theirs.size}", why, right))
+    return pipe
+
+
+def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
+    """The pipeline, whose views with `reads=True` are given what this state holds of their transforms.
+
+    Such views are called where a leaf is pulled back too. What they read has no derivative and no batch there: for
+    those a state would have to be an argument of every view's rule.
+
+    Raises:
+        RuntimeError: what a view reads is differentiated or batched: refused, for it would be taken for a constant.
+    """
+    if not pipe.reads:
+        return pipe
+    names = [view.name for view in pipe.views if view is not None and view.reads]
+    read = {name: state.transforms[name] for name in names}
+    bad = [
+        (path, "differs along a batch" if levels(x) else "is differentiated")
+        for path, x in zip(tree_paths(read), flatten(read)[0], strict=True)
+        if isinstance(x, Tensor) and (levels(x) or is_function(x))
+    ]
+    if bad:
+        wrong = f"{where}: a view takes its transform's state for a constant, and this one is none"
+        raise RuntimeError(bad_leaves(wrong, bad, "a parameter for what is learned or differs along a batch"))
+    # Unwrapped: the views' rules run beneath the torch.func transform that has wrapped them.
+    plain = tree_map(lambda x: constant(x) if is_wrapped(x) else x, read)
+    return pipe.reading(plain.__getitem__)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `bind`, `vjp` and `update`: a function of stored parameters, its pullback, and one micro-step.
 
 
 @outside_of_graphs
@@ -249,3 +520,107 @@ def lost_graphs(pipe: Pipeline, record: bool, create_graph: bool | None, weight:
     if record or create_graph is False or not torch.is_grad_enabled():
         return {}
     return pipe.unrecorded(RECORDED, weight)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `gather` and `global_norm`: a tree that is cut over ranks as the parameters are, whole, and its norm.
+
+
+@kept_out_of_graphs(RESOLVES, "zf.gather(tx, state, tree), outside of what is compiled")
+def gather(tx: Transform, state: State, tree: Tree) -> Tree:
+    """A tree that is laid out as `state.params` is, whole: gradients of a bound function, moments, a vector.
+
+    Not differentiable. Every rank calls it.
+
+    Args:
+        tx: the pipeline.
+        state: its state.
+        tree: tensors of the structure and the shapes of `state.params`, or gradients and parameters of an attached
+            model; leaves that are `None` stay away.
+
+    Returns:
+        The tree with leaves in their whole shapes, in the dtypes they have. Where nothing is cut, the same tensors.
+
+    Raises:
+        ValueError: a leaf is not of the shape of this rank's part; each is named.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.shard(), zf.sgd(0.1))
+    >>> state = zf.init(tx, {"w": torch.ones(2, 2)})
+    >>> grads = torch.func.grad(zf.bind(lambda p: (p["w"] ** 2).sum(), tx, state))(state.params)
+    >>> zf.gather(tx, state, grads)["w"].shape
+    torch.Size([2, 2])
+    """
+    pipe = pipe_of(tx, state, "zf.gather")
+    leaves = {p: x.detach() for p, x in _leaves(state, tree, "zf.gather").items()}
+    wrong = [
+        (p, f"of shape {tuple(x.shape)}; this rank's part is of {tuple(state.leaves[p].shape)}")
+        for p, x in leaves.items()
+        if x.shape != state.leaves[p].shape
+    ]
+    if wrong:
+        raise ValueError(bad_leaves("zf.gather: what is not laid out as state.params", wrong, "this rank's part of it"))
+    if pipe.sharding is None:
+        return tree
+    cutting = tuple(stage for stage in pipe.stages if stage.wire is not None and stage.wire.cuts)
+    which = [leaf for leaf in state.layout.leaves if leaf.path in leaves]
+    for stage in reversed(cutting):
+        leaves = view_all(stage, leaves, which)
+    return state.layout.join(leaves)
+
+
+def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = None) -> Tensor:
+    """The norm of all numbers of a tree together, as optax's: the root of the sum of all squares.
+
+    Args:
+        tree: of tensors; `None` leaves count for nothing. In at least fp32.
+        tx: the pipeline, where the tree is laid out over ranks as `state.params` is: then it is the norm of the whole.
+        state: its state.
+
+    Returns:
+        A 0-d tensor, equal on all ranks where `tx` and `state` are given. Its derivative where all is zero is zero, as
+        that of `torch.linalg.vector_norm`.
+
+    Raises:
+        TypeError: one of `tx` and `state` is given without the other.
+
+    >>> import torch, zerofn as zf
+    >>> zf.global_norm({"w": torch.tensor([3.0]), "b": [torch.tensor(4.0), None]})
+    tensor(5.)
+    """
+    if (tx is None) != (state is None):
+        raise TypeError(
+            explain(
+                "zf.global_norm(tree, tx, state) with one of the two",
+                "over ranks a norm is that of a tree which lies as the parameters of a state",
+                "zf.global_norm(tree), or zf.global_norm(tree, tx, state)",
+            )
+        )
+    if tx is not None and state is not None:
+        return _of_the_whole(tree, tx, state)
+    return root(_squares({str(i): x for i, x in enumerate(flatten(tree)[0]) if isinstance(x, Tensor)}))
+
+
+@kept_out_of_graphs(
+    RESOLVES,
+    'metrics["grad_norm"] of a compiled step; or zf.global_norm(tree, tx, state), outside of what is compiled',
+    "global_norm",
+)
+def _of_the_whole(tree: Tree, tx: Transform, state: State) -> Tensor:
+    pipe = pipe_of(tx, state, "zf.global_norm")
+    squares = pipe.reduction.sum(_squares(_leaves(state, tree, "zf.global_norm")))
+    return root(pipe.reduction.alike(squares))
+
+
+def _squares(leaves: Leaves) -> Tensor:
+    return squared_norm(leaves) if leaves else torch.zeros(())
+
+
+def _leaves(state: State, tree: Tree, where: str) -> Leaves:
+    """Leaves by path; of a tied leaf what stands at the first place that has something."""
+    found: Leaves = {}
+    what = f"{where} of a tree that is not of the structure of state.params"
+    for i, _, x in state.layout.match(tree, what, "gradients of zf.bind or zf.vjp, or state.params itself"):
+        if isinstance(x, Tensor):
+            found.setdefault(state.layout.leaves[i].path, x)
+    return pieces(found)

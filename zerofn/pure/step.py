@@ -9,27 +9,25 @@ import torch
 from torch import Tensor
 
 from .._compat.autograd import set_grad_mode
-from .._compat.compiler import COMPILES_STATES, begins_uncompiled, uncompiled, while_traced
+from .._compat.functorch import COMPILES_STATES, begins_uncompiled, uncompiled, while_traced
 from .._errors import explain, kind_of
 from .._interrupts import interrupts_held
 from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag, check_function, check_positional
+from ..core.context import Context
 from ..core.layout import Layout, Leaves
-from ..core.linear_map import leave
-from ..core.pipeline import Pipeline
-from ..core.resolve import pipeline
+from ..core.pipeline import Pipeline, pipeline
+from ..core.rank_agreement import shared_weight
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, apart, flatten, parted, tree_map
+from ..core.uncompiled import check_not_exported, outside_of_graphs, torch_func_check, unrolled_check
 from ..core.update import Metrics, apply, check_vmap
-from ..core.update_context import Context
-from ..core.weight_agreement import shared_weight
+from ..core.view import leave
 from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import settled
-from .api import lost_graphs, records
+from .api import lost_graphs, reading_state, records, resolve_for
 from .linearize import linearize
-from .states import reading_state, resolve_for
-from .uncompiled import check_not_exported, outside_of_graphs, torch_func_check, unrolled_check
 
 
 @outside_of_graphs

@@ -1,13 +1,15 @@
-"""`unroll`: many steps as one function, whose derivative keeps few of the states in between."""
+"""Many steps with few states kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .._compat.functorch import (
     NO_LEVEL,
@@ -22,8 +24,47 @@ from .._errors import explain
 from ..core.arguments import check_count, check_function
 from ..core.number_graphs import Unrecorded
 from ..core.tree import Tree, flatten, unflatten
-from .ambient import Ambient
-from .uncompiled import kept_out_of_graphs
+from ..core.uncompiled import kept_out_of_graphs
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a function depends on beside its arguments, random numbers and autocast, for running it again later.
+
+
+class Ambient:
+    """Torch's random numbers and autocast as they are now; a generator of the user's own is not known here.
+
+    Args:
+        tensors: on whose devices random numbers may be drawn.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.random = torch.get_rng_state()
+        self.devices, self.states = get_device_states(*tensors)
+        kinds = {"cpu", *(x.device.type for x in tensors if x.device.type != "meta")}
+        self.casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.cached = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside it is as it was; afterwards as it is now.
+
+        >>> ambient, first = Ambient([]), torch.rand(2)
+        >>> with ambient.again():
+        ...     torch.equal(torch.rand(2), first)
+        True
+        """
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self.devices))
+            torch.set_rng_state(self.random)
+            set_device_states(self.devices, self.states)
+            for kind, enabled, dtype in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self.cached))
+            yield
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `unroll`: many steps as one function, whose derivative keeps few of the states in between.
+
 
 # Tensors in, tensors out: those that can be differentiated, and the others.
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]

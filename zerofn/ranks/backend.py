@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._compat.compiler import makes_proxies
-from .._compat.functorch import beneath_functorch
+from .._compat.functorch import beneath_functorch, makes_proxies
 from .._errors import explain
 from .._ranges import WAIT, ranged
 from .group import Group

@@ -1,21 +1,106 @@
-"""Differentiable collectives: pairs of Functions, each the backward of the other, with `jvp` and `vmap` rules.
-
-Nothing simpler is right. A raw collective inside `backward` has no derivative of its own: a Hessian-vector product
-through it is silently wrong. `generate_vmap_rule` and torch's functional collectives fail or return garbage under
-`torch.func`.
-"""
+"""Collectives with derivatives and batching rules."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .collective_checks import Split, check_match
-from .collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from .._errors import explain
+from ..kernels.recording import numbers_alone
+from .backend import gather_objects
+from .collectives import all_gather_into, all_reduce_, exchange_into, gather_numbers, reduce_scatter_into
 from .group import Group
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranks compare shapes and dtypes before a collective of the user's: on a mismatch backends end the process.
+#
+# That is one message of three numbers each. Collectives of a pipeline need none: its ranks have agreed on all shapes
+# when it was made.
+
+
+# Names, shapes and dtypes of tensors that are sent side by side.
+Leaves = tuple[tuple[str, tuple[int, ...], str], ...]
+
+
+@dataclass(eq=False)
+class Split:
+    """How a gathered tensor is cut over ranks. The first collective of it fills this in.
+
+    Attributes:
+        leaves: of this rank's whole tree, of all dtypes, though each dtype is sent by itself; empty for a tensor.
+        rows: by rank, how many rows it has; empty until that is known.
+        leaves_by_rank: the `leaves` of each rank.
+    """
+
+    leaves: Leaves = ()
+    rows: list[int] = field(default_factory=list)
+    leaves_by_rank: list[Leaves] = field(default_factory=list)
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.rows)) == 1
+
+
+def check_match(op: str, x: Tensor, group: Group, split: Split, free: int | None = None) -> None:
+    """Compare what the ranks are about to send, and fill in `split`. Every rank of the group calls it.
+
+    Args:
+        op: the name of the collective.
+        x: what this rank sends.
+        group: the ranks.
+        cut: has the leaves of this rank.
+        free: the dimension whose length may differ between ranks; if it is the first, that of leaves too.
+
+    Raises:
+        ValueError: on every rank, with what each has, if anything else differs.
+    """
+    rows = x.shape[free or 0] if x.dim() else -1
+    leaves = [(name, len(shape), shape[free is not None :], dtype) for name, shape, dtype in split.leaves]
+    fixed = (op, x.dim(), tuple(n for i, n in enumerate(x.shape) if i != free), str(x.dtype), leaves)
+    numbers = gather_numbers([_digest(fixed), rows, _digest(split.leaves)], group, "match")
+    kinds, counts, layouts = zip(*numbers, strict=True)
+    if len(set(kinds)) > 1:
+        raise ValueError(_differences(op, (op, tuple(x.shape), str(x.dtype), split.leaves), group))
+    if not split.rows:
+        split.rows = list(counts)
+        equal = len(set(layouts)) == 1
+        split.leaves_by_rank = [split.leaves] * group.size if equal else gather_objects(split.leaves, group)
+
+
+def _digest(x: Any) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(x).encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _differences(op: str, mine: tuple[str, tuple[int, ...], str, Leaves], group: Group) -> str:
+    """The error: what each rank brings, ranks with equal ones in one line."""
+    holders: dict[str, list[int]] = {}
+    for rank, (theirs, shape, dtype, leaves) in zip(group.ranks, gather_objects(mine, group), strict=True):
+        tree = ", ".join(f"{name}: {own} {kind}" for name, own, kind in leaves)
+        what = f"{theirs} of {{{tree}}}" if leaves else f"{theirs} of shape {shape}, {dtype}"
+        holders.setdefault(what, []).append(rank)
+    lines = "\n".join(f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in holders.items())
+    right = (
+        "the same call on every rank, with one dtype and one shape; all_gather takes any number of rows from each, "
+        "all_to_all any length of concat_dim"
+    )
+    return explain(f"{op} of what differs between ranks", lines, right)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Differentiable collectives: pairs of Functions, each the backward of the other, with `jvp` and `vmap` rules.
+#
+# Nothing simpler is right. A raw collective inside `backward` has no derivative of its own: a Hessian-vector product
+# through it is silently wrong. `generate_vmap_rule` and torch's functional collectives fail or return garbage under
+# `torch.func`.
 
 
 def _gathered(x: Tensor, group: Group, dtype: torch.dtype, split: Split) -> Tensor:
@@ -259,3 +344,344 @@ def check_axis(x: Tensor, size: int, what: str) -> None:
         raise ValueError(
             f"{what} needs an axis 0 that divides by {size}, got shape {tuple(x.shape)}; flatten and pad it first"
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Differentiable collectives of many leaves: one call per dtype, where one per leaf costs a latency each.
+
+
+Tree = Mapping[str, Tensor]
+
+
+def _split_of(tree: Tree) -> Split:
+    return Split(tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in tree.items()))
+
+
+def _flattened(tree: Tree, rows: int, out_rows: int, run: Callable[[Tensor, Split], Tensor]) -> dict[str, Tensor]:
+    """Run one collective per dtype on leaves flattened side by side: two copies, where a call per leaf costs a latency.
+
+    Args:
+        tree: each leaf is cut in `rows` rows; row i of the flat tensor has row i of every leaf.
+        rows: of the flat tensor that is sent.
+        out_rows: of the flat tensor that comes back.
+        run: the collective on the flat tensor.
+    """
+    out: dict[str, Tensor] = dict(tree)  # the order of the keys is the caller's
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, leaf in tree.items():
+        by_dtype.setdefault(leaf.dtype, []).append(name)
+    for names in by_dtype.values():
+        widths = [tree[name].numel() // rows for name in names]
+        blocks = [tree[name].reshape(rows, w) for name, w in zip(names, widths, strict=True)]
+        split = _split_of(tree)
+        flat = run(torch.cat(blocks, dim=1).reshape(-1), split)
+        if len(set(split.leaves_by_rank)) > 1:
+            out.update(_unflatten_uneven(flat, split, names))
+            continue
+        flat = flat.reshape(out_rows, sum(widths))
+        for name, part in zip(names, flat.split(widths, dim=1), strict=True):
+            first, *rest = tree[name].shape
+            out[name] = part.reshape(first * out_rows // rows, *rest)
+    return out
+
+
+def _unflatten_uneven(flat: Tensor, split: Split, names: list[str]) -> dict[str, Tensor]:
+    """The leaves of a gathered flat tensor, where lengths differ between ranks."""
+    pieces: dict[str, list[Tensor]] = {name: [] for name in names}
+    for part, leaves in zip(flat.split(split.rows), split.leaves_by_rank, strict=True):
+        shapes = {name: torch.Size(shape) for name, shape, _ in leaves if name in pieces}
+        for piece, name in zip(part.split([s.numel() for s in shapes.values()]), shapes, strict=True):
+            pieces[name].append(piece.reshape(shapes[name]))
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
+
+
+def all_gather_tree(
+    tree: Tree, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """`all_gather` of every leaf, (n, ...) -> (sum of n, ...), in one collective per dtype.
+
+    `all_gather_tree(state.params, group)` of a sharded state has every leaf whole, and flat.
+
+    >>> all_gather_tree({"a": torch.ones(2), "b": torch.zeros(0)}, Group())
+    {'a': tensor([1., 1.]), 'b': tensor([])}
+    """
+    if group.size == 1:
+        return {name: all_gather(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()}
+    _check_rows(tree, 1, "all_gather", group)
+    return _flattened(tree, 1, group.size, lambda x, split: gather(x, group, dtype, reduce_dtype, split))
+
+
+def reduce_scatter_tree(
+    tree: Tree, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """`reduce_scatter` of every leaf, (size * n, ...) -> (n, ...), in one collective per dtype."""
+    if group.size == 1:
+        return {
+            name: reduce_scatter(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()
+        }
+    _check_rows(tree, group.size, "reduce_scatter", group)
+    return _flattened(tree, group.size, 1, lambda x, split: scatter(x, group, dtype, reduce_dtype, split))
+
+
+def _check_rows(tree: Tree, size: int, op: str, group: Group) -> None:
+    """Raise on every rank where a leaf here cannot be cut in `size` parts, or where only other ranks have leaves."""
+    bad = [leaf for leaf in tree.values() if leaf.dim() == 0 or leaf.shape[0] % size]
+    if bad or not tree:
+        check_match(op, torch.zeros((), device=group.device), group, _split_of(tree))
+    if bad:
+        check_axis(bad[0], size, op)
+
+
+class _TreeCollective(Function):
+    """The `jvp` and `vmap` rules of a collective of many leaves; each leaf keeps its batch axis."""
+
+    def __init_subclass__(cls) -> None:
+        def tangent(ctx: Any, *ts: Any) -> Any:
+            return cls.apply(*ctx.args, *ts[3:])
+
+        def batched(info: Any, in_dims: Any, *given: Any) -> Any:
+            return cls.apply(*given), in_dims[3:]
+
+        cls.jvp, cls.vmap = staticmethod(tangent), staticmethod(batched)  # type: ignore[assignment]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.args = inputs[:3]
+
+
+class _ReplicateTree(_TreeCollective):
+    """`replicate` of many leaves with one collective in backward and no copy in forward."""
+
+    @staticmethod
+    def forward(group: Group, reduce_dtype: torch.dtype | None, split: Split, *xs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor) -> Any:
+        return (None, None, None, *_ReduceTree.apply(*ctx.args, *gs))  # type: ignore[misc]
+
+
+class _ReduceTree(_TreeCollective):
+    @staticmethod
+    def forward(group: Group, reduce_dtype: torch.dtype | None, split: Split, *xs: Tensor) -> tuple[Tensor, ...]:
+        tree = {str(i): x.reshape(-1) for i, x in enumerate(xs)}
+        out = _flattened(tree, 1, 1, lambda x, _: reduced(x, group, reduce_dtype, Split(split.leaves)))
+        return tuple(out[str(i)].view(x.shape) for i, x in enumerate(xs))
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Tensor) -> Any:
+        return (None, None, None, *_ReplicateTree.apply(*ctx.args, *gs))  # type: ignore[misc]
+
+
+def replicate_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """`replicate` of every leaf, of any shape; one collective per dtype in backward."""
+    if group.size == 1 or not tree:
+        return dict(tree)
+    return dict(zip(tree, _ReplicateTree.apply(group, reduce_dtype, _split_of(tree), *tree.values()), strict=True))  # type: ignore[arg-type]
+
+
+def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """`all_reduce` of every leaf, of any shape, in one collective per dtype."""
+    if group.size == 1:
+        return dict(tree)
+    if not tree:
+        _check_rows(tree, 1, "all_reduce", group)
+        return {}
+    return dict(zip(tree, _ReduceTree.apply(group, reduce_dtype, _split_of(tree), *tree.values()), strict=True))  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `all_to_all`: a tensor cut over ranks along one dimension becomes whole there, and is cut along another.
+
+
+def balanced(length: int, size: int) -> list[int]:
+    """The lengths in which `torch.tensor_split` cuts a length over ranks: the first parts may be longer by one.
+
+    >>> balanced(5, 4), balanced(2, 3)
+    ([2, 1, 1, 1], [1, 1, 0])
+    """
+    return [length // size + (rank < length % size) for rank in range(size)]
+
+
+def _exchanged(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], split: Split) -> Tensor:
+    check_match(_call(split_dim, concat_dim, splits), x, group, split, free=concat_dim)
+    parts = x.split(splits, dim=split_dim)
+    shapes = []
+    for length in split.rows:
+        shape = list(x.shape)
+        shape[split_dim], shape[concat_dim] = splits[group.rank], length
+        shapes.append(torch.Size(shape))
+    sent = torch.cat([part.reshape(-1) for part in parts])
+    got = sent.new_empty(sum(shape.numel() for shape in shapes))
+    widths = [shape.numel() for shape in shapes]
+    exchange_into(got, sent, widths, [part.numel() for part in parts], group)
+    return torch.cat([p.view(shape) for p, shape in zip(got.split(widths), shapes, strict=True)], dim=concat_dim)
+
+
+def _call(split_dim: int, concat_dim: int, splits: Sequence[int]) -> str:
+    return f"all_to_all(split_dim={split_dim}, concat_dim={concat_dim}, splits={list(splits)})"
+
+
+class _Exchange(LinearCollective):
+    @staticmethod
+    def forward(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], split: Split) -> Tensor:
+        return _exchanged(x, group, split_dim, concat_dim, splits, split)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        group, split_dim, concat_dim, _, split = ctx.args
+        return _Exchange.apply(g, group, concat_dim, split_dim, split.rows, Split()), None, None, None, None, None
+
+
+class _ExchangeRows(LinearCollective):
+    @staticmethod
+    def forward(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
+        # What is sent is of the lengths that ranks have agreed on, but for a batch.
+        check_match("an exchange of rows", x, group, Split(), free=0)
+        return _rows(x, outs, ins, group)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        outs, ins, group = ctx.args
+        return _ExchangeRows.apply(g, ins, outs, group), None, None, None
+
+
+def _rows(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
+    got, wide = x.new_empty((sum(outs), *x.shape[1:])), math.prod(x.shape[1:])
+    lengths = [n * wide for n in outs], [n * wide for n in ins]
+    exchange_into(got.view(-1), x.contiguous().view(-1), *lengths, group)
+    return got
+
+
+def exchange_rows(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
+    """Send `ins[r]` rows of `x` to rank r of several, in turn; of what is returned `outs[r]` rows come from it.
+
+    Its own adjoint, with the lengths swapped.
+    """
+    if numbers_alone((x,)):
+        return _rows(x, outs, ins, group)
+    return _ExchangeRows.apply(x, outs, ins, group)  # type: ignore[return-value]
+
+
+def all_to_all(
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, splits: Sequence[int] | None = None
+) -> Tensor:
+    """Cut along `split_dim`, whole along `concat_dim`: part `r` of `x` goes to rank `r`.
+
+    Its own adjoint, with the dimensions swapped.
+
+    With `split_dim=1` and `concat_dim=2`, (batch, heads, part of the sequence, features) becomes (batch, part of the
+    heads, sequence, features), the ranks' parts one after the other. Lengths along `concat_dim` may differ between
+    ranks, and that of `split_dim` need not divide by their number. Each rank sends all but its own part: (N - 1) / N
+    of its bytes.
+
+    Args:
+        x: this rank's tensor. group: the ranks. split_dim: the dimension that is cut, negative from the end.
+            concat_dim: the one that becomes whole. splits: the length along `split_dim` of each rank; by default those
+            of `torch.tensor_split`. The way back needs them if ranks had other lengths.
+
+    Raises:
+        ValueError: on every rank, if dtypes, arguments or other dimensions differ between ranks, the dimensions are not
+            two of `x`, or `splits` does not add up to the length of `split_dim`.
+
+    >>> all_to_all(torch.ones(2, 3), Group(), 0, 1)
+    tensor([[1., 1., 1.],
+            [1., 1., 1.]])
+    """
+    return exchange(x, group, split_dim, concat_dim, splits, Split())
+
+
+def exchange(
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: Sequence[int] | None, split: Split
+) -> Tensor:
+    """`all_to_all`; fills in `split` with the lengths of the ranks' parts."""
+    first, second = (d + x.dim() if d < 0 else d for d in (split_dim, concat_dim))
+    wrong = ""
+    if not (0 <= first < x.dim() and 0 <= second < x.dim() and first != second):
+        wrong = f"needs two dimensions of x, which has {x.dim()}"
+    elif splits is not None and (len(splits) != group.size or min(splits) < 0 or sum(splits) != x.shape[first]):
+        wrong = f"needs {group.size} lengths that add up to {x.shape[first]}"
+    if wrong:
+        if group.size > 1:
+            # On another rank the arguments may be right: an error there too.
+            check_match(_call(split_dim, concat_dim, splits or []), x, group, Split())
+        raise ValueError(f"{_call(split_dim, concat_dim, splits or [])} {wrong}")
+    if group.size == 1:
+        split.rows = [x.shape[second]]
+        return x
+    parts = balanced(x.shape[first], group.size) if splits is None else list(splits)
+    return _Exchange.apply(x, group, first, second, parts, split)  # type: ignore[return-value]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batches of `torch.func.vmap` over ranks: refused if lengths differ, or if `hessian` or `jacfwd` made them.
+#
+# A vector in the layout of a sharded state is cut over ranks as the state is. A batch of such vectors is sent member
+# by member: member i of every rank together. `jacfwd`, `hessian` and `jacrev` of a gradient make a batch on each
+# rank, the basis vectors of this rank's shard. Member i of two ranks would be two basis vectors in one, and the
+# result a sum of two columns. Such a batch differs from others in its numbers alone, so these are read: one pass over
+# a batch, and one small message.
+
+
+PRODUCTS = """products with vectors that are laid out as state.params is, alone or under vmap:
+torch.func.jvp(torch.func.grad(fn_stored), (state.params,), (vector,))[1]
+or what such products tell: zf.curvature.max_eigenvalue, spectrum, trace
+or each rank's own Hessian, of full parameters, averaged:
+own = torch.func.hessian(fn)(zf.full_params(tx, state), x)
+mean = zf.collectives.all_reduce(own["w"]["w"], group) / group.size"""
+
+
+def check_batch(batch: tuple[int, ...], path: str, group: Group, parts: Tensor | None = None) -> None:
+    """Raise on every rank where the ranks' batches do not belong together. Every rank of the group calls it.
+
+    Args:
+        batch: the shape of the batch.
+        path: of the leaf.
+        group: the ranks.
+        parts: (members, elements) of vectors, where each rank has a part of them.
+
+    Raises:
+        ValueError: batches differ in shape, or are bases on several ranks.
+    """
+    low, high = (0, 0) if parts is None else _basis(parts)
+    rows = gather_numbers([zlib.crc32(repr(tuple(batch)).encode()), low, high], group, "match")
+    bases = sorted((lo, hi, rank) for rank, (_, lo, hi) in zip(group.ranks, rows, strict=True) if lo < hi)
+    differ = len({shape for shape, _, _ in rows}) > 1
+    if bases and (differ or any(one[1] > two[0] for one, two in itertools.pairwise(bases))):
+        raise ValueError(_no_basis(path))
+    if differ:
+        shapes = gather_objects(tuple(batch), group)
+        by_rank = ", ".join(f"{shape} on rank {rank}" for rank, shape in zip(group.ranks, shapes, strict=True))
+        raise ValueError(
+            explain(
+                f"torch.func.vmap over batches that differ between ranks, through {path}: {by_rank}",
+                "what a member of the batch does with the parameters is exchanged with the same member of other ranks",
+                "batches of one length on every rank: as many samples, or outputs of a Jacobian"
+                + ("" if parts is None else f". Where it was torch.func.hessian, jacfwd or jacrev:\n{PRODUCTS}"),
+            )
+        )
+
+
+def _basis(parts: Tensor) -> tuple[int, int]:
+    """The first member of a batch that is a basis vector of this rank's part, and the one after the last; else (0, 0).
+
+    `chunk_size` may cut a basis anywhere. A single vector counts as a basis vector if its one nonzero is 1.
+    """
+    members, elements = parts.shape
+    count = int(torch.count_nonzero(parts))
+    if not 0 < count <= min(members, elements):
+        return 0, 0
+    i, j = torch.nonzero(parts).unbind(1)
+    diagonal = bool((i - i[0] == torch.arange(count, device=i.device)).all()) and bool((j - i == j[0] - i[0]).all())
+    if not diagonal or (count == 1 and float(parts[i[0], j[0]]) != 1.0):
+        return 0, 0
+    return int(i[0]), int(i[-1]) + 1
+
+
+def _no_basis(path: str) -> str:
+    return explain(
+        f"torch.func.hessian, jacfwd, or jacrev of a gradient, of a bound function on several ranks ({path})",
+        "the stored parameters are spread over ranks, and every rank has put in the basis of its own part at the same "
+        "time:\nmember by member these are one vector, so columns would be added up",
+        PRODUCTS,
+    )

@@ -1,32 +1,578 @@
-"""Process groups of the library's own: opened once for each mesh and purpose, and closed in order.
-
-Every rank must open them in the same order, which `torch.distributed.new_group` demands. Groups of different purposes
-are different channels, whose collectives do not wait for each other.
-"""
+"""Process groups: open, meet, lease, close; and which rank is missing."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
+import json
 import math
 import os
 import sys
+import threading
+import time
 import uuid
-from collections import Counter
-from collections.abc import Hashable, Sequence
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from .._errors import explain
 from . import backend as raw
-from .background_thread import settle
+from .backend import world
 from .group import Group
-from .open_groups import close_all, finished, registry
-from .rank_liveness import Presence
-from .rendezvous import together
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where the other ranks are, asked in a wait that has become long: from the job's store, and from /proc.
+#
+# A collective does not tell which ranks have not come to it. So a rank that waits for more than a moment writes into
+# the store what it waits in, and a rank that waits for that one can read that it will never come. A short wait does
+# nothing of this. No rank has a thread for it: a thread would have to end before the interpreter does.
+
+
+PROC = Path("/proc")  # of Linux; elsewhere only what is in the store is known
+# A rank computes if in so many seconds it has used this share of them as CPU time: one that waits uses a thousandth,
+# one that computes on a machine under load 20 several hundredths.
+WINDOW, BUSY = 10.0, 0.02
+# What becomes of a rank: it has said that it makes no more collectives, or its process is gone without a word.
+FINISHED, FAILED = "has finished", "has failed"
+
+
+class Waiting(NamedTuple):
+    """What a rank in a long wait writes into the store.
+
+    Attributes:
+        what: the collective, or the call.
+        channel: the name of the process group, or of the calls of some ranks.
+        number: which one on that channel, counted from 1.
+        bound: whether the wait cannot be given up, since a collective is under way.
+        begun: by channel, how many collectives or calls this rank has begun.
+    """
+
+    what: str
+    channel: str
+    number: int
+    bound: bool
+    begun: Mapping[str, int]
+
+
+class Presence:
+    """What the ranks of a job tell each other in its store.
+
+    Args:
+        store: of torch.distributed, with a prefix of this job alone.
+        rank: this one, of all ranks.
+    """
+
+    def __init__(self, store: Any, rank: int):
+        self.store, self.rank = store, rank
+        # By channel: how many calls of `rendezvous.together` this rank has made.
+        self.calls: Counter[str] = Counter()
+        self.machine, self.pid, self.started = _this_process()
+        store.set(f"process/{rank}", json.dumps([self.machine, self.pid, self.started]))
+
+    def read(self, key: str) -> str:
+        """The value of a key; empty if it has none. `get` alone would wait for it."""
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def set_waiting(self, where: Waiting) -> None:
+        """Say what this rank waits in."""
+        self.store.set(f"waits/{self.rank}", json.dumps(where))
+
+    def clear_waiting(self) -> None:
+        """Say that this rank does not wait."""
+        self.store.set(f"waits/{self.rank}", "")
+
+    def set_finished(self, failed: bool = False) -> None:
+        """Say that this rank takes part in no more collectives; after an error if it has failed."""
+        self.store.set(f"finished/{self.rank}", FAILED if failed else FINISHED)
+
+    def waiting(self, rank: int) -> Waiting | None:
+        """What a rank says that it waits in; None if it says nothing."""
+        text = self.read(f"waits/{rank}")
+        return Waiting(*json.loads(text)) if text else None
+
+    def how_ended(self, rank: int) -> str:
+        """What has become of a rank that takes part in no more collectives; empty while it may."""
+        if said := self.read(f"finished/{rank}"):
+            return said
+        process = self._process(rank)
+        # Whoever finishes says so first.
+        return FAILED if process is not None and _cpu_seconds(*process) is None else ""
+
+    def cpu_seconds(self, rank: int) -> float | None:
+        """The CPU time of a rank on this machine; None for one of another machine."""
+        process = self._process(rank)
+        return None if process is None else _cpu_seconds(*process)
+
+    def _process(self, rank: int) -> tuple[int, int] | None:
+        """The number of a rank's process and its start time; None for one of another machine."""
+        text = self.read(f"process/{rank}")
+        machine, pid, started = json.loads(text) if text else ("", 0, 0)
+        return (pid, started) if machine and machine == self.machine else None
+
+
+class Activity:
+    """Whether ranks compute: those of this machine as /proc says, others as ranks that wait on their machine say.
+
+    Args:
+        presence: of the job.
+        key: the prefix of what ranks that wait tell each other in the store.
+    """
+
+    def __init__(self, presence: Presence, key: str):
+        self.presence, self.key = presence, key
+        self.samples: dict[int, deque[tuple[float, float]]] = {}
+        self.reports: dict[int, tuple[str, float]] = {}
+
+    def computes(self, rank: int) -> bool:
+        """Whether a rank has computed in the last `WINDOW` seconds; to be asked about once a second."""
+        now = time.monotonic()
+        seconds = self.presence.cpu_seconds(rank)
+        if seconds is None:
+            return self._reported(rank, now)
+        samples = self.samples.setdefault(rank, deque())
+        samples.append((now, seconds))
+        while now - samples[0][0] > WINDOW:
+            samples.popleft()
+        busy = seconds - samples[0][1] > BUSY * WINDOW
+        if busy:
+            self.presence.store.add(f"{self.key}/computes/{rank}", 1)
+        return busy
+
+    def _reported(self, rank: int, now: float) -> bool:
+        count = self.presence.read(f"{self.key}/computes/{rank}")
+        if count and count != self.reports.get(rank, ("", 0.0))[0]:
+            self.reports[rank] = count, now
+        return now - self.reports.get(rank, ("", -WINDOW))[1] < WINDOW
+
+
+def _this_process() -> tuple[str, int, int]:
+    """The machine and its namespace of process numbers; the process number; its start time, since numbers recur."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        machine = f"{(PROC / 'sys/kernel/random/boot_id').read_text().strip()}/{os.stat(PROC / 'self/ns/pid').st_ino}"
+        return machine, os.getpid(), int(_stat_fields(os.getpid())[19])
+    return "", os.getpid(), 0
+
+
+def _cpu_seconds(pid: int, started: int) -> float | None:
+    """The CPU time of a process in seconds; None if it has ended."""
+    try:
+        fields = _stat_fields(pid)
+    except (OSError, ValueError):
+        return None
+    if fields[0] in "ZX" or int(fields[19]) != started:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat_fields(pid: int) -> list[str]:
+    # The name of the program comes first, and may hold spaces and parentheses.
+    return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The groups that are open in this process, which models use each, and the last collective begun on each.
+
+
+class _Registry:
+    """The open groups of this process by (mesh, purpose).
+
+    Every rank opens a group at once, so the key must be the same on every rank: it is the whole mesh, not this rank's
+    row of it. `functools.lru_cache` cannot list the groups to close, nor notice that the user destroyed the default
+    group and with it every group made on top of it.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[Any, Hashable], Group | None] = {}  # None on ranks outside of it
+        # By key, the users of a group: the leases of attached models, or None for one without an end, as a pure state.
+        self.holders: dict[tuple[Any, Hashable], set[Any]] = {}
+        self.holder: Any = None  # the user for whom groups are opened at the moment
+        self.opened = 0  # how many channels were opened so far
+        self.default: Any = None  # the default group that these were made on
+        self.ours = False  # whether the library made that default group
+        self.made = 0  # how many default groups the library has made so far
+        self.presence: Presence | None = None  # of the ranks of the default group
+
+    def current(self) -> dict[tuple[Any, Hashable], Group | None]:
+        """The open groups; none after the user has destroyed or replaced the default group."""
+        default = raw.default_group()
+        if default is not self.default:
+            self.groups.clear()
+            self.holders.clear()
+            self.default, self.ours, self.presence = default, False, None
+        return self.groups
+
+    def get(self, key: Any, purpose: Hashable, make: Callable[[], Group | None]) -> Group | None:
+        groups = self.current()
+        self.holders.setdefault((key, purpose), set()).add(self.holder)
+        if (key, purpose) not in groups:
+            groups[key, purpose] = make()
+        return groups[key, purpose]
+
+
+registry = _Registry()
+
+
+@contextmanager
+def held_by(holder: Any) -> Iterator[None]:
+    """Groups that are asked for inside are used by `holder`, until `let_go(holder)`."""
+    before, registry.holder = registry.holder, holder
+    try:
+        yield
+    finally:
+        registry.holder = before
+
+
+def held_alone(holder: Any) -> list[Any]:
+    """The keys of groups that only `holder` uses, in the order in which they were opened."""
+    return [key for key in registry.current() if registry.holders[key] == {holder}]
+
+
+def let_go(holder: Any, close: bool) -> None:
+    """End the use of groups by `holder`. Every rank of the world must call it, when nothing is sent there any more.
+
+    Args:
+        holder: as given to `held_by`.
+        close: whether groups that nobody else uses are closed; else they stay open for the next who asks.
+    """
+    for key in held_alone(holder) if close else ():
+        _close(key)
+    for holders in registry.holders.values():
+        if holder in holders:
+            holders.remove(holder)
+            holders.update(() if holders else {None})
+
+
+def _close(key: Any) -> None:
+    group = registry.groups.pop(key)
+    del registry.holders[key]
+    if group is not None and group.pg is not None:
+        raw.destroy(group.pg)
+        # Not None, which to torch is the default group.
+        object.__setattr__(group, "pg", Closed())
+
+
+class Closed:
+    """In place of the process group of a group that was closed: any use of it raises."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            "a channel between ranks was used after opt.detach(), which closes it. Attach the model anew."
+        )
+
+
+def close_all() -> None:
+    """Close every group that the library opened, the default group too if the library made it."""
+    for group in list(registry.groups.values()):
+        if group and group.pg is not None:
+            raw.destroy(group.pg)
+    registry.groups.clear()
+    registry.holders.clear()
+    if registry.ours:
+        raw.destroy(None)
+    registry.current()
+
+
+def presence() -> Presence | None:
+    """What ranks tell each other in the job's store; None before any group was opened."""
+    registry.current()
+    return registry.presence
+
+
+def finished(failed: bool = False) -> None:
+    """Tell the other ranks that this one takes part in no more collectives; after an error if it has failed."""
+    if registry.presence is not None:
+        registry.presence.set_finished(failed)
+
+
+def opened() -> list[Group]:
+    """The groups of several ranks that are open in this process."""
+    return [g for g in registry.current().values() if g is not None and g.pg is not None]
+
+
+def begun() -> dict[str, int]:
+    """By channel, the number of the last collective or common call that this process has begun.
+
+    Without channels on which another thread of this process began the last one: it may begin more.
+    """
+    here, me = presence(), threading.get_ident()
+    counts = {g.pg.group_name: g.traffic.begun for g in opened() if g.traffic.thread in (0, me)}
+    return {**counts, **(here.calls if here is not None else {})}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Calls that all ranks must make together: before they send anything, they meet in the job's store.
+#
+# People write `if rank == 0: zf.save(...)`, and a collective would wait for half an hour without a word. In the store
+# a rank that waits can see where the others are, and can give the call up without leaving half a collective behind.
+# The price is a few messages to the store for each such call, and none for a step.
+#
+# Each call is decided once, in the store: it goes ahead when all ranks have come to it, or the first rank that sees
+# that they will not gives it up. A rank that comes to a call which was given up goes on to the next one of these
+# ranks, so that ranks which catch the error meet again afterwards.
+#
+# A rank that is late and one that never comes look alike while they compute. A rank that is seen to compute is waited
+# for; one that is not, for `LIMIT` seconds.
+
+
+SETTING = "ZEROFN_TOGETHER_TIMEOUT"
+LIMIT = 25.0
+LOOK = 1.0  # seconds between two looks at ranks that have not come
+LOOKERS = 64  # how many ranks look so often; in larger jobs the others look once a minute
+GO, NO = "go", "no"
+
+
+def limit() -> float:
+    """Seconds for which a call waits for ranks that are not seen to compute.
+
+    Raises:
+        ValueError: the environment variable is no number of seconds.
+    """
+    given = os.environ.get(SETTING, "").strip()
+    try:
+        seconds = float(given) if given else LIMIT
+    except ValueError:
+        seconds = float("nan")
+    if not seconds > 0:
+        raise ValueError(explain(f"{SETTING}={given!r}", "it is no number of seconds", f"{SETTING}=25, or inf"))
+    return seconds
+
+
+def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | None = None) -> None:
+    """Return when all of `ranks` have come to this call.
+
+    Args:
+        call: as the user writes it.
+        ranks: of the world; this one is among them.
+        right: what to write instead, for the error.
+        seconds: to wait for ranks that are not seen to compute; by default `limit()`.
+
+    Raises:
+        RuntimeError: on every rank that has come, if another waits elsewhere, has ended, or did not come in time.
+    """
+    here = presence()
+    if len(ranks) == 1 or here is None:
+        return
+    seconds = limit() if seconds is None else seconds
+    while not _Call(here, call, ranks, right, seconds).meet():
+        pass
+
+
+class _Call:
+    """One call of some ranks, found in the store by its number among the calls of these ranks."""
+
+    def __init__(self, here: Presence, call: str, ranks: tuple[int, ...], right: str, seconds: float):
+        self.here, self.call, self.ranks, self.right, self.seconds = here, call, ranks, right, seconds
+        self.channel = f"calls of {len(ranks)} ranks #{zlib.crc32(repr(ranks).encode()):08x}"
+        here.calls[self.channel] += 1
+        self.number = here.calls[self.channel]
+        self.key = f"{self.channel}/{self.number}"
+        self.place = 0
+        self.came: dict[int, str] = {}  # by rank, the call it has come to, as far as this one has read
+        self.read = 0
+
+    def meet(self) -> bool:
+        """Whether all ranks have come; False if the call was given up before this one came."""
+        try:
+            if self.here.read(f"{self.key}/decision"):
+                return False
+            self.place = self.here.store.add(f"{self.key}/came", 1)
+            self.here.store.set(f"{self.key}/{self.place}", f"{self.here.rank} {self.call}")
+            decision = self._decide_last() if self.place == len(self.ranks) else self._wait()
+            if decision == GO:
+                self._delete_earlier()
+        except RuntimeError as error:
+            why = "the store in which the ranks meet does not answer; the rank that holds it, mostly rank 0, has ended"
+            raise RuntimeError(explain(f"{self.call} and not on every rank", why, self.right)) from error
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):
+                self._decide(NO, f"rank {self.here.rank} gave it up: {type(error).__name__}")
+            raise
+        if decision != GO:
+            self._refuse(decision)
+        return True
+
+    def _decide_last(self) -> str:
+        """Decide as the last rank that came: whether all make the same call."""
+        deadline = time.monotonic() + self.seconds
+        while len(self.came) < len(self.ranks) and time.monotonic() < deadline:
+            self._read()
+        return self._decide(NO, self._differences()) if len(set(self.came.values())) > 1 else self._decide(GO)
+
+    def _wait(self) -> str:
+        began = looked = time.monotonic()
+        pause, announced, activity = 2e-4, False, Activity(self.here, self.key)
+        every = LOOK if self.place <= LOOKERS else 60 * LOOK
+        try:
+            while not (decision := self.here.read(f"{self.key}/decision")):
+                now = time.monotonic()
+                if now - looked > every:
+                    looked = now
+                    self.here.set_waiting(Waiting(self.call, self.channel, self.number, False, begun()))
+                    announced = True
+                    reason = self._why_endless(activity, now - began)
+                    if reason:
+                        return self._decide(NO, reason)
+                time.sleep(pause)
+                pause = min(pause * 1.3, 0.2 if now - began > LOOK else 0.02)
+        finally:
+            if announced:
+                self.here.clear_waiting()
+        return decision
+
+    def _why_endless(self, activity: Activity, waited: float) -> str:
+        """Why ranks that have not come will never; empty while they may."""
+        self._read()
+        if len(set(self.came.values())) > 1:
+            return self._differences()
+        missing = [r for r in self.ranks if r not in self.came]
+        mine = begun()
+        silent = []
+        for rank in missing:
+            if ended := self.here.how_ended(rank):
+                return f"rank {rank} {ended}"
+            where = self.here.waiting(rank)
+            # It waits for a collective or call that this rank has not begun, and begins none while it waits here.
+            if where is not None and mine.get(where.channel, where.number) < where.number:
+                return f"rank {rank} is somewhere else: it waits for rank {self.here.rank} in {where.what}"
+            if not activity.computes(rank):
+                silent.append(str(rank))
+        if not silent or waited < self.seconds:
+            return ""
+        return (
+            f"rank {', '.join(silent)} did not come within {self.seconds:g} s, and is not seen to compute; "
+            f"where that is too short, set {SETTING} in the environment"
+        )
+
+    def _read(self) -> None:
+        """Read which ranks have come since the last look, and to which call."""
+        while self.read < len(self.ranks) and (text := self.here.read(f"{self.key}/{self.read + 1}")):
+            rank, _, call = text.partition(" ")
+            self.came[int(rank)] = call
+            self.read += 1
+
+    def _differences(self) -> str:
+        return "the ranks make different calls: " + ", ".join(f"rank {r} {self.came[r]}" for r in sorted(self.came))
+
+    def _decide(self, word: str, reason: str = "") -> str:
+        """Decide, unless another rank has; the decision that holds."""
+        return self.here.store.compare_set(f"{self.key}/decision", "", f"{word} {reason}".strip()).decode()
+
+    def _refuse(self, decision: str) -> NoReturn:
+        came = ", ".join(map(str, sorted({*self.came, self.here.rank})))
+        raise RuntimeError(
+            explain(
+                f"{self.call} on rank {came} and not on every rank",
+                f"all ranks make this call together, and {decision.removeprefix(NO).strip()}",
+                self.right,
+            )
+        )
+
+    def _delete_earlier(self) -> None:
+        """Delete earlier calls: all ranks are at this one, so none will read them."""
+        old = self.number - 1 if self.place == 1 else 0
+        while old and self.here.store.check([f"{self.channel}/{old}/decision"]):
+            for part in ("decision", "came", *range(1, len(self.ranks) + 1)):
+                self.here.store.delete_key(f"{self.channel}/{old}/{part}")
+            old -= 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The groups of an attached model: closed when it is detached, and when `attach` fails.
+#
+# A group that one rank closes breaks what another rank still sends to it. So all ranks of the job meet first, when
+# each has sent all that it will. If they do not meet, groups stay open.
+
+
+# Seconds for which a rank on which attach has failed waits for the others to fail as well.
+BRIEFLY = 2.0
+
+
+class Lease:
+    """The groups of one attached model."""
+
+    def close(self, ranks: tuple[int, ...], seconds: float | None = None) -> None:
+        """Close those that nobody else uses, on every rank.
+
+        Args:
+            ranks: that call this. All ranks of the job open and close groups together: if only some detach their
+                model, its groups stay open for the next who asks for the like.
+            seconds: to wait for the others; by default as any other call.
+        """
+        close, alone = ranks == tuple(range(world()[1])), len(held_alone(self))
+        if close and alone:
+            try:
+                together(f"the end of a model with {alone} channels", ranks, "the same calls on every rank", seconds)
+            except RuntimeError:
+                close = False
+        let_go(self, close)
+
+
+@contextmanager
+def lease() -> Iterator[Lease]:
+    """Groups that are opened inside belong to one model. They are closed if every rank raises an error inside."""
+    opened = Lease()
+    try:
+        with held_by(opened):
+            yield opened
+    except BaseException:
+        opened.close(tuple(range(world()[1])), BRIEFLY)
+        raise
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A thread for work beside training, such as an asynchronous save; the interpreter waits for it at its end.
+
+
+class Background(threading.Thread):
+    """A function that runs in a thread from now on.
+
+    Args:
+        name: of the thread, for the traceback that is printed if it fails.
+        work: the function, called once.
+
+    Attributes:
+        error: what it raised; it is printed as well, since the caller may not ask.
+    """
+
+    def __init__(self, name: str, work: Callable[[], None]):
+        super().__init__(name=name, daemon=False)
+        self.work: Callable[[], None] | None = work
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        assert self.work is not None
+        try:
+            self.work()
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            # It may hold a copy of all parameters.
+            self.work = None
+
+
+def settle() -> None:
+    """Wait for all background threads of this process, before the same channels are used or the process ends."""
+    for thread in threading.enumerate():
+        if isinstance(thread, Background) and thread is not threading.current_thread():
+            thread.join()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Process groups of the library's own: opened once for each mesh and purpose, and closed in order.
+#
+# Every rank must open them in the same order, which `torch.distributed.new_group` demands. Groups of different
+# purposes are different channels, whose collectives do not wait for each other.
+
 
 _ARRIVAL = timedelta(minutes=5)  # how long a rank waits for the others while groups are made
 

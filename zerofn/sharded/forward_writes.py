@@ -1,24 +1,274 @@
-"""What a model writes into its own parameters in forward, under `shard`: found, and stored.
-
-Forward is given full parameters from an all-gather. A momentum encoder, a codebook or a clamp writes into them, and
-the write would be lost when they are freed. It is found when they are freed, by comparing this rank's rows with those
-that were gathered: one pass over 1/N of the parameter and no collective. A version count alone would cost less, but
-`w.data`, NumPy and `foreach` over `w.data` escape it.
-"""
+"""What a block's forward wrote into its parameters, kept in the shards."""
 
 from __future__ import annotations
 
 import weakref
-from operator import add
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import add, attrgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._compat.tensors import version
-from ..core.layout import Leaf
-from .freed_copies import Escaped, FreedCopies
-from .write_back import Region, WriteBack, place, places
+from .._errors import bad_leaves
+from ..core.layout import Leaf, Leaves
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Writes into full parameters under `shard` are stored in the shards, and compared over ranks.
+#
+# Each rank stores its own rows. These fit together if all ranks write the same numbers, which a checksum of the full
+# parameter compares at the step. Where the full parameter has another dtype than the shard, only elements that were
+# written are stored.
+
+
+_SHAPE = attrgetter("shape")
+# Of a tensor: address, shape, strides.
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def place(x: Tensor) -> Region:
+    """Where a tensor's memory is: `x.data = y` changes it."""
+    return x.data_ptr(), x.shape, x.stride()
+
+
+def places(xs: Sequence[Tensor]) -> list[Region]:
+    """`place` of each, without a call in Python for each: every call of the model asks of every leaf."""
+    return list(zip(map(Tensor.data_ptr, xs), map(_SHAPE, xs), map(Tensor.stride, xs), strict=True))
+
+
+WRITTEN = "what the model wrote in forward into its parameters"
+# Numbers that ranks compare are not negative, and have at most 63 bits.
+MASK = (1 << 62) - 1
+# Elements below which it takes longer to choose an integer dtype for a comparison than to compare.
+FEW = 1 << 12
+
+
+class WriteBack:
+    """Stores in shards what was written into full parameters.
+
+    Args:
+        params: this rank's shards by path.
+        span: this rank's flat range of a leaf.
+        exact: whether a full parameter has the stored numbers, in whatever dtype. Where a view half has made other
+            numbers of them, a write is found and cannot be stored.
+
+    Attributes:
+        lost: by path, why a write could not be stored.
+        sums: by path, `checksum` of every leaf that was written into since the last step.
+    """
+
+    def __init__(self, params: Leaves, span: Callable[[Leaf], tuple[int, int]], exact: bool):
+        self.params, self.span, self.exact = params, span, exact
+        # `span` of leaves that were asked for, by path.
+        self.spans: dict[str, tuple[int, int]] = {}
+        self.lost: dict[str, str] = {}
+        self.sums: dict[str, int] = {}
+
+    def rows(self, leaf: Leaf, full: Tensor) -> Tensor:
+        """This rank's rows of a full parameter, flat."""
+        if leaf.path not in self.spans:
+            self.spans[leaf.path] = self.span(leaf)
+        low, high = self.spans[leaf.path]
+        return full.reshape(-1)[low:high]
+
+    def note(self, leaf: Leaf, full: Tensor) -> None:
+        """A leaf was written into, in rows of this rank or of others."""
+        if not self.exact:
+            self.lost[leaf.path] = "seen through a view half of the pipeline, which has no way back from here"
+        else:
+            self.sums[leaf.path] = checksum(full)
+
+    def fits(self, leaf: Leaf, other: Tensor, full: Tensor) -> bool:
+        """Whether a tensor that forward has put in a leaf's place by `w.data = x` may be stored."""
+        fits = (other.numel(), other.dtype, other.device) == (full.numel(), full.dtype, full.device)
+        if not fits:
+            self.lost[leaf.path] = f"its .data was exchanged for {tuple(other.shape)} {other.dtype} on {other.device}"
+        return fits
+
+    def store(self, leaf: Leaf, full: Tensor, rows: Tensor | None) -> bool:
+        """Store this rank's rows of a full parameter if they have changed; whether they were stored.
+
+        Args:
+            leaf: the leaf.
+            full: its full parameter.
+            rows: this rank's rows as they were; by default as the shard has them.
+        """
+        mine, stored = self.rows(leaf, full), self.params[leaf.path]
+        if rows is None:
+            rows = stored if stored.dtype == mine.dtype else stored.to(mine.dtype)
+        if same(mine, rows):
+            return False
+        if not self.exact:
+            self.note(leaf, full)
+            return False
+        stored.copy_(carried(mine, rows, stored))
+        return True
+
+    def marks(self) -> dict[str, int]:
+        """A number that must be equal on all ranks at a step, under a name for the message."""
+        paths = ", ".join(sorted(self.sums))
+        total = sum(self.sums.values()) & MASK
+        return {f"{WRITTEN} {paths}; Average what it is computed from." if paths else WRITTEN: total}
+
+    def check(self) -> None:
+        """Raise if a write could not be stored.
+
+        Raises:
+            RuntimeError: names every such parameter.
+        """
+        if not self.lost:
+            return
+        bad = sorted(self.lost.items())
+        self.lost.clear()
+        raise RuntimeError(
+            bad_leaves(
+                "the model wrote into parameters in its forward, where under shard they are gathered copies",
+                bad,
+                "with torch.no_grad(): self.w.copy_(new), in a pipeline whose view halves change dtypes alone\n"
+                "         with opt.gathered(): the write, between two calls\n"
+                "         or keep what forward writes in a buffer",
+            )
+        )
+
+
+def carried(mine: Tensor, before: Tensor, stored: Tensor) -> Tensor:
+    """What to store of `mine`, which was `before`. Where dtypes differ, what was not written stays as stored.
+
+    >>> stored = torch.tensor([0.1, 0.2])
+    >>> before = stored.bfloat16()
+    >>> carried(torch.stack([before[0], before[1] * 2]), before, stored)
+    tensor([0.1000, 0.4004])
+    """
+    return mine if mine.dtype == stored.dtype else torch.where(mine == before, stored, mine.to(stored.dtype))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors of one dtype have equal numbers, or equal bits: NaN is not equal to itself."""
+    if a.numel() < FEW:
+        return torch.equal(a, b) or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    # `torch.equal` takes about as long for a number of 16 bits as for one of 64.
+    x, y = a.reshape(-1), b.reshape(-1)
+    odd = (x.nbytes | x.element_size() * (int(x.storage_offset()) | int(y.storage_offset()))) & 7
+    words = torch.int64 if odd == 0 else torch.int32 if odd == 4 else torch.uint8
+    return torch.equal(x.view(words), y.view(words)) or torch.equal(a, b)
+
+
+def checksum(x: Tensor) -> int:
+    """A number below 2^62 that is equal for equal bits, and hardly ever for others."""
+    bits = x.reshape(-1).view(torch.uint8)
+    words = F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
+    # Each word has a factor of its own, or a permutation would have the same sum; odd, or bits would be lost.
+    return int((words * (2 * torch.arange(len(words), device=x.device) + 1)).sum()) & MASK
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Full parameters that were freed here while user code still has them: later writes are found and stored.
+#
+# User code may have a full parameter after its unit was freed (`torch._foreach_mul_` of a list of many blocks'
+# parameters). It is looked at as long as user code has it, at most to the end of the call, so memory use does not
+# grow.
+
+
+# A storage is one Python object for as long as anybody has a tensor on it.
+StorageRef = weakref.ref[torch.UntypedStorage]
+
+
+# Of a leaf whose unit is freed: tensors that forward was given and where their memory was then; and the tensor that
+# forward put in the leaf's place by `w.data = x`, if it did.
+Escaped = tuple[list[tuple[weakref.ref[Tensor], Region]], Tensor | None]
+
+
+@dataclass
+class FreedCopy:
+    """The full parameter of one leaf, freed here, that user code still has.
+
+    Attributes:
+        place: the leaf's unit and place in it.
+        ref: its memory; `None` where forward put a tensor of its own there, which is kept to the end of the call.
+        full: a flat tensor on that memory.
+        rows: this rank's rows of it, as they were when they were last looked at.
+        views: tensors on it that forward was given, and where their memory was then.
+    """
+
+    place: tuple[int, int]
+    ref: StorageRef | None
+    full: Tensor
+    rows: Tensor
+    views: list[tuple[Tensor, Region]]
+
+    def is_used(self) -> bool:
+        """Whether anybody else has the memory. Drops all references from here to find out."""
+        if self.ref is None:
+            return True
+        refs = [(weakref.ref(view), was) for view, was in self.views]
+        self.views, self.full = [], self.rows
+        self.views = alive(refs)
+        found = flat_memory(self.ref, self.rows.dtype)
+        self.full = self.rows if found is None else found
+        return found is not None
+
+
+class FreedCopies:
+    """The freed full parameters of one model's units that user code still has.
+
+    Args:
+        units: leaves that are gathered together.
+        write_back: stores what was written into them.
+    """
+
+    def __init__(self, units: list[list[Leaf]], write_back: WriteBack):
+        self.units, self.write_back = units, write_back
+        self.copies: list[FreedCopy] = []
+
+    def hold(self, i: int, escaped: list[Escaped], memories: list[tuple[StorageRef, torch.dtype]]) -> None:
+        """Remember what user code still has of a unit that was freed, for `look_again`."""
+        for j, (leaf, (views, own), (ref, dtype)) in enumerate(zip(self.units[i], escaped, memories, strict=True)):
+            full = flat_memory(ref, dtype) if own is None else own
+            if full is not None:
+                rows = self.write_back.rows(leaf, full).clone()
+                self.copies.append(FreedCopy((i, j), ref if own is None else None, full, rows, alive(views)))
+
+    def look_again(self) -> list[tuple[int, int]]:
+        """Store what was written since the last look; the leaves that changed, by unit and place in it."""
+        changed: list[tuple[int, int]] = []
+        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            for copy in self.copies:
+                leaf = self.units[copy.place[0]][copy.place[1]]
+                for n, (view, was) in enumerate(copy.views):
+                    if place(view) != was and self.write_back.fits(leaf, view, copy.full):
+                        copy.full, copy.ref, copy.views[n] = view.detach(), None, (view, place(view))
+                        self.write_back.note(leaf, copy.full)
+                if self.write_back.store(leaf, copy.full, copy.rows):
+                    copy.rows.copy_(self.write_back.rows(leaf, copy.full))
+                    changed.append(copy.place)
+        self.copies = [copy for copy in self.copies if copy.is_used()]
+        return changed
+
+
+def alive(refs: list[tuple[weakref.ref[Tensor], Region]]) -> list[tuple[Tensor, Region]]:
+    """The tensors that are still there."""
+    return [(x, was) for x, was in ((ref(), was) for ref, was in refs) if x is not None]
+
+
+def flat_memory(ref: StorageRef, dtype: torch.dtype) -> Tensor | None:
+    """All of a storage as a flat tensor; `None` if nobody has it."""
+    storage = ref()
+    if storage is None or not storage.nbytes():
+        return None
+    flat = torch.empty(0, dtype=dtype, device=storage.device)
+    return flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a model writes into its own parameters in forward, under `shard`: found, and stored.
+#
+# Forward is given full parameters from an all-gather. A momentum encoder, a codebook or a clamp writes into them, and
+# the write would be lost when they are freed. It is found when they are freed, by comparing this rank's rows with
+# those that were gathered: one pass over 1/N of the parameter and no collective. A version count alone would cost
+# less, but `w.data`, NumPy and `foreach` over `w.data` escape it.
 
 
 class GivenViews:

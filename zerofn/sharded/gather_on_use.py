@@ -1,40 +1,479 @@
-"""Parameters are gathered when they are used, freed when the next ones are, and gathered again in backward.
-
-A *unit* is the parameters that are gathered together (`unit_assignment`). Two units have full parameters at a time: the
-one that is used, and the next.
-
-What an operation saves of a full parameter for backward is a note, from which backward gathers the unit again
-(`saved_tensors`). So no full parameter outlives its use and nothing is computed twice. No storage is resized to free
-a tensor that user code may hold: a later use would read memory that is gone.
-"""
+"""At most two units unsharded; notes in place of saved tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+import contextlib
+import threading
+import weakref
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat.compiler import uncompiled
-from .._compat.functorch import beneath_functorch, functorch_active, is_batch
-from .._compat.tensors import all_plain
+from .._compat.autograd import (
+    NO_BACKWARD,
+    after_this_node,
+    at_end_of_backward,
+    graph_task,
+    in_backward,
+    next_sequence_nr,
+    saved_by,
+    saved_tensors_hooks,
+    sequence_nr,
+)
+from .._compat.functorch import beneath_functorch, functorch_active, innermost, is_batch, uncompiled
+from .._compat.tensors import all_plain, local_of, memory, version
 from .._errors import explain
-from ..core.gradient_checks import check_dense
 from ..core.layout import Leaf, Leaves
-from ..core.linear_map import untracked
 from ..core.pipeline import Pipeline
+from ..core.returned_values import check_dense
+from ..core.view import untracked
+from ..ranks.dtensor import Form, is_distributed
 from ..ranks.group import Group
-from .flush import Rests
-from .forward_writes import ForwardWrites
-from .gathered_units import ALIVE, GatheredUnits, updating
+from ..ranks.ordered_collectives import CALL, STEP, Asked, Rounds
+from .forward_writes import ForwardWrites, StorageRef, WriteBack
+from .guarded_parameter import writes
 from .lazy_tensor import Lazy
-from .unit_collectives import UnitCollectives
-from .unit_plans import UnitPlans
-from .unit_rounds import GRADIENTS, PARAMETERS, TANGENTS, UnitRounds, outside_inference_mode
-from .write_back import WriteBack
+from .units import UnitCollectives, UnitPlans
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which units have full parameters now, at most two, and how often each parameter has changed.
+
+
+# Units that have full parameters at the same time: the one that is used, and the next.
+ALIVE = 2
+
+
+class GatheredUnits:
+    """Full parameters of units: those kept here, one whose all-gather is under way, and those that user code kept.
+
+    Args:
+        units: leaves that are gathered together.
+        blocks: how many of them the model sees; the others are single leaves.
+        params: this rank's shards by path.
+        forward_writes: notices what forward writes into full parameters.
+
+    Attributes:
+        live: full parameters by unit, the last used one at the end.
+        coming: by unit whose all-gather was prefetched, what waits for it and gives full parameters.
+        seen: by unit, the tensors that the model was given of it in the call under way.
+        updates: how often all parameters were updated.
+    """
+
+    def __init__(self, units: list[list[Leaf]], blocks: int, params: Leaves, forward_writes: ForwardWrites):
+        self.units, self.blocks, self.forward_writes = units, blocks, forward_writes
+        # This rank's shards, by unit.
+        self.parts = [[params[leaf.path] for leaf in unit] for unit in units]
+        self.live: OrderedDict[int, list[Tensor]] = OrderedDict()
+        self.coming: dict[int, Callable[[], list[Tensor]]] = {}
+        self.seen: dict[int, tuple[Tensor, ...]] = {}
+        # By number of a memory: the memory, and of which unit and place in it the full parameter is that has it.
+        self.known: dict[int, tuple[StorageRef, int, int]] = {}
+        self.updates = 0
+        # By unit and place in it: how often user code wrote into the shard, and the count of writes that was last seen.
+        self.writes = [[0] * len(unit) for unit in units]
+        self.counts = [writes(parts) for parts in self.parts]
+
+    def __contains__(self, i: int) -> bool:
+        return i in self.live or i in self.coming
+
+    def origin(self, t: Tensor) -> tuple[int, int] | None:
+        """Of which full parameter a tensor is a view, by unit and place in it; `None` if of none."""
+        entry = self.known.get(memory(t))
+        # A new storage may have the number of one that was freed.
+        return None if entry is None or entry[0]() is None else entry[1:]
+
+    def get(self, i: int) -> list[Tensor] | None:
+        """The unit's full parameters, if they are here and up to date."""
+        if writes(self.parts[i]) != self.counts[i]:
+            # User code has written into a shard between two calls.
+            for j in range(len(self.units[i])):
+                self.age(i, j)
+        if i in self.coming:
+            # Since the prefetch began forward may have written into an older copy, which frees what is coming.
+            self.look_again()
+        if i in self.coming:
+            self.put(i, self.coming.pop(i)())
+        elif i in self.live:
+            self.live.move_to_end(i)
+        return self.live.get(i)
+
+    def put(self, i: int, fulls: list[Tensor]) -> None:
+        """Keep a unit's full parameters."""
+        self.live[i] = fulls
+        for j, full in enumerate(fulls):
+            storage = full.untyped_storage()
+            if storage.nbytes():
+                self.known[memory(full)] = (weakref.ref(storage), i, j)
+        self.known = {k: entry for k, entry in self.known.items() if entry[0]() is not None}
+        if i < self.blocks:
+            self.forward_writes.begin(i, fulls)
+
+    def drop(self, keep: int = 0) -> None:
+        """Free the units that were used longest ago until `keep` are left, with those that are coming."""
+        self.look_again()
+        while len(self.live) > max(0, keep - len(self.coming)):
+            self.free_unit(next(iter(self.live)))
+        if not keep:
+            self.finish_prefetched()
+
+    def finish_prefetched(self) -> None:
+        """Wait for the all-gathers that were prefetched, and drop what they give."""
+        for i in list(self.coming):
+            self.coming.pop(i)()
+
+    def free_unit(self, i: int, settled: bool = False) -> None:
+        """Free a unit's full parameters; unless `settled`, what forward has written into them is stored before."""
+        if i in self.coming:
+            self.coming.pop(i)()
+        if i not in self.live:
+            return
+        escaped = None
+        if i in self.forward_writes.given:
+            if not settled:
+                self.settle(i)
+            escaped = self.forward_writes.leave(i)
+            memories = [(weakref.ref(full.untyped_storage()), full.dtype) for full in self.live[i]]
+        del self.live[i]
+        self.seen.pop(i, None)
+        if escaped is not None:
+            self.forward_writes.freed.hold(i, escaped, memories)
+
+    def settle(self, i: int) -> None:
+        """Store what forward has written into a unit's full parameters so far."""
+        given = self.forward_writes.given
+        if i in self.live and i in given and self.forward_writes.settle(i, self.live[i]):
+            self.counts[i] = writes(self.parts[i])
+
+    def settle_all(self) -> None:
+        """Store what forward has written at the end of a call or a backward; writes after it are not looked for."""
+        if not (self.forward_writes.given or self.forward_writes.freed.copies):
+            return
+        for i in list(self.forward_writes.given):
+            self.settle(i)
+            if self.forward_writes.given[i].own:
+                # Memory that forward put there by `w.data = x` is its own.
+                self.free_unit(i)
+        self.look_again()
+        self.forward_writes.forget()
+
+    def look_again(self) -> None:
+        """Store what forward has written into copies that were freed here and that it still has."""
+        if not self.forward_writes.freed.copies:
+            return
+        for i in list(self.live):
+            # First, while the shard is what the newer copy was gathered from: writes are found by comparing the two.
+            self.settle(i)
+        for i, j in self.forward_writes.freed.look_again():
+            self.forward_writes.counts[i][j] += 1
+            # Our own write into the shard, not one of the user's.
+            self.counts[i] = writes(self.parts[i])
+            self.free_unit(i, settled=True)
+
+    def renew(self) -> None:
+        """All parameters were updated: what was gathered before is out of date."""
+        self.forward_writes.forget()
+        self.live.clear()
+        self.seen.clear()
+        self.finish_prefetched()
+        self.updates += 1
+
+    def age(self, i: int, j: int) -> int:
+        """How often a parameter has changed: by updates, by user code, by the model in forward."""
+        (count,) = writes([self.parts[i][j]])
+        if count != self.counts[i][j]:
+            # That `.data` was asked for frees the copy too, but is no reason to refuse a graph: it may have been read.
+            self.writes[i][j] += count[0] != self.counts[i][j][0]
+            self.counts[i][j] = count
+            self.forward_writes.leave(i)
+            self.free_unit(i)
+        return self.updates + self.writes[i][j] + (self.forward_writes.version(i, j) if i < self.blocks else 0)
+
+
+@contextmanager
+def updating(gathered: GatheredUnits, places: Collection[tuple[int, int]]) -> Iterator[None]:
+    """Inside, one leaf is updated alone, in backward; what is gathered of it, at these places, is of before.
+
+    What forward has written into such a copy is stored first: once its shard is another it cannot be told from the
+    update. What is written into it later is not stored, since it would undo the update.
+    """
+    for i, _ in places:
+        gathered.look_again()
+        gathered.settle(i)
+    yield
+    freed = gathered.forward_writes.freed
+    for i, j in places:
+        gathered.writes[i][j] += 1
+        gathered.counts[i] = writes(gathered.parts[i])
+        gathered.free_unit(i, settled=True)
+        freed.copies = [copy for copy in freed.copies if copy.place != (i, j)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collectives of units in an order that all ranks agree on, with the next unit's all-gather begun early.
+#
+# Before a collective each rank tells the others which one it wants, and takes part in those that they want
+# (`ranks.ordered_collectives`). A model mostly needs the same units in the same order as the last time, so the next
+# unit is gathered while the last one computes (prefetch).
+
+
+# Kinds of collective: all-gathers of parameters, reduce-scatters of gradients, and all-gathers of cotangents of
+# gradients (second derivatives).
+PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
+# In the place of what came before the first collective of a call or of a backward.
+START: Asked = (0, 0)
+# Up to which number of reduce-scatters ranks tell each other where they meet.
+COUNTED = 1 << 20
+
+
+class UnitRounds:
+    """The collectives of one model's units.
+
+    Args:
+        control: a group on which ranks tell each other what they want.
+        collectives: of each unit.
+        gathered: which units have full parameters here.
+        accept: takes the gradient of a shard that came by a reduce-scatter which only other ranks wanted.
+        prefetch: whether the unit that is expected next is gathered before it is used.
+
+    Attributes:
+        partial: paths of leaves whose gradient of this step may still grow by other ranks' parts.
+        kept: how many reduce-scatters there were since gradients were last cleared. Where ranks have different
+            numbers one has cleared its part of a sum of which the others have theirs.
+        unfinished: backwards since the last step that have not ended, by autograd's number.
+        lock: held by the thread that sends, or that changes what is gathered: with several, collectives come in the
+            order in which threads ask, which the exchange in front of each brings together over ranks.
+    """
+
+    def __init__(
+        self,
+        control: Group,
+        collectives: UnitCollectives,
+        gathered: GatheredUnits,
+        accept: Callable[[Leaf, Tensor], None],
+        prefetch: bool,
+    ):
+        self.collectives, self.gathered, self.accept, self.prefetch = collectives, gathered, accept, prefetch
+        self.units = collectives.plans.units
+        # Weak: a cycle would keep the shards of a dropped state until the garbage collector runs.
+        this = weakref.ref(self)
+        self.protocol = Rounds(control, lambda kind, i: this()._join(kind, i))  # type: ignore[union-attr]
+        self.partial: set[str] = set()
+        self.kept = 0
+        self.lock = threading.RLock()
+        self.unfinished: set[int] = set()
+        # Gradients that are taken once no other backward is under way here: in its thread it may add to the same ones.
+        self.late: list[tuple[Leaf, Tensor]] = []
+        # What followed each pair of collectives the last time. Of pairs, since between any two blocks there may be
+        # parameters that all blocks share.
+        self.followers: dict[tuple[Asked, Asked], Asked] = {}
+        self.last_two = (START, START)
+
+    def perform(self, kind: int, i: int, tensors: tuple[Tensor | None, ...] = ()) -> list[Any]:
+        """Run a collective of a unit, and those that other ranks want before it.
+
+        Args:
+            kind: of collective.
+            i: the unit.
+            tensors: for each leaf, of `GRADIENTS` the full gradient, of `TANGENTS` what is gathered.
+
+        Returns:
+            For each leaf the full tensor; of `GRADIENTS` the true gradient of this rank's shard, averaged over ranks
+            and unscaled, `None` where no rank has one.
+        """
+        begin = partial(self.collectives.begin_scatter if kind == GRADIENTS else self._gather, i, tensors)
+        with self.lock:
+            if self.prefetch:
+                self.followers[self.last_two] = (kind, i)
+                self.last_two = (self.last_two[1], (kind, i))
+                found = self.protocol.perform(kind, i, begin, self._expected, self._begin_next)
+            else:
+                found = self.protocol.perform(kind, i, begin)
+            if kind == GRADIENTS:
+                self.kept += 1
+                if not self.protocol.together:
+                    self.partial.update(leaf.path for leaf in self.units[i])
+            return found
+
+    def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
+        """Nothing follows here: take part in what others want until every rank rests; see `Rounds.rest`."""
+        with self.lock:
+            self.followers.pop(self.last_two, None)
+            self.last_two = (START, START)
+            return self.protocol.rest(place, told)
+
+    def meet(self, what: str) -> str:
+        """Wait until all ranks have come to the same; see `Rounds.meet`."""
+        number = zlib.crc32(what.encode())
+        # Ranks in different backwards have not: their gradients differ.
+        with self.lock:
+            return self.protocol.meet(lambda: number * COUNTED + self.kept % COUNTED)
+
+    def _expected(self, most: int) -> list[Asked]:
+        """The all-gathers of parameters that followed here the last time, at most so many of them.
+
+        No reduce-scatters, each of which is agreed on by itself: ranks must know whether others have a part of that
+        gradient too, and a rank that joins with zeros and brings its own part later would change the order of the sum.
+        """
+        found: list[Asked] = []
+        two = self.last_two
+        while len(found) < most and (then := self.followers.get(two, START))[0] == PARAMETERS:
+            found.append(then)
+            two = (two[1], then)
+        return found
+
+    def _begin_next(self, now: Asked, then: Asked) -> bool:
+        """Begin the all-gather `then` while the collective `now` is under way; whether it was begun."""
+        kind, i = then
+        # Not while the unit's gradients are on their way: with `in_backward` they update it before it is gathered.
+        if kind != PARAMETERS or i == now[1] or i in self.gathered:
+            return False
+        # One that was prefetched and passed over is not expected any more.
+        self.gathered.finish_prefetched()
+        # Beside the unit that comes, only one that is being gathered `now` is kept: what computes has its own tensors.
+        self.gathered.drop(ALIVE - 1 - (now[0] == PARAMETERS))
+        self.gathered.coming[i] = self._gather(i)
+        self.last_two = (self.last_two[1], then)
+        return True
+
+    def _join(self, kind: int, i: int) -> Callable[[], object]:
+        """Begin a collective that only other ranks want; returns what waits for it."""
+        nothing: tuple = (None,) * len(self.units[i])
+        with outside_inference_mode(), torch.no_grad():
+            if kind == GRADIENTS:
+                return partial(self._accept, i, self.collectives.begin_scatter(i, nothing))
+            if kind == PARAMETERS:
+                self.gathered.drop(ALIVE - 1)
+            return self._gather(i, nothing if kind == TANGENTS else ())
+
+    def _accept(self, i: int, end: Callable[[], list[Tensor | None]]) -> None:
+        """Wait for gradients of a unit that only other ranks wanted, and keep this rank's shards of them."""
+        with outside_inference_mode(), torch.no_grad():
+            self.kept += 1
+            self.late += [(leaf, g) for leaf, g in zip(self.units[i], end(), strict=True) if g is not None]
+            if self.late and not self.unfinished - {graph_task()}:
+                self.accept_late()
+
+    def accept_late(self) -> None:
+        """Take the gradients that have waited for the ends of backwards."""
+        with self.lock:
+            late, self.late = self.late, []
+            for leaf, g in late:
+                self.accept(leaf, g)
+
+    def _gather(self, i: int, tensors: tuple[Tensor | None, ...] = ()) -> Callable[[], list[Tensor]]:
+        """Begin an all-gather of a unit: of its parameters, or of `tensors`, with zeros for `None`."""
+        parts = self.gathered.parts[i]
+        if tensors:
+            mine = [torch.zeros_like(part) if x is None else x for part, x in zip(parts, tensors, strict=True)]
+        else:
+            self.gathered.settle(i)
+            with torch.DisableTorchFunctionSubclass():
+                mine = list(map(Tensor.detach, parts))
+        return self.collectives.begin_gather(i, mine)
+
+
+def outside_inference_mode() -> AbstractContextManager[Any]:
+    """Leaves `torch.inference_mode`, for tensors that outlive the call: training can use none that were made in it.
+
+    A unit that an evaluation has gathered may be the one that training uses next, and gradients come to a rank that
+    waits between two calls, in whatever mode.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A rank without anything to send takes part until all are done: after a call, after a backward, and at a step.
+
+
+KEPT = "how much of their gradients has come since they were last cleared"
+
+
+class Rests:
+    """Where one attached model rests: takes part in other ranks' collectives until every rank rests.
+
+    Args:
+        rounds: its collectives.
+        gathered: its gathered units.
+        write_back: stores what forward writes into gathered copies.
+    """
+
+    def __init__(self, rounds: UnitRounds, gathered: GatheredUnits, write_back: WriteBack):
+        self.rounds, self.gathered, self.write_back = rounds, gathered, write_back
+
+    def after_call(self) -> None:
+        """Rest after a call of the model: other ranks may still be in theirs."""
+        if not in_backward():
+            self.rounds.rest()
+            self.write_back.check()
+
+    @uncompiled
+    def after_backward(self, *_: object) -> None:
+        """Rest at the end of the backward that is under way, if one is: other ranks' may be longer."""
+        task = graph_task()
+        if task == NO_BACKWARD or task in self.rounds.unfinished:
+            return
+
+        def rest() -> None:
+            self.rounds.unfinished.discard(task)
+            # The end of a nested backward is the middle of the outer one.
+            if not after_this_node(self.after_backward):
+                # A checkpoint repeats forward, and what forward writes.
+                self.gathered.settle_all()
+                self.rounds.rest()
+                if self.rounds.late and not self.rounds.unfinished:
+                    self.rounds.accept_late()
+                self.write_back.check()
+
+        self.rounds.unfinished.add(task)
+        at_end_of_backward(rest)
+
+    def marks(self) -> dict[str, int]:
+        """What must be equal on all ranks at a step, by name.
+
+        A rank that cleared gradients in the middle of the others' micro-step has dropped its parts of sums of which
+        they have theirs.
+        """
+        return {KEPT: self.rounds.kept, **self.write_back.marks()}
+
+    def at_step(self, told: Callable[[], Sequence[int]]) -> list[list[int]]:
+        """Rest until all ranks are at a step; the numbers that each rank tells."""
+        # What forward has written into a copy is looked for when the copy is freed.
+        self.gathered.drop()
+        self.rounds.unfinished.clear()
+        if self.rounds.late:
+            self.rounds.accept_late()
+        rows = self.rounds.rest(STEP, told)
+        self.write_back.sums.clear()
+        return rows
+
+    def after_failed_backward(self) -> None:
+        """Rest for a backward that raised on this rank: the others may still be in theirs.
+
+        One that ended has rested; a second rest would wait for ranks that never come to it.
+        """
+        if self.rounds.unfinished:
+            self.rounds.unfinished.clear()
+            self.rounds.rest()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters are gathered when they are used, freed when the next ones are, and gathered again in backward.
+#
+# A *unit* is the parameters that are gathered together (`unit_assignment`). Two units have full parameters at a time:
+# the one that is used, and the next.
+#
+# What an operation saves of a full parameter for backward is a note, from which backward gathers the unit again
+# (`saved_tensors`). So no full parameter outlives its use and nothing is computed twice. No storage is resized to
+# free a tensor that user code may hold: a later use would read memory that is gone.
 
 
 class Units:
@@ -255,3 +694,166 @@ def check_alone(unit: list[Leaf], gs: tuple[Tensor | None, ...]) -> None:
     if any(map(is_batch, there.values())):
         raise RuntimeError(BATCHED)
     check_dense(there)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Autograd saves a note of where a full parameter came from in place of the full parameter.
+#
+# So no full parameter outlives its use: backward gathers it again. At the end of a block's call its graph is walked,
+# and full parameters among saved tensors are exchanged for notes (`Walks`). Saved-tensor hooks around the call would
+# do so at once, but while there are any torch refuses `torch.func.grad`, `vjp` and `jacrev`. Where the user has such
+# hooks around the call, of a checkpoint or of `save_on_cpu`, torch refuses these anyway, and ours are put inside of
+# them (`noting`), or a checkpoint would hold all parameters that it repeats. Torch runs only the hooks that were
+# entered last, so ours hand on to the user's what is no parameter.
+#
+# Saved tensors that no walk reaches stay full parameters, and are freed with the graph: the numbers are right, and
+# memory holds them longer. These are those of a loss that a block keeps in an attribute, of writes into views of
+# activations that multiply by a parameter, and of C++ nodes. Where another module than its own computes with a
+# parameter, it is saved until that module's call ends.
+
+
+# Above every number of an autograd node.
+NEVER = 1 << 64
+_FIRST = itemgetter(0)
+
+
+class Note(NamedTuple):
+    """What is saved in place of a full parameter or of a view of it: which one, its age, the sizes of the view."""
+
+    source: Units
+    age: int
+    unit: int
+    index: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    # Makes a distributed tensor of it, where tensor parallelism has saved one.
+    form: Form | None
+
+
+def note_of(source: Units, t: Tensor) -> Note | None:
+    """The note for a saved tensor; `None` for what is no full parameter."""
+    local = _local(t)
+    found = source.gathered.origin(local)
+    if found is None or source.forward_writes.is_replaced(*found):
+        return None
+    place = tuple(local.size()), tuple(local.stride()), int(local.storage_offset())
+    return Note(source, source.age(*found), *found, *place, None if local is t else Form.of(t))
+
+
+def _local(t: Tensor) -> Tensor:
+    """What this rank has of a saved tensor."""
+    return t if type(t) is Tensor or not is_distributed(t) else local_of(t)
+
+
+@uncompiled
+def _unpack(note: Note) -> Tensor:
+    with torch.no_grad():
+        full = note.source.parameter(note.unit, note.index, note.age)
+    local = full.as_strided(note.size, note.stride, note.offset)
+    return local if note.form is None else note.form.wrap(local)
+
+
+@uncompiled
+def _pack_inside(source: Units, pack: Callable[[Tensor], Any], t: Tensor) -> Any:
+    """A saved-tensor hook inside of the user's `pack`, which is given what is no full parameter."""
+    note = note_of(source, t)
+    return pack(t) if note is None else note
+
+
+@uncompiled
+def _unpack_inside(source: Units, unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
+    return _unpack(saved) if isinstance(saved, Note) and saved.source is source else unpack(saved)
+
+
+def noting(source: Units) -> AbstractContextManager:
+    """A context in which full parameters of `source` are saved as notes at once, if the user has saved-tensor hooks."""
+    outer = saved_tensors_hooks()
+    if outer is None:
+        return contextlib.nullcontext()
+    pack, unpack = partial(_pack_inside, source, outer[0]), partial(_unpack_inside, source, outer[1])
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Call(NamedTuple):
+    """The call of a block that is under way.
+
+    Attributes:
+        module: the block.
+        start: the number of the first autograd node that may be made in it.
+        inner: of calls inside of it that have ended, in order: the number of their first node, that behind their last
+            one, and the older nodes that their graph leads to.
+    """
+
+    module: Any
+    start: int
+    inner: list[tuple[int, int, list[Any]]]
+
+
+class Walks:
+    """The calls of blocks that are under way in one thread. The graph of each is walked when it ends.
+
+    Args:
+        source: gathers parameters.
+    """
+
+    def __init__(self, source: Units):
+        self.source = source
+        self.open: list[_Call] = []
+
+    def begin(self, module: Any) -> None:
+        """A call begins."""
+        # Where there are hooks, `noting` has made the notes already.
+        self.open.append(_Call(module, next_sequence_nr() if saved_tensors_hooks() is None else NEVER, []))
+
+    def end(self, module: Any, outputs: Iterable[Tensor]) -> None:
+        """A call has ended; calls inside of it that are still open were ended by an exception."""
+        while self.open:
+            call = self.open.pop()
+            if call.module is module:
+                break
+        else:
+            return
+        if call.start == NEVER:
+            return
+        older = self._walk(call, [innermost(t).grad_fn for t in outputs])
+        if self.open:
+            self.open[-1].inner.append((call.start, next_sequence_nr(), older))
+
+    def _walk(self, call: _Call, nodes: list[Any]) -> list[Any]:
+        """Make notes at all nodes of a call, from those of its outputs on; the older nodes that they lead to."""
+        starts = list(map(_FIRST, call.inner))
+        older: list[Any] = []
+        # Nodes are kept: the id of one that is gone may be given to another.
+        seen: dict[int, Any] = {}
+        passed: set[int] = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or id(node) in seen:
+                continue
+            seen[id(node)] = node
+            number = sequence_nr(node)
+            if number < call.start:
+                older.append(node)
+                continue
+            k = bisect_right(starts, number) - 1
+            if k >= 0 and number < call.inner[k][1]:
+                # Of a call inside, which was walked.
+                if k not in passed:
+                    passed.add(k)
+                    nodes += call.inner[k][2]
+                continue
+            for saved in saved_by(node):
+                self._exchange(saved)
+            nodes += map(_FIRST, node.next_functions)
+        return older
+
+    def _exchange(self, saved: Any) -> None:
+        t = saved.data
+        # What hooks have packed is no tensor. One that was written into since is left to torch, which compares
+        # versions where there are no hooks, and refuses a backward with other numbers than forward's.
+        if not isinstance(t, Tensor) or (note := note_of(self.source, t)) is None or version(_local(t)):
+            return
+        with contextlib.suppress(RuntimeError):
+            # Torch refuses it where the user's hooks return what they are given.
+            saved.register_hooks(lambda _: note, _unpack)

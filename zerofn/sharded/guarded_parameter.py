@@ -23,13 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat.compiler import COMPILER, uncompiled
-from .._compat.modules import CONVERTING
-from .._compat.tensors import version
+from .._compat.functorch import COMPILER, uncompiled
+from .._compat.tensors import CONVERTING, version
 from .._errors import explain
 from ..core.layout import Leaves
-from .dtensor_values import check_plain
-from .part import plain
+from .parameter import check_plain, plain
 
 PACKAGE = __name__.partition(".")[0]
 OURS = f"{PACKAGE}."

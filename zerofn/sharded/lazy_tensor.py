@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._compat.compiler import uncompiled
-from .._compat.operators import schema
-from .._compat.tensors import no_torch_function, without_memory
+from .._compat.functorch import uncompiled
+from .._compat.tensors import no_torch_function, schema, without_memory
 from .._errors import explain
 from ..core.layout import Leaf, Leaves
 from ..core.tree import Tree, tree_map

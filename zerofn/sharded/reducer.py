@@ -1,20 +1,13 @@
-"""Gradients are reduced during backward, bucket after bucket, in one order on all ranks whatever their graphs.
-
-The end of a backward cannot be observed: an unused parameter never fires, checkpointing nests backwards, a kept
-graph runs again. So nothing here waits for it. A bucket is sent once all of its leaves have a gradient and the bucket
-before it was sent; `settle` sends the rest. A *round* is one pass over all buckets, with the oldest waiting gradient of
-each leaf. Gradients of later backwards queue. To add them up first would save messages, but how many have come by
-then depends on timing, and so would the last bits of the sum. All ranks must make the same number of rounds. The first
-one needs no agreement, since `settle` always completes it. Before every further one ranks tell each other whether they
-want it. Nobody waits long for the answer before `settle`: another rank may be in a collective of the user's, which
-waits for this rank.
-"""
+"""Gradients leave in buckets during backward."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -22,12 +15,110 @@ from torch import Tensor
 
 from .._errors import explain
 from .._ranges import VIEW, WAIT, ranged
-from ..core.coalesced_views import Like, cut
-from ..core.layout import Leaf
-from ..core.views import Wire
+from ..core.bucketed_views import Like, cut
+from ..core.layout import Leaf, Leaves
+from ..core.view import Wire
+from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
-from .round_agreement import RoundAgreement, check_marks
-from .unit_plans import GradBucket
+from .units import GradBucket
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranks tell each other whether they have more gradients to reduce, and compare numbers of their steps.
+
+
+# Bits of the first number that a rank sends.
+MORE, NOTICED = 1, 2
+
+
+class RoundAgreement:
+    """Whether there is one more round of reductions: there is if any rank wants one.
+
+    Args:
+        control: a group for it, not that of the reductions.
+        marks: names of numbers that ranks send with it, to compare them.
+
+    Attributes:
+        allowed: how many rounds all ranks know of. The first one needs no agreement.
+        opening: called on every rank before it sends anything of a step; gives what is called before the first
+            gradient is handed on.
+    """
+
+    def __init__(self, control: Group, marks: tuple[str, ...]):
+        self.control, self.marks = control, marks
+        self.allowed = 1
+        # What was asked and is not answered.
+        self.sent: tuple[Any, Tensor, Tensor] | None = None
+        self.opening: Callable[[], Callable[[], None]] | None = None
+        self.opened: Callable[[], None] | None = None
+
+    def begin(self) -> None:
+        """The first bucket of a step is to be sent, or again after an error in front of it."""
+        if self.opening is not None and self.opened is None:
+            self.opened = self.opening()
+
+    def begun(self) -> None:
+        """A bucket has arrived."""
+        if self.opened is not None:
+            self.opened()
+            self.opened = None
+
+    def ask(self, more: bool, marks: dict[str, int] | None = None, noticed: bool = False) -> Any:
+        """Ask all ranks, unless they are asked already; the work handle.
+
+        Args:
+            more: this rank wants one more round.
+            marks: its numbers.
+            noticed: it has noticed something that the others must know of.
+        """
+        if self.sent is None:
+            numbers = marks or dict.fromkeys(self.marks, 0)
+            self.sent = _gather([MORE * more + NOTICED * noticed, *numbers.values()], self.control)
+        return self.sent[0]
+
+    def answer(self) -> tuple[list[list[int]], bool]:
+        """The numbers of each rank, and whether any has noticed something. Allows a round if any wants one."""
+        assert self.sent is not None
+        work, every, _ = self.sent
+        work.wait()
+        self.sent = None
+        rows = every.tolist()
+        said = reduce(or_, next(zip(*rows, strict=True)))
+        self.allowed += said & MORE
+        return rows, bool(said & NOTICED)
+
+
+def _gather(numbers: list[int], control: Group) -> tuple[Any, Tensor, Tensor]:
+    """Begin to gather numbers: work handle, those of all ranks (ranks, numbers), those of this rank."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=control.device)
+    every = mine.new_empty((control.size, len(mine)))
+    return all_gather_into(every.view(-1), mine, control, async_op=True), every, mine
+
+
+def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
+    """Raise on every rank, naming each rank's value, if one differs. A name may have after "; " what to write."""
+    for name, found in zip(names, zip(*rows, strict=True), strict=True):
+        if len(set(found)) > 1:
+            values = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))
+            what, _, right = name.partition("; ")
+            calls = (
+                "Every rank must make the same calls of step() and zero_grad(), as many micro-batches included; "
+                "give ranks without data an empty batch."
+            )
+            raise RuntimeError(f"ranks disagree on {what} ({values}). {right or calls}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Gradients are reduced during backward, bucket after bucket, in one order on all ranks whatever their graphs.
+#
+# The end of a backward cannot be observed: an unused parameter never fires, checkpointing nests backwards, a kept
+# graph runs again. So nothing here waits for it. A bucket is sent once all of its leaves have a gradient and the
+# bucket before it was sent; `settle` sends the rest. A *round* is one pass over all buckets, with the oldest waiting
+# gradient of each leaf. Gradients of later backwards queue. To add them up first would save messages, but how many
+# have come by then depends on timing, and so would the last bits of the sum. All ranks must make the same number of
+# rounds. The first one needs no agreement, since `settle` always completes it. Before every further one ranks tell
+# each other whether they want it. Nobody waits long for the answer before `settle`: another rank may be in a
+# collective of the user's, which waits for this rank.
+
 
 # Buckets under way at once. Each holds one buffer; many would hold as much as the full gradients.
 IN_FLIGHT = 2
@@ -209,3 +300,75 @@ def _drop_oldest(pending: dict[str, deque[Tensor]], leaves: Sequence[Leaf]) -> N
             queue.popleft()
             if not queue:
                 del pending[leaf.path]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What torch keeps in `p.grad` between steps, where gradients are reduced in backward and `p.grad` is `None`.
+#
+# In torch a loop that never clears gradients adds them up. Here those of the last step are gone, and the second step
+# is refused. To keep them would silently add up gradients for a loop that clears behind `if p.grad is not None:`.
+# `zero_grad(set_to_none=False)` leaves zeros in torch, with which momentum and decay go on for a leaf that no
+# backward reaches: a step is given zeros for it.
+
+
+class UnclearedGradients:
+    """Which gradients of one attached model were used and cleared.
+
+    Args:
+        zero: makes the zero gradient of a leaf, from its path.
+    """
+
+    def __init__(self, zero: Callable[[str], Tensor]):
+        self.zero = zero
+        # Paths of leaves that had a gradient since it was cleared, and of those whose gradient was set to zero.
+        self.had: set[str] = set()
+        self.zeros: set[str] = set()
+        # Those of the last step were used, and are not cleared yet.
+        self.used = False
+        self.warned = False
+
+    def take(self, grads: Leaves) -> Leaves:
+        """The gradients of a step, with zeros where torch has them. The step says that it has `used` them.
+
+        Raises:
+            RuntimeError: those of the last step are not cleared.
+        """
+        if self.used and grads:
+            raise RuntimeError(
+                explain(
+                    "opt.step() with gradients that were never cleared since the last step",
+                    "torch adds them to those of this step; here they have left to be reduced, and are used up",
+                    "opt.zero_grad() after opt.step(); or opt.backward(loss), which drops what the last step has used",
+                )
+            )
+        self.used = False
+        self.had.update(grads)
+        if missing := self.zeros - grads.keys():
+            grads = grads | {path: self.zero(path) for path in sorted(missing)}
+        return grads
+
+    def clear(self, to_none: bool, more: Iterable[str] = ()) -> None:
+        """The user clears gradients.
+
+        Args:
+            to_none: `set_to_none` of `zero_grad`.
+            more: paths of gradients that have arrived since the last step.
+        """
+        self.used = False
+        self.zeros = set() if to_none else self.had | set(more)
+        self.had = set(self.zeros)
+
+    def missed(self) -> None:
+        """The user reads `p.grad`, whose gradient is being reduced. Warns the first time."""
+        if not self.warned:
+            self.warned = True
+            warnings.warn(
+                explain(
+                    "p.grad is read between backward and step, and is None",
+                    "the gradient has left during backward: what edits it, or asks whether there is one, has no effect",
+                    "a transform in the chain: zf.clip_by_value(c), or one of your own by zf.leafwise; or\n"
+                    "zf.shard() instead of zf.reduce_scatter() or zf.all_reduce(), and no in_backward=True",
+                ),
+                UserWarning,
+                stacklevel=3,
+            )

@@ -17,14 +17,12 @@ from ..core.arguments import check_count, check_flag
 from ..core.state import State
 from ..eager.optimizer import Optimizer
 from ..ranks.backend import gather_objects
-from ..ranks.background_thread import settle
 from ..ranks.group import Group
-from . import manifest as _manifest
-from .async_save import Saving
-from .checkpoint import state_of, write_checkpoint
+from ..ranks.process_groups import settle
+from . import files as _manifest
 from .files import absolute_path, discard
 from .loading import load
-from .saving_ranks import checkpoint_group, wait_for_all_ranks
+from .saving import Saving, checkpoint_group, state_of, wait_for_all_ranks, write_checkpoint
 
 NAME = re.compile(r"step_(\d{9,})")
 

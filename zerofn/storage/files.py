@@ -1,14 +1,28 @@
-"""Opening files safely: new ones exclusively, existing ones without blocking on pipes; fsync of directories."""
+"""A file is replaced or it is not: locks, fsync, the manifest."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
+import json
 import os
+import re
+import shutil
+import stat
+import time
 import uuid
+import zlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from .._errors import explain
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Opening files safely: new ones exclusively, existing ones without blocking on pipes; fsync of directories.
+
 
 # Errors of a system that cannot fsync a directory, or allows nobody to. Any other means that the disk is failing.
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS}
@@ -64,3 +78,326 @@ def discard(path: Path) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An flock on a directory: released when its process dies, and never left behind by an interrupt.
+
+
+PATIENCE = 300.0  # seconds that a save waits for another save or load in the same directory
+
+
+class Lock:
+    """One save at a time in a directory, and none while it is read.
+
+    Use it with `finally: lock.release(); lock.close()`.
+
+    Attributes:
+        held: whether it is held. Not every file system has locks; there the caller must make one save at a time.
+        release: unlocks. It is a C function: Python delivers an interrupt between instructions of Python code, so
+            before it or after it and never inside. Closing the file would not unlock it: a process that was forked
+            meanwhile, such as a data loader's worker, has the file open too.
+    """
+
+    def __init__(self) -> None:
+        self.held = False
+        self.release: Callable[[], Any] = bool
+        self._handle: int | None = None
+
+    def acquire(self, directory: Path, exclusive: bool, patience: float | None = None) -> None:
+        """Wait for the lock.
+
+        Args:
+            directory: what is locked.
+            exclusive: against every other lock (`LOCK_EX`), or against exclusive ones only (`LOCK_SH`).
+            patience: seconds to wait; `PATIENCE` by default.
+
+        Raises:
+            TimeoutError: it was not free in that time.
+        """
+        try:
+            import fcntl
+        except ImportError:
+            return
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        patience = PATIENCE if patience is None else patience
+        self._handle = os.open(directory, os.O_RDONLY)
+        # Set before locking: an interrupt may come between, and unlocking what is not locked does no harm.
+        self.release = partial(fcntl.flock, self._handle, fcntl.LOCK_UN)
+        until = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._handle, kind | fcntl.LOCK_NB)
+                self.held = True
+                return
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise TimeoutError(
+                        f"{directory} has been in use by another save or load, of this process or of another one, "
+                        f"for {patience:.0f} s. Save into a directory of its own, and from one process if the state "
+                        "is not sharded."
+                    ) from None
+                time.sleep(0.02)
+            except OSError:
+                self.release = bool
+                return
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The manifest of a checkpoint: one JSON file; replacing it is the moment at which a save takes effect.
+#
+# A checkpoint is a directory of data files and `zerofn.json`, the manifest. Each save writes data files under new
+# names. When all are on disk, the manifest that names them replaces the old one atomically, and only then are the old
+# data files deleted. So a save that dies at any moment leaves the last complete checkpoint. Renaming a whole
+# directory into place would not do: it cannot replace one that has files, and fails on a mount point and on most
+# network file systems.
+#
+# From the replacement on (`ManifestWriter.place`) no file that the manifest names is deleted, whatever fails. Files
+# that no manifest names can be left behind; the next save removes them. It knows files of saves by the form of their
+# names, and never touches others.
+#
+# Nothing here is pickled: whoever can write a pickle that is loaded can run code.
+
+
+NAME = "zerofn.json"
+FORMAT = "zerofn checkpoint"
+VERSION = 3  # version 1 had no buffers, version 2 no tensors whose elements are saved box by box
+ROW_MAJOR = 2
+DATA_FILE = re.compile(r"([0-9a-f]{12})_\d+_\d+\.distcp")
+TEMPORARY = re.compile(rf"{re.escape(NAME)}(\.[0-9a-f]{{12}})?\.tmp")  # version 1 had one name for all
+
+
+class ManifestWriter:
+    """Writes a new manifest under a temporary name, and puts it in place of the old one.
+
+    Attributes:
+        placed: whether it is in place; `None` while that is unknown.
+    """
+
+    def __init__(self, directory: Path, token: str):
+        self.directory = directory
+        self.token = token
+        self.temporary = directory / f"{NAME}.{token}.tmp"
+        self.placed: bool | None = False
+
+    def write(self, body: dict[str, Any]) -> None:
+        """Write it under its temporary name, with fsync of file and directory."""
+        body = {"format": FORMAT, "version": VERSION, **body}
+        with create(self.temporary) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+            json.dump({**body, "checksum": _checksum(body)}, text, indent=1)
+            text.flush()
+            os.fsync(file.fileno())
+        sync_directory(self.directory)
+
+    def place(self) -> None:
+        """Replace the old manifest atomically. This is the moment at which a save takes effect."""
+        # An interrupt may come between the replacement and the next line.
+        self.placed = None
+        os.replace(self.temporary, self.directory / NAME)
+        self.placed = True
+
+    def withdraw(self) -> bool:
+        """Remove it after a failure; whether it is certain that it is not in place, and will not be."""
+        if self.placed is None:
+            # If it is still there under its temporary name it is not in place; else it may be.
+            try:
+                os.unlink(self.temporary)
+                self.placed = False
+            except OSError:
+                names = named_files(self.directory)
+                self.placed = None if names is None else any(name.startswith(self.token) for name in names)
+        elif not self.placed:
+            discard(self.temporary)
+        return self.placed is False
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """The manifest of the last complete save.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or of another format version.
+    """
+    try:
+        with open_regular(directory / NAME) as file:
+            text = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(_why_not(directory)) from None
+    try:
+        body = json.loads(text)
+    except ValueError as error:  # also if it is no UTF-8
+        raise damaged(directory / NAME, str(error)) from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise damaged(directory / NAME, f"it does not say {FORMAT!r}")
+    if body.get("version") not in range(1, VERSION + 1):
+        wrong = f"the checkpoint in {directory} has format version {body.get('version')!r}"
+        why = f"this zerofn reads versions 1 to {VERSION}; the file was written by zerofn {body.get('zerofn')}"
+        right = f"pip install 'zerofn=={body.get('zerofn')}', or save it again with the version you have"
+        raise ValueError(explain(wrong, why, right))
+    if body.pop("checksum", None) != _checksum(body):
+        raise damaged(directory / NAME, "its checksum does not fit")
+    return body
+
+
+class Damaged(ValueError):
+    """A file of a checkpoint is not what was written."""
+
+
+def damaged(file: Path, why: str) -> Damaged:
+    """The error for a file that is not what was written."""
+    right = "an older checkpoint, or a copy of this one; nothing was loaded"
+    return Damaged(explain(f"the checkpoint file {file} is damaged", why, right))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. A pipe is refused at once: opening it would wait for a writer.
+
+    A link to a file is followed: caches of downloads are made of links.
+
+    Raises:
+        Damaged: it is no regular file.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+
+    try:
+        file = open(path, "rb", opener=opener)  # noqa: SIM115
+    except OSError as error:
+        # Of a directory, and of a socket.
+        if isinstance(error, IsADirectoryError) or error.errno == errno.ENXIO:
+            raise damaged(path, "it is no regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise damaged(path, "it is no regular file")
+    return file
+
+
+def _checksum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _why_not(directory: Path) -> str:
+    names = {p.name for p in directory.iterdir()} if directory.is_dir() else set()
+    if not directory.exists():
+        why = "there is no such directory"
+    elif not directory.is_dir():
+        why = "that is a file; a checkpoint is a directory"
+    elif ".metadata" in names:
+        why = "it holds a checkpoint of torch.distributed.checkpoint that zf.save did not write"
+    elif any(DATA_FILE.fullmatch(name) for name in names):
+        why = "its first save was cut off before it was complete"
+    else:
+        why = f"it has no {NAME}"
+    return explain(f"no checkpoint in {directory}", why, f"zf.save({str(directory)!r}, state) first")
+
+
+def named_files(directory: Path) -> set[str] | None:
+    """The data files that the manifest in place names; `None` where it cannot be read, whatever the reason."""
+    try:
+        return {chunk[2] for about in read(directory)["tensors"].values() for chunk in about["chunks"]}
+    except Exception:
+        return None
+
+
+def remove_files(directory: Path, which: Callable[[str], bool]) -> list[OSError]:
+    """Remove files of saves; returns the errors of those that could not be removed.
+
+    Args:
+        directory: of the checkpoint.
+        which: whether to remove a file, by its name. Only names of the form that saves give are asked about.
+    """
+    try:
+        files = [f for f in directory.iterdir() if DATA_FILE.fullmatch(f.name) or TEMPORARY.fullmatch(f.name)]
+    except OSError as error:
+        return [error]
+    failed = [discard(f) for f in files if which(f.name) and (f.is_symlink() or not f.is_dir())]
+    return [error for error in failed if error is not None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One file, replaced atomically by what a library writes to a path in a temporary directory.
+
+
+SUFFIX = ".tmp"
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> OSError | None:
+    """Replace a file by what `write` writes to the path that it is given.
+
+    That path is in a new hidden directory beside the file, which belongs to this call alone: the library may make other
+    files there, and no other user can have put a link there. A process that is killed leaves the directory behind,
+    unlocked, and the next call for the same file removes it.
+
+    Returns:
+        Why the file, although it is in place, may not survive a loss of power; `None` if it will.
+
+    Raises:
+        OSError: it could not be written or put in place. A file that was there is unchanged.
+    """
+    _remove_abandoned(path)
+    while True:
+        directory, lock = path.with_name(f".{path.name}.{random_token()}{SUFFIX}"), Lock()
+        try:
+            if _make_locked(directory, lock):
+                return _write_and_move(directory / path.name, path, write)
+        finally:
+            try:
+                shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                lock.release()
+                lock.close()
+
+
+def _make_locked(directory: Path, lock: Lock) -> bool:
+    """Make a directory and lock it; `False` if another process has removed it before it was locked."""
+    directory.mkdir(0o700)
+    with contextlib.suppress(FileNotFoundError):
+        lock.acquire(directory, exclusive=True)
+    return directory.exists()
+
+
+def _write_and_move(temporary: Path, path: Path, write: Callable[[Path], None]) -> OSError | None:
+    with create(temporary) as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    write(temporary)
+    # The permissions of a new file follow the user's umask; some libraries make it unreadable to others.
+    os.chmod(temporary, mode)
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    try:
+        sync_directory(path.parent)
+    except OSError as error:
+        return error
+    return None
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove directories of killed processes. On a file system without locks nobody can tell, so they stay."""
+    ours = re.compile(rf"{re.escape(f'.{path.name}.')}[0-9a-f]{{12}}{re.escape(SUFFIX)}")
+    with contextlib.suppress(OSError):
+        for other in path.parent.iterdir():
+            if ours.fullmatch(other.name) and not other.is_symlink():
+                _remove_if_unlocked(other)
+
+
+def _remove_if_unlocked(other: Path) -> None:
+    lock = Lock()
+    try:
+        # Only a directory is opened: opening a pipe of that name would wait for a writer.
+        if other.is_dir():
+            lock.acquire(other, exclusive=True, patience=0)
+        if lock.held:
+            shutil.rmtree(other, ignore_errors=True)
+    except OSError:
+        pass  # in use, or gone
+    finally:
+        lock.release()
+        lock.close()

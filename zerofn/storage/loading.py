@@ -1,8 +1,10 @@
-"""`load`: read a checkpoint into a state of the same pipeline, or what fits of another pipeline's."""
+"""`zf.load`: whole or in part, on other numbers of ranks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -11,23 +13,190 @@ from torch import Tensor
 
 from .._errors import explain
 from ..core.arguments import check_flag
-from ..core.pipeline import Pipeline
+from ..core.layout import joined
+from ..core.pipeline import Pipeline, init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, before, entries, rebuild
-from ..core.tensor_parallel_leaves import joined
 from ..core.transform import Transform
+from ..core.uncompiled import kept_out_of_graphs
 from ..core.wrapper_names import warn_of_other_names
 from ..eager.optimizer import Optimizer
-from ..pure.states import pipe_of
-from ..pure.uncompiled import kept_out_of_graphs
-from ..ranks.background_thread import settle
-from .buffers import buffers_of, load_with_buffers, warn_of_missing, without_buffers
-from .checkpoint import state_of
-from .checkpoint_match import copies_in, differences, in_other_order, misfit_message, name_to_read, with_names_of
+from ..eager.param_groups import packed
+from ..pure.api import pipe_of
+from ..ranks.backend import gather_objects
+from ..ranks.group import Group
+from ..ranks.process_groups import settle
 from .files import absolute_path
-from .partial_load import Loaded, PartialLoad, groups_by_name
-from .saving_ranks import checkpoint_group, wait_for_all_ranks
-from .window_resharding import check_views, share_windows
+from .saving import (
+    buffers_of,
+    checkpoint_group,
+    copies_in,
+    differences,
+    in_other_order,
+    load_with_buffers,
+    misfit_message,
+    name_to_read,
+    saved_name,
+    state_of,
+    wait_for_all_ranks,
+    warn_of_missing,
+    with_names_of,
+    without_buffers,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `load(strict=False)`: what fits is loaded, the pipeline makes the rest anew, and a report says which.
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `zf.load(..., strict=False)` has done, by the names of a checkpoint: `adamw/exp_avg/blocks.0.weight`.
+
+    Attributes:
+        loaded: what was read.
+        made_anew: what was not read, and why. The pipeline has made it for the parameters that were loaded; a parameter
+            or a buffer among it is unchanged.
+        left_out: what only the checkpoint has.
+    """
+
+    loaded: tuple[str, ...]
+    made_anew: dict[str, str]
+    left_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [f"loaded {len(self.loaded)} tensors and numbers"]
+        rows += [f"  made anew: {key} ({why})" for key, why in self.made_anew.items()]
+        return "\n".join(rows + [f"  left out: {key}" for key in self.left_out])
+
+
+@dataclass
+class PartialLoad:
+    """Entries that do not fit, collected while a checkpoint is read.
+
+    Attributes:
+        directory: of the checkpoint, for messages.
+        anew: by key, why an entry is made anew.
+        left_out: keys that only the checkpoint has.
+    """
+
+    directory: Any
+    anew: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    def note(self, bad: list[tuple[str, str]], wanted: list[Entry]) -> None:
+        """Note what to make anew. With one tensor of a leaf go all that the same transform keeps of the leaf.
+
+        A count kept without its moments would give a bias correction for moments that are lost.
+        """
+        reasons = dict(bad)
+        about = {e.key: (e.owner, e.path if e.of_leaf else None) for e in wanted}
+        first = {about[key]: key for key in reversed(reasons) if key in about}
+        for e in wanted:
+            if (cause := first.get(about[e.key])) is not None:
+                self.anew[e.key] = reasons.get(e.key, f"{cause} is, which belongs to it")
+        self.left_out += [key for key in reasons if key not in about]
+
+    def agree(self, group: Group) -> None:
+        """Make `anew` the same on all ranks: a rank that has no element of a slot cannot see a misfit."""
+        for other in gather_objects(self.anew, group):
+            self.anew |= {key: why for key, why in other.items() if key not in self.anew}
+
+    def check(self, wanted: list[Entry]) -> None:
+        """Raise if none of the parameters fits: the checkpoint is of another model."""
+        if all(e.key in self.anew for e in wanted if e.owner == "params"):
+            wrong = f"zf.load({str(self.directory)!r}, ..., strict=False) found none of the parameters"
+            rows = [f"{key}: {why}" for key, why in list(self.anew.items())[:3]]
+            raise ValueError(explain(wrong, "\n".join(rows), "the checkpoint of a model with some of the same paths"))
+
+    def state(self, like: State, pipe: Pipeline, read: Callable[[Entry], Any]) -> State:
+        """What was read, and what the pipeline makes anew for these parameters."""
+        if not self.anew:
+            return rebuild(like, read)
+        kept = lambda e: e.value.clone() if isinstance(e.value, Tensor) else e.value  # noqa: E731
+        start = rebuild(like, lambda e: kept(e) if e.key in self.anew else read(e))
+        made = {e.key: e.value for e in entries(replace(start, transforms=init_transforms(pipe, start.leaves)))}
+        return rebuild(like, lambda e: made[e.key] if e.key in self.anew else read(e))
+
+    def report(self, wanted: list[Entry]) -> Loaded:
+        return Loaded(tuple(e.key for e in wanted if e.key not in self.anew), self.anew, tuple(self.left_out))
+
+
+def groups_by_name(opt: Optimizer, saved: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """The optimizer's param_groups, each with what the checkpoint has for its name."""
+    if saved is None:
+        return None
+    known = {group["name"]: group for group in saved}
+    return [known.get(group["name"], packed(group)) for group in opt._own.groups.to_save()]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loads an open accumulation window on another number of ranks: unreduced gradient sums are averaged.
+
+
+def share_windows(
+    sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], read: Callable[[Callable], dict[str, Any]]
+) -> None:
+    """Give every rank the mean of the copies that were saved of sums that are not yet reduced.
+
+    Their reduction is a mean over ranks, and the mean of equal copies is any of them, so its result is the same.
+    One copy is read at a time.
+
+    Args:
+        sums: the entries that are not yet reduced.
+        flat: by key, the memory to write into; it has the first copy.
+        manifest: of the checkpoint.
+        read: reads the pieces that its argument chooses, and returns the manifest.
+    """
+    from .dcp import Piece
+
+    if not sums:
+        return
+    copies = copies_in(manifest)
+    total = {e.key: torch.zeros_like(flat[e.key], dtype=_sum_dtype(flat[e.key])) for e in sums}
+    here = flat
+    for copy in range(copies):
+        if copy:
+            here = {e.key: torch.empty_like(flat[e.key]) for e in sums}
+            pieces = {saved_name(e, copy): Piece(here[e.key], e.offset or 0, e.shape) for e in sums}
+            if read(lambda _, pieces=pieces: pieces) != manifest:
+                raise ValueError("the checkpoint was written anew while it was read; load it again.")
+        for e in sums:
+            if _is_open(e, here):
+                total[e.key] += here[e.key].to(total[e.key].dtype)
+    for key, x in total.items():
+        into = flat[key]
+        into.copy_(x / copies if into.is_floating_point() else x.bool() if into.dtype == torch.bool else x // copies)
+
+
+def check_views(sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], later: tuple[str, ...]) -> None:
+    """Raise if a view changes the gradient before the sum in the checkpoint and after it here, or the reverse.
+
+    Args:
+        sums: entries that are not yet reduced, in the checkpoint or here.
+        flat: by key, what was read.
+        manifest: of the checkpoint.
+        later: the views that the sums have yet to pass here.
+    """
+    others = sorted({*later} ^ {*manifest.get("later", ())})
+    if others and any(_is_open(e, flat) and bool(flat[e.key].any()) for e in sums):
+        why = f"its sum and the one here differ in whether they have come through {', '.join(others)} already,\n"
+        why += "which changes gradients, and stands behind a reduction that is made at the end of a window"
+        right = "zf.save after a step that ends a window (opt.is_boundary), or zf.load on as many ranks as saved it"
+        raise ValueError(explain(f"zf.load of an open window, saved by {manifest['ranks']} ranks", why, right))
+
+
+def _is_open(e: Entry, flat: dict[str, Tensor]) -> bool:
+    """Whether a sum belongs to an open window: `accumulate` does not clear the sums of a closed one."""
+    seen = flat.get(replace(e, slot="seen", below="").key)
+    return seen is None or bool(seen.any())
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.int64
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `load`: read a checkpoint into a state of the same pipeline, or what fits of another pipeline's.
 
 
 @overload
@@ -93,7 +262,7 @@ def _load(
     directory: Any, path: Path, like: State, opt: Optimizer | None, strict: bool, pipe: Pipeline | None
 ) -> State | tuple[State, Loaded]:
     """Read into new memory on all ranks; an attached model is written only once that has succeeded."""
-    from .dcp_reader import load_pieces
+    from .dcp import load_pieces
 
     settle()
     placement = like.layout.placement

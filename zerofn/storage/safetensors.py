@@ -1,10 +1,12 @@
-"""`export_safetensors`: the full model in one file of the safetensors format."""
+"""The safetensors format: export and load."""
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import explain, users_line
+from .._errors import bad_leaves, explain, users_line
+from ..core.bucketed_views import check_known, seen_part, stored_part
 from ..core.facts import AVERAGE
-from ..core.layout import Leaf
-from ..core.outside_form import check_known, seen_part
-from ..core.pipeline import Pipeline
+from ..core.layout import Leaf, joined
+from ..core.pipeline import Pipeline, init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, entries
-from ..core.tensor_parallel_leaves import joined
 from ..core.transform import Transform
+from ..core.uncompiled import kept_out_of_graphs
+from ..core.wrapper_names import unwrapped_names, warn_of_other_names
 from ..eager.optimizer import Optimizer
-from ..pure.states import pipe_of
-from ..pure.uncompiled import kept_out_of_graphs
+from ..pure.api import pipe_of
 from ..ranks.backend import gather_objects
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
-from .atomic_replace import replace_file
-from .checkpoint import state_of
-from .saving_ranks import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
+from .files import replace_file
+from .saving import buffers_of, checkpoint_group, load_with_buffers, raise_on_all_ranks, state_of, wait_for_all_ranks
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `export_safetensors`: the full model in one file of the safetensors format.
 
 
 @kept_out_of_graphs("it writes a file", "zf.export_safetensors(path, state), outside of what is compiled")
@@ -69,7 +73,7 @@ def export_safetensors(
     """
     save_file = safetensors_function("save_file", "zf.export_safetensors")
     given = state_of(state, "zf.export_safetensors(path, {})")
-    pipe = _pipe(state, tx)
+    pipe = _exporting_pipeline(state, tx)
     wait_for_all_ranks("zf.export_safetensors(path, state)", given.layout.placement)
     if isinstance(state, Optimizer):
         state._own.agree_on_writes()
@@ -94,7 +98,7 @@ def export_safetensors(
     raise_on_all_ranks(failure, group)
 
 
-def _pipe(state: State | Optimizer, tx: Transform | None) -> Pipeline | None:
+def _exporting_pipeline(state: State | Optimizer, tx: Transform | None) -> Pipeline | None:
     """The pipeline of a state; `None` where nobody says it, of a state that is seen as it is stored."""
     if isinstance(state, Optimizer):
         return state._own.pipe
@@ -155,3 +159,181 @@ def _gather(e: Entry, group: Group) -> Tensor:
                 x[offset : offset + n] = row[:n]
             x = x.view(e.shape) if e.within is None else joined(x, e.shape, e.within.boxes)
     return x.cpu().contiguous() if group.rank == 0 else x.new_empty(0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `load_safetensors`: read a file of the safetensors format, each rank only the rows that it stores.
+
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@kept_out_of_graphs("it reads files", "zf.load_safetensors(path, like=state), outside of what is compiled")
+def load_safetensors(
+    path: str | os.PathLike,
+    like: State | Optimizer,
+    tx: Transform | None = None,
+    only: Callable[[str], bool] | None = None,
+) -> State:
+    """Read parameters by their names from a file of the `safetensors` format, each rank the part that it keeps.
+
+    The other way of `export_safetensors`, and the way in for weights that others have trained: names are those of
+    `model.state_dict()`. A rank reads the rows that it keeps and no others, so that it needs no memory for the whole
+    model; `like` may be a state of meta tensors. Numbers are cast to the dtype that the state stores them in, and are
+    what the model is to compute with: behind a view of one's own what is stored of them is what its `store` gives.
+
+    At step 0 the states of transforms begin anew from what was read (an `ema` averages from there); later they stay.
+
+    Args:
+        path: a file, or the `.json` that tells in which of several files beside it each tensor is.
+        like: a state, which is not written; or an attached model's `opt`, which is, in place, with the buffers that
+            the file has. Of tied names one is enough.
+        tx: the pipeline, where `like` is a state.
+        only: whether a tensor of the file is for this model, by its name; all are, by default. A state has no buffers:
+            `only=lambda name: "running_" not in name`.
+
+    Returns:
+        The state; with `like=opt`, `opt.state`.
+
+    Raises:
+        ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
+        FileNotFoundError: no such file.
+        ValueError: tensors that are missing, unexpected, of another shape or of whole numbers, all of them by name.
+        TypeError: a state without `tx`.
+        RuntimeError: only some ranks call it, as for `zf.load`.
+
+    >>> import tempfile, torch, zerofn as zf
+    >>> tx = zf.chain(zf.shard(), zf.adamw(lr=1e-3))
+    >>> like = zf.init(tx, {"w": torch.empty(2, 2, device="meta")})
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     zf.export_safetensors(f"{directory}/a", zf.init(tx, {"w": torch.eye(2)}))
+    ...     state = zf.load_safetensors(f"{directory}/a", like=like, tx=tx)
+    >>> state.params["w"]
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    safe_open = safetensors_function("safe_open", "zf.load_safetensors")
+    state = state_of(like, "zf.load_safetensors(path, like={})")
+    opt = like if isinstance(like, Optimizer) else None
+    pipe = _loading_pipeline(state, opt, tx)
+    wait_for_all_ranks("zf.load_safetensors(path, like)", state.layout.placement)
+    buffers = {e.path: e for e in buffers_of(opt._own.model)} if opt else {}
+    leaves, others, renamed = _read_all(path, state, buffers, only, safe_open)
+    warn_of_other_names(f"zf.load_safetensors({os.fspath(path)!r}, ...)", renamed)
+    with torch.no_grad():
+        leaves = {leaf.path: stored_part(pipe.road, leaves[leaf.path], leaf) for leaf in state.layout.leaves}
+    new = _with_parameters(state, leaves, pipe)
+    if opt is None:
+        return new
+    found, values = [buffers[name] for name in others], {buffers[name].key: x for name, x in others.items()}
+    load_with_buffers(opt, "zf.load_safetensors", new, None, found, values)
+    return opt.state
+
+
+def _with_parameters(state: State, leaves: dict[str, Tensor], pipe: Pipeline) -> State:
+    """The state with new parameters; before the first step also with the states that transforms make from them."""
+    fresh = state.micro_step.is_meta or not int(state.micro_step)
+    transforms = init_transforms(pipe, leaves) if fresh else state.transforms
+    step, micro_step = (torch.zeros((), dtype=x.dtype) if x.is_meta else x for x in (state.step, state.micro_step))
+    return State(leaves, transforms, step, micro_step, state.layout)
+
+
+def _read_all(
+    path: Any, state: State, buffers: dict[str, Entry], only: Callable[[str], bool] | None, safe_open: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
+    """This rank's parts of the parameters by path, the buffers that the file has by name; and as `_names`.
+
+    Raises:
+        ValueError, OSError: on every rank, if one could not read.
+    """
+    wanted = {e.path: e for e in entries(state) if e.owner == "params"}
+    leaves: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    renamed: dict[str, str] = {}
+    failure: BaseException | None = None
+    try:
+        with ExitStack() as stack:
+            files = [stack.enter_context(safe_open(file, "pt")) for file in _files(Path(path))]
+            here = {name: file.get_slice(name) for file in files for name in file.keys() if only is None or only(name)}  # noqa: SIM118
+            names, renamed = _names(state, wanted, buffers, here, path)
+            leaves = {p: _read(here[name], wanted[p]) for p, name in names.items() if p in wanted}
+            others = {p: _read(here[name], buffers[p]) for p, name in names.items() if p in buffers}
+    except (ValueError, OSError) as error:
+        failure = error
+    except Exception as error:
+        # safetensors has an exception of its own.
+        failure = OSError(f"{path} could not be read: {error}")
+    raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
+    return leaves, others, renamed
+
+
+def _loading_pipeline(state: State, opt: Optimizer | None, tx: Transform | None) -> Pipeline:
+    if opt is not None:
+        return opt._own.pipe
+    if tx is None:
+        why = "the states of its transforms are made from what is read, and a state does not say by whom"
+        right = "zf.load_safetensors(path, like=state, tx=tx), or like=opt of an attached model"
+        raise TypeError(explain("zf.load_safetensors(path, like=state)", why, right))
+    return pipe_of(tx, state, "zf.load_safetensors")
+
+
+def _files(path: Path) -> list[Path]:
+    if path.suffix != ".json":
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {path}. Of several files give the .json beside them that names them.")
+        return [path]
+    named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
+    # Somebody else wrote the table; only files in its own directory are opened.
+    return [path.parent / Path(name).name for name in dict.fromkeys(named)]
+
+
+def _names(
+    state: State, wanted: dict[str, Entry], buffers: dict[str, Entry], here: dict[str, Any], path: Any
+) -> tuple[dict[str, str], dict[str, str]]:
+    """By leaf, and by buffer, its name in the file; and those that differ by what wrappers of modules add.
+
+    Raises:
+        ValueError: tensors that do not fit, all of them by name.
+    """
+    found, bad = {}, []
+    leaf_of = dict(zip(state.layout.paths, state.layout.at, strict=True))
+    names = unwrapped_names(here, [*leaf_of, *buffers])
+    mine = {theirs: name for name, theirs in names.items()}
+    for name in here:
+        if (leaf := leaf_of.get(mine.get(name, name))) is not None:
+            found.setdefault(leaf, name)
+        elif mine.get(name, name) in buffers:
+            found[mine.get(name, name)] = name
+        else:
+            bad.append((name, "is in the file and not in the model"))
+    for p, e in [*wanted.items(), *buffers.items()]:
+        name = found.get(p, p)
+        if name not in here:
+            bad += [(p, "is in the model and not in the file")] if p in wanted else []
+            continue
+        shape, dtype = tuple(here[name].get_shape()), here[name].get_dtype()
+        if shape != tuple(e.shape):
+            bad.append((name, f"is of shape {shape} in the file and of {tuple(e.shape)} in the model"))
+        elif p in wanted and dtype not in FLOATS:
+            bad.append((name, f"is of {dtype} in the file, whole numbers that another program knows how to read"))
+    if bad:
+        right = "a file of this model: zf.export_safetensors, or safetensors.torch.save_model"
+        raise ValueError(bad_leaves(f"zf.load_safetensors({os.fspath(path)!r}): the file does not fit", bad, right))
+    return found, names
+
+
+def _read(part: Any, e: Entry) -> Tensor:
+    """This rank's range of a tensor of the file, in the dtype and on the device of the state."""
+    like, shape = e.value, tuple(e.shape)
+    device = "cpu" if like.is_meta else like.device
+    if e.offset is None:
+        return part[...].to(device, like.dtype, copy=True).view(like.shape)
+    if e.within is not None:
+        return e.part(part[...]).to(device, like.dtype, copy=True)
+    low, high = e.offset, e.offset + like.numel()
+    if not shape:
+        return part[...].view(1)[low:high].to(device, like.dtype, copy=True)
+    row = max(1, torch.Size(shape[1:]).numel())
+    first = low // row
+    rows = part[first : max(first, -(-high // row))].reshape(-1)
+    return rows[low - first * row : high - first * row].to(device, like.dtype, copy=True).view(like.shape)

@@ -1,31 +1,459 @@
-"""The laws that every transform obeys, as one check."""
+"""The laws that every transform keeps, as one check."""
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compat.tensors import memories
+from .._errors import bad_leaves
 from ..core.chain import as_transform, chain
-from ..core.facts import Scope
-from ..core.layout import make_layout
+from ..core.context import Context
+from ..core.facts import OF_PIECES, Scope
+from ..core.layout import Layout, Leaf, Leaves, make_layout
+from ..core.pipeline import pipeline
+from ..core.rank_agreement import misjoined, misjoined_message
+from ..core.spec import Spec
 from ..core.state import State
-from ..core.transform import Transform
-from ..core.tree import Tree, clone, flatten, tree_map
-from ..eager.attach import attach
-from ..pure.api import update
-from ..pure.states import init
+from ..core.survey import effect
+from ..core.transform import Transform, TransformState
+from ..core.tree import Tree, clone, flatten, tensors_of, tree_map
+from ..core.update import apply
+from ..core.view import Ranks, View
+from ..eager.optimizer import attach
+from ..pure.api import init, update
 from ..pure.step import make_step
-from .case import AsModel, Case, completed, inner, innermost, loss
-from .cutting import check_cut, draw_cut, fit_for_pieces, fit_for_rows, singly
-from .facts import check_facts
-from .stations import check_dtypes, check_places
+from ..ranks.backend import CollectiveBegun, no_collectives
+from ..ranks.group import Group
+from ..transforms.sgd import sgd
+from .cutting import (
+    AsModel,
+    Case,
+    Spans,
+    check_cut,
+    completed,
+    draw_cut,
+    fit_for_pieces,
+    fit_for_rows,
+    inner,
+    innermost,
+    loss,
+    singly,
+    start,
+)
 from .trees import assert_trees_close, assert_trees_equal, difference, random_like, sample_params
-from .views import check_views
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether a transform does what its `Facts` say: each fact is compared with what the update half gives.
+
+
+# How far parameters are moved to tell new parameters, which move along, from gradients, which do not.
+SHIFT = 1.0
+# So many windows are looked at for what a transform keeps in some step.
+WINDOWS = 6
+NO = "keeps=False says that"
+
+
+def check_facts(t: Transform, state: State) -> None:
+    """Raise an `AssertionError` where a transform does other things than its `Facts` say.
+
+    Args:
+        t: no chain, and no guest of another library.
+        state: of a pipeline that it stands in, on whose parameters it is run as they are stored.
+    """
+    run = _Run(t, state.layout, state.leaves)
+    for why in (_window(run), _parameters(run), _old(run), _reports(run), _settable(run), _weights(run), _keeps(run)):
+        if why:
+            raise AssertionError(f"{t!r}: it does what its `Facts` say. {why}")
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A transform by itself, fed with the same gradients again and again."""
+
+    t: Transform
+    layout: Layout
+    leaves: Leaves
+
+    def steps(
+        self,
+        shift: float = 0.0,
+        weights: tuple[float, ...] = (),
+        windows: int = 1,
+        handed: list[Tensor] | None = None,
+        old: float | None = None,
+        **given: Any,
+    ) -> Iterator[tuple[Leaves | None, TransformState, Mapping[str, Tensor]]]:
+        """What it gives in each micro-step, `None` where it holds, its state then, and the metrics.
+
+        What its update half is handed goes into `handed` too. With `old` all old parameters are that number, for one
+        that watches.
+        """
+        params = {p: x + shift if x.is_floating_point() else x for p, x in self.leaves.items()}
+        state = self.t.init_fn(params, self.layout)
+        for i in range(windows * self.t.facts.window):
+            grads = params if self.t.facts.watches else random_like(self.leaves, seed=100 + i)
+            if handed is not None:
+                handed += [*grads.values(), *params.values()]
+            weight = weights[i] if weights else 2.0 if self.t.facts.weighted else None
+            ctx = Context(self.layout, weight=weight, **given)
+            before = params if old is None else {p: torch.full_like(x, old) for p, x in params.items()}
+            prepared = self.t.prepare_fn(state, grads, before, ctx)
+            out, own = self.t.update_fn(grads, state, before, prepared.carry, ctx)
+            if prepared.close is not None:
+                prepared.close()
+            ctx.settle()
+            state = {**state, **own, **prepared.state}
+            yield (out if prepared.emit else None), state, ctx.metrics
+
+    def last(self, **given: Any) -> tuple[Leaves, TransformState, Mapping[str, Tensor]]:
+        """What it gives at the end of a window, its state then, and the metrics of that step."""
+        *_, (out, state, metrics) = self.steps(**given)
+        return out or {}, state, metrics
+
+
+def _window(run: _Run) -> str:
+    window = run.t.facts.window
+    going = [i for i, (out, *_) in enumerate(run.steps(), 1) if out is not None]
+    if going == [window]:
+        return ""
+    gave = f"in {', '.join(map(str, going))} of the first {window}" if going else f"in none of the first {window}"
+    return f"window={window} says that one micro-step of so many goes on, the last. It gave gradients {gave}."
+
+
+def _parameters(run: _Run) -> str:
+    if not run.t.facts.optimizes:
+        return ""
+    here, there = run.last()[0], run.last(shift=SHIFT)[0]
+    moved = [(there[p].double() - x.double()).flatten() for p, x in here.items() if x.is_floating_point()]
+    if not moved or not (all_of := torch.cat(moved)).numel() or all_of.mean() > SHIFT / 2:
+        return ""
+    return "optimizes=True says that it gives new parameters. Those would move with the old ones: it gives gradients."
+
+
+def _reports(run: _Run) -> str:
+    missing = sorted(run.t.facts.reported(run.layout, run.leaves.keys()) - run.last()[2].keys())
+    return f"reports={missing} says that it shows these metrics. It has no ctx.report of them." if missing else ""
+
+
+def _old(run: _Run) -> str:
+    if not run.t.facts.watches or run.t.facts.sees_old or _same(run.last(), run.last(old=torch.nan)):
+        return ""
+    return "sees_old=False says that it looks at no old parameters. With other ones it gives other numbers."
+
+
+def _settable(run: _Run) -> str:
+    facts = run.t.facts
+    if facts.rate is not None:
+        rate = 2 * facts.rate + 0.01 if isinstance(facts.rate, float) else 0.125
+        if _same(run.last()[0], run.last(lr={"": rate})[0]):
+            return f"rate={facts.rate!r} says that its rate is set from outside. It does not use ctx.lr[ctx.prefix]."
+    for name, value in facts.settable:
+        numbers = {"": {name: tuple(map(_other, value)) if isinstance(value, tuple) else _other(value)}}
+        # Three steps: a decay of a momentum has an effect on the next one.
+        if _same(run.last(windows=3)[:2], run.last(windows=3, numbers=numbers)[:2]):
+            return f"{name!r} is settable from outside. It does not use ctx.numbers[ctx.prefix][{name!r}]."
+    return ""
+
+
+def _weights(run: _Run) -> str:
+    if not run.t.facts.weighted or run.t.facts.window == 1:
+        return ""
+    equal = (1.0,) * run.t.facts.window
+    if not _same(run.last(weights=equal)[0], run.last(weights=(3.0, *equal[1:]))[0]):
+        return ""
+    return "weighted=True says that it weighs micro-batches. It does not use ctx.weight."
+
+
+def _keeps(run: _Run) -> str:
+    if run.t.facts.keeps:
+        return ""
+    first = run.t.init_fn(dict(run.leaves), run.layout)
+    if why := _kept("first state", first, run.leaves.values()):
+        return why
+    handed: list[Tensor] = []
+    # A buffer may begin as the gradient itself, and be another one afterwards.
+    for i, (out, state, _) in enumerate(run.steps(windows=WINDOWS, handed=handed), 1):
+        made = (out or {}).values() if run.t.facts.optimizes else ()
+        if why := _kept(f"state after micro-step {i}", state, (*handed, *made)):
+            return why
+        # What it was handed last.
+        params = dict(zip(run.leaves, handed[-len(run.leaves) :], strict=True))
+        moved = [x for path, x in (out or {}).items() if x is not params[path]]
+        if not memories(moved).isdisjoint(memories(handed if run.t.facts.optimizes else params.values())):
+            more = "no gradient, and " if run.t.facts.optimizes else ""
+            return f"{NO} it gives {more}no parameter of another leaf, nor a view of one. It does, in micro-step {i}."
+    return ""
+
+
+def _kept(which: str, state: TransformState, others: Iterable[Tensor]) -> str:
+    """What of memory that is not its own a state has."""
+    own = tensors_of(state)
+    if not memories(others).isdisjoint(memories(own)):
+        return f"{NO} its state shares no memory with what it is handed, or new parameters; its {which} does."
+    if len(memories(own)) < len([x for x in own if memories([x])]):
+        return f"{NO} its state has no memory at two places; its {which} does."
+    return ""
+
+
+def _other(value: Any) -> Any:
+    """Another value of a hyperparameter, valid where the first is between 0 and 1."""
+    return (0.5 if value == 0.25 else 0.25) if isinstance(value, float) else value
+
+
+def _same(a: Tree, b: Tree) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(flatten(a)[0], flatten(b)[0], strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether gradients behind each transform have the dtype and the placement that the chain's stations say.
+
+
+RIGHT = "a `through` that says what its transform does: spec.to(dtype), spec.placed(Shard(0))"
+
+
+def check_places(tx: Transform, params: Tree, ranks: int) -> None:
+    """Raise an `AssertionError` where leaves lie elsewhere than a transform says, on any of so many ranks.
+
+    Nothing is sent: a chain is only resolved.
+    """
+    layout, _ = make_layout(params)
+    for rank in range(ranks):
+        groups = _silent_groups(rank, ranks)
+        views = [part.view_fn(layout, groups) for part in tx.members]
+        wired = [t for t, v in zip(tx.members, views, strict=True) if v is not None and v.wire is not None]
+        for part in wired:
+            try:
+                pipe = pipeline(chain(part, sgd(0.1)), layout, "check_transform", groups)
+            except ValueError as error:
+                raise AssertionError(f"{part!r}: it says where gradients lie.\n{error}") from error
+            for view in pipe.stages:
+                if rows := misjoined(view, layout.leaves):
+                    raise AssertionError(f"{part!r}: a wire gives whole leaves.\n{misjoined_message(view, rows)}")
+
+
+def _silent_groups(rank: int, size: int) -> Ranks:
+    """Groups of so many ranks in which nothing is ever sent."""
+
+    def group(function: str, mesh: Any) -> Group:
+        return Group(rank, size, tuple(range(size)))
+
+    return group
+
+
+def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_options: Mapping[str, Any]) -> None:
+    """Raise an `AssertionError` where what an update half gives has another dtype than the station behind it says.
+
+    Args:
+        tx: with an optimizer.
+        params: on one process.
+        gradients: for each micro-step.
+        step_options: of the context.
+    """
+    layout, tensors = make_layout(params)
+    says = {s.transform: s.gives for s in pipeline(tx, layout, "check_transform").stations}
+    wrong: dict[str, dict[str, str]] = {}
+
+    def recording(part: Transform) -> Transform:
+        def update(grads: Leaves, state: Any, leaves: Leaves, carry: Any, ctx: Any):
+            out, new = part.update_fn(grads, state, leaves, carry, ctx)
+            wrong.setdefault(part.name, {}).update(_wrong_dtypes(says[part.name], {} if out is None else out))
+            return out, new
+
+        return part if part.idle else replace(part, update_fn=update, joins=None)
+
+    pipe = pipeline(chain(*map(recording, tx.members)), layout, "check_transform")
+    state = start(pipe, tensors)
+    for grads in gradients:
+        cast = {leaf.path: grads[leaf.path].to(pipe.dtypes.gradient(leaf)) for leaf in layout.trainable}
+        state, _ = apply(pipe, cast, state, pipe.context(micro_step=state.micro_step, **step_options))
+    for part in tx.members:
+        if rows := wrong.get(part.name):
+            raise AssertionError(bad_leaves(f"{part!r}: it says which dtype it gives.", rows.items(), RIGHT))
+
+
+def _wrong_dtypes(says: Mapping[str, Spec], out: Leaves) -> dict[str, str]:
+    told = {path: (says[path].dtype, x.dtype) for path, x in out.items()}
+    return {path: f"in {got}, where its station says {said}" for path, (said, got) in told.items() if said != got}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Laws of view halves: law 4, law 11 for views, and that a view without a wire talks to no other rank.
+
+
+# Units in the last place between a view after its store and the identity, and of an inner product that has n terms.
+ULPS = 16.0
+
+
+def check_views(tx: Transform, params: Tree) -> None:
+    """Raise an `AssertionError` where a view half of a chain breaks a law, or a transform says what no view does.
+
+    Wires are not asked: over one process they do nothing.
+    """
+    layout, leaves = make_layout(params)
+    for part in tx.members:
+        view = part.view_fn(layout, _one_process)
+        _check_words(part, view)
+        if view is None or view.wire is not None or not view.of_leaves:
+            continue
+        touched = [leaf for leaf in layout.leaves if view.changes(leaf)]
+        state = part.init_fn({path: leaves[path] for path in layout.trained}, layout)
+        read = view.reading(lambda state=state: state)
+        _check_writes(part, read, touched, leaves)
+        _check_store(part, read, touched, leaves)
+        _check_pull(part, read, touched, leaves)
+        _check_silent(part, read, touched, leaves)
+        if part.needs in (*OF_PIECES, "row"):
+            _check_pieces(part, view, touched, layout, leaves)
+
+
+def _one_process(function: str, mesh: Any) -> Group:
+    return Group()
+
+
+def _check_words(part: Transform, view: View | None) -> None:
+    says = effect(part)
+    words = [w for w in ("sharded_by", "scattered_by", "averaged_by") if getattr(says, w)]
+    assert not words or (view is not None and view.wire is not None), (
+        f"{part!r}: its `through` says {words[0]!r}, and no view of it has a wire that could do it.\n"
+        "  write: a `through` without it; or view_fn=lambda layout, ranks: over_ranks(wire, resident=...)"
+    )
+
+
+def _each(part: Transform, law: str, right: str, rows: Iterator[tuple[str, str | None]]) -> None:
+    if wrong := [(path, reason) for path, reason in rows if reason]:
+        raise AssertionError(bad_leaves(f"{part!r}: {law}", wrong, right))
+
+
+def _functions(view: View) -> dict[str, Callable[[Tensor, Leaf], Tensor]]:
+    return {"view": view.view, "pull": view.pull, "store": view.store}
+
+
+def _check_writes(part: Transform, view: View, touched: Sequence[Leaf], leaves: Leaves) -> None:
+    def rows() -> Iterator[tuple[str, str | None]]:
+        for leaf in touched:
+            for name, fn in _functions(view).items():
+                given = leaves[leaf.path].clone()
+                fn(given, leaf)
+                yield leaf.path, f"`{name}` wrote it" if not torch.equal(given, leaves[leaf.path]) else None
+
+    _each(
+        part, "a view writes into none of its arguments: they are what is stored.", "x * 2, and not x.mul_(2)", rows()
+    )
+
+
+def _check_store(part: Transform, view: View, touched: Sequence[Leaf], leaves: Leaves) -> None:
+    def rows() -> Iterator[tuple[str, str | None]]:
+        for leaf in touched:
+            seen = view.view(view.store(leaves[leaf.path], leaf), leaf)
+            yield leaf.path, difference(view.view(view.store(seen, leaf), leaf), seen, (ULPS, 1.0))
+
+    right = "View(view=lambda x, leaf: x * by, pull=lambda g, leaf: g * by, store=lambda x, leaf: x / by)"
+    _each(part, "view after store is the identity on what is seen.", right, rows())
+
+
+def _check_pull(part: Transform, view: View, touched: Sequence[Leaf], leaves: Leaves) -> None:
+    """<view(x), g> is <x, pull(g)> where the view is linear; where it is not, `pull` stands for a derivative."""
+    cotangents = random_like(leaves, seed=32)
+
+    def rows() -> Iterator[tuple[str, str | None]]:
+        for leaf in touched:
+            x, seen = leaves[leaf.path], view.view(leaves[leaf.path], leaf)
+            if seen.is_complex() or not _linear(view, x, leaf):
+                continue
+            g = cotangents[leaf.path].to(seen.dtype)
+            left, right = _terms(seen, g), _terms(x, view.pull(g, leaf))
+            eps = max(torch.finfo(seen.dtype).eps, torch.finfo(x.dtype).eps)
+            room = ULPS * eps * float(left.abs().sum() + right.abs().sum())
+            one, two = float(left.sum()), float(right.sum())
+            yield leaf.path, None if abs(one - two) <= room else f"<view(x), g> = {one:.6g}, <x, pull(g)> = {two:.6g}"
+
+    law = "`pull` of a linear view is its transpose: the vjp of the view."
+    right = "the transpose; what is to multiply gradients alone is an update half: zf.leafwise(lambda grad, param: ...)"
+    _each(part, law, right, rows())
+
+
+def _linear(view: View, x: Tensor, leaf: Leaf) -> bool:
+    """Whether the view keeps sums and multiples: on a grid no multiple by such a number is."""
+    y = random_like({"y": x}, seed=31)["y"]
+    pairs = [(view.view(x + y, leaf), view.view(x, leaf) + view.view(y, leaf))]
+    pairs += [(view.view(by * x, leaf), by * view.view(x, leaf)) for by in (0.3719, 1000.13)]
+    return not any(difference(a, e, (ULPS, 4.0)) for a, e in pairs)
+
+
+def _terms(x: Tensor, y: Tensor) -> Tensor:
+    return (x.double() * y.double()).reshape(-1)
+
+
+def _check_silent(part: Transform, view: View, touched: Sequence[Leaf], leaves: Leaves) -> None:
+    def rows() -> Iterator[tuple[str, str | None]]:
+        for leaf in touched:
+            for name, fn in _functions(view).items():
+                given = leaves[leaf.path].clone()
+                try:
+                    with no_collectives():
+                        fn(given, leaf)
+                except CollectiveBegun as error:
+                    yield leaf.path, f"`{name}` called {error}"
+                except Exception as error:
+                    yield leaf.path, f"`{name}` raised where there are several ranks: {error}"
+
+    law = "a view without a wire talks to no other rank: its calls are in no order that ranks have in common."
+    _each(part, law, "what travels is packed, sent and unpacked by a wire: over_ranks(wire, resident=...)", rows())
+
+
+def _check_pieces(part: Transform, view: View, touched: Sequence[Leaf], layout: Layout, leaves: Leaves) -> None:
+    """Law 11: a view of a piece, or of some rows, is that piece of the view of the whole leaf."""
+    by_rows = part.needs == "row"
+    for ranks in (2, 3, 4):
+        for spans in draw_cut(layout, ranks, seed=ranks, by_rows=by_rows):
+            _check_piece(part, view, touched, layout, leaves, spans)
+
+
+def _check_piece(
+    part: Transform, view: View, touched: Sequence[Leaf], layout: Layout, leaves: Leaves, spans: Spans
+) -> None:
+    def piece(leaf: Leaf) -> Tensor:
+        return _piece(leaves[leaf.path], leaf, spans, part.needs)
+
+    trained = {leaf.path: leaf for leaf in layout.trainable}
+    whole = part.init_fn({path: leaves[path] for path in trained}, layout)
+    own = part.init_fn({path: piece(leaf) for path, leaf in trained.items()}, layout)
+    of_whole, of_piece = (_functions(view.reading(lambda state=state: state)) for state in (whole, own))
+
+    def rows() -> Iterator[tuple[str, str | None]]:
+        for leaf in touched:
+            low, high = spans[leaf.path]
+            for name in of_whole:
+                expected = _piece(of_whole[name](leaves[leaf.path], leaf), leaf, spans, part.needs)
+                try:
+                    reason = difference(of_piece[name](piece(leaf), leaf), expected, (2.0, 1.0))
+                except Exception as error:
+                    reason = f"it raised {type(error).__name__}: {error}"
+                yield f"{leaf.path}[{low}:{high}]", None if reason is None else f"`{name}`: {reason}"
+
+    some = "some rows of a leaf are" if part.needs == "row" else "a flat piece of a leaf is"
+    law = f"it says needs={part.needs!r}: {some} seen, pulled back and stored as in the whole leaf."
+    _each(part, law, 'needs="leaf", and it stands in front of what cuts leaves: chain(view, shard(), ...)', rows())
+
+
+def _piece(x: Tensor, leaf: Leaf, spans: Mapping[str, tuple[int, int]], needs: str) -> Tensor:
+    low, high = spans[leaf.path]
+    flat = x.reshape(-1)[low:high]
+    if needs != "row" or not leaf.shape:
+        return flat
+    row = leaf.shape[1:].numel()
+    return flat.reshape((high - low) // row if row else 0, *leaf.shape[1:])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The laws that every transform obeys, as one check.
 
 
 def check_transform(tx: Any, params: Tree = None) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat.compiler import uncompiled
+from .._compat.functorch import uncompiled
 from .._errors import explain, unknown_keyword
 from ..extend import LeafList, LeafStep, ScalarOrSchedule, Transform, check_lr, optimizer, typed
 

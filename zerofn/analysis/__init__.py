@@ -1,1 +1,0 @@
-"""What a run is like: curvature, profiles."""

@@ -1,0 +1,439 @@
+"""DeepSpeed's checkpoints, as its own converter writes them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import bad_leaves, explain, kind_of, users_line
+from ..core.bucketed_views import stored_part
+from ..core.pipeline import init_transforms
+from ..core.state import State
+from ..core.state_entries import Entry, entries, rebuild
+from ..core.wrapper_names import buffers_in
+from ..eager.optimizer import Optimizer
+from ..storage.saving import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the files of a DeepSpeed checkpoint say beside the moments: counts, frozen parameters, buffers.
+#
+#     <directory>/zero/optimizer_state.pt                      at stage 3 the counts of updates, by group of
+#   parameters
+#                 mp_rank_00_model_states.pt                   at stages 0 to 2 the whole model, the counts of the run
+#                 zero_pp_rank_<i>_mp_rank_00_model_states.pt  at stage 3 rank i's part of each frozen parameter,
+#   buffers
+#
+# Its converter copies the files of the model as they are. They hold pickles of DeepSpeed's own classes; none is
+# imported.
+
+
+WHOLE, PARTS = "mp_rank_00_model_states.pt", "zero_pp_rank_*_mp_rank_00_model_states.pt"
+
+
+class _Passed:
+    """In the place of a class that a file names: takes anything, and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any): ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+def read(file: Path) -> Any:
+    """The contents of a file, memory-mapped; objects of other classes than torch allows are left empty.
+
+    Raises:
+        OSError: it is no such file; the message names it.
+    """
+    # ValueError: torch looks for the names of classes in a file that is no archive.
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        with torch.serialization.safe_globals([(_Passed, name) for name in names]):
+            return torch.load(file, mmap=True, weights_only=True, map_location="cpu")
+    except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise OSError(f"{file} could not be read: {error}") from None
+
+
+@dataclass
+class Run:
+    """A run as the files of its model have it; empty where the directory has none.
+
+    Attributes:
+        tensors: whole tensors by name: at stage 3 frozen parameters and buffers, at the others the whole model.
+        optimizer: at stage 0, where nothing is cut, the optimizer's state dict.
+        groups: names of the trained parameters, by the group that DeepSpeed has them in.
+        updates: how many updates were made, by which schedules go on.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    groups: list[list[str]] = field(default_factory=list)
+    updates: int | None = None
+
+
+def read_run(directory: Path) -> Run:
+    """Read the files of the model. Of a model that is cut over ranks by itself they hold parts: then only counts."""
+    whole, parts = directory / WHOLE, sorted(directory.glob(PARTS), key=_number)
+    if not whole.is_file() and not parts:
+        return Run()
+    saved = [read(file) for file in (parts or [whole])]
+    first = saved[0]
+    run = Run(updates=int(first.get("global_steps", 0)) - int(first.get("skipped_steps", 0)))
+    run.groups = [list(group) for group in first.get("param_shapes") or []]
+    if any(directory.glob("*mp_rank_01*_model_states.pt")):
+        return run
+    module = first.get("module") or {}
+    if not parts:
+        run.tensors = {name: x for name, x in module.items() if isinstance(x, Tensor)}
+        run.optimizer = first.get("optimizer")
+        return run
+    run.tensors = {name: module[name] for name in first.get("buffer_names") or [] if name in module}
+    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        # The last parts are padded.
+        flat = torch.cat([rank["frozen_param_fragments"][name].reshape(-1) for rank in saved])
+        run.tensors[name] = flat[: shape.numel()].view(shape)
+    return run
+
+
+def read_counts(directory: Path, groups: list[list[str]]) -> dict[str | None, int]:
+    """Counts of updates by name, from `optimizer_state.pt`; under `None` that of all, where they are alike.
+
+    A group has its count in the state of its one flat tensor, or, with DeepSpeed's fused Adam, among its settings.
+    """
+    file = directory / "zero" / "optimizer_state.pt"
+    saved = read(file) if file.is_file() else {}
+    state = (saved.get("optimizer_state_dict") or {}).get("state") or {}
+    found = {i: group["step"] for i, group in enumerate(saved.get("param_groups") or []) if "step" in group}
+    found |= {i: kept["step"] for i, kept in state.items() if isinstance(kept, Mapping) and "step" in kept}
+    counts: dict[str | None, int] = {}
+    for i, names in enumerate(groups):
+        counts |= {name: int(found[i]) for name in names if i in found}
+    if len(set(map(int, found.values()))) == 1:
+        counts[None] = int(next(iter(found.values())))
+    return counts
+
+
+def _number(file: Path) -> int:
+    return int(file.name.split("_")[3])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `load_deepspeed`: loads parameters, moments and counts from a universal checkpoint of DeepSpeed.
+#
+#     <directory>/zero/<name of a parameter>/fp32.pt        {"param": tensor, ...}, at stage 3 the flat tensor
+#                                            exp_avg.pt     so for each tensor that the optimizer keeps of it
+#                                            step.pt        updates, a number; none at stage 3
+#
+# DeepSpeed itself saves shards for its ranks, with pickles of its own classes; its `ds_to_universal.py` converts them
+# into whole tensors under the names of the model. At stages 1 and 2 it writes `fp32.pt` alone for frozen parameters,
+# buffers and second names of tied parameters; at stage 3 it writes nothing of them.
+
+
+WEIGHT, STEP = "fp32", "step"
+# Slots that count updates: of a leaf, of a transform or the state, and of the state's micro-steps.
+COUNTS = ("count", STEP, "micro_step")
+# Contents by leaf and name of the file.
+Files = dict[tuple[str, str], Any]
+
+
+def load_deepspeed(directory: str | os.PathLike, like: Optimizer, step: int | None = None) -> State:
+    """Go on from a universal checkpoint of DeepSpeed, each rank with the part that it keeps.
+
+    DeepSpeed's converter makes one from a checkpoint of stage 1, 2 or 3:
+
+        python -m deepspeed.checkpoint.ds_to_universal --input_folder run/global_step100 --output_folder directory \\
+            --inject_missing_state
+
+    What DeepSpeed saves at stage 0 is whole, and is taken as it is (`run/global_step100`).
+
+    Read are the parameters, in fp32 and cast to what the state stores, each tensor that the optimizer keeps of them,
+    under the same name (`exp_avg`, `exp_avg_sq`), the count of updates, by which schedules go on, frozen parameters
+    and buffers. One tensor is in memory at a time. Not read: learning rates and schedulers (those of the chain hold),
+    loss scale, the place in the data. States beside the optimizer, such as an `ema`, begin anew.
+
+    For weights alone no such directory is needed: what `zero_to_fp32.py` writes is loaded by `model.load_state_dict`,
+    at every stage, or by `zf.load_safetensors`.
+
+    Args:
+        directory: the one that holds the folder `zero`.
+        like: an attached model's `opt`, which is written in place.
+        step: how many updates were made, in the place of what the files say. They say it in `step.pt` of each
+            parameter, in `zero/optimizer_state.pt` or in `*_model_states.pt`.
+
+    Returns:
+        `like.state`.
+
+    Raises:
+        TypeError: `like` is no attached model.
+        FileNotFoundError: no folder `zero` in the directory.
+        ValueError: parameters or tensors that are missing, unexpected, of another shape or dtype; all of them by name.
+        RuntimeError: only some ranks call it, as for `zf.load`.
+
+    Warns:
+        UserWarning: frozen parameters that the directory does not have; they are left as they are.
+
+    >>> import pathlib, tempfile, torch, zerofn as zf
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> opt = zf.attach(model, zf.chain(zf.shard(), zf.adamw(lr=1e-3)))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     folder = pathlib.Path(directory, "zero", "weight")
+    ...     folder.mkdir(parents=True)
+    ...     for name in ("fp32", "exp_avg", "exp_avg_sq"):
+    ...         torch.save({"param": torch.ones(1, 2)}, folder / f"{name}.pt")
+    ...     torch.save(torch.tensor(7.0), folder / "step.pt")
+    ...     state = zf.load_deepspeed(directory, like=opt)
+    >>> model.weight.data, int(state.step)
+    (tensor([[1., 1.]]), 7)
+    """
+    if not isinstance(like, Optimizer):
+        why, right = f"it is {kind_of(like)}", "opt = zf.attach(model, tx), and zf.load_deepspeed(directory, like=opt)"
+        raise TypeError(explain("zf.load_deepspeed(directory, like) of something that is not attached", why, right))
+    state = like.state
+    wait_for_all_ranks("zf.load_deepspeed(directory, like)", state.layout.placement)
+    found = Found()
+    failure: Exception | None = None
+    try:
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+            right = "zf.load_deepspeed(directory, like=opt, step=100)"
+            raise ValueError(explain(f"load_deepspeed(step={step!r})", "it is no number of updates", right))
+        found = _found(Path(directory), like, step)
+    except (ValueError, OSError) as error:
+        failure = error
+    raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
+    like.load_state(_filled(like, found))
+    with torch.no_grad():
+        for name, buffer in buffers_in(like._own.model):
+            if name in found.buffers:
+                buffer.copy_(found.buffers[name])
+    if found.kept:
+        warnings.warn(
+            f"zf.load_deepspeed({os.fspath(directory)!r}): the directory has no frozen parameter of these names, "
+            f"they are left as they are: {', '.join(found.kept)}.",
+            stacklevel=users_line(),
+        )
+    return like.state
+
+
+@dataclass
+class Found:
+    """What a directory has for a model.
+
+    Attributes:
+        files: contents by leaf and name of the file.
+        buffers: the model's buffers, by name.
+        kept: frozen parameters that it does not have.
+        updates: how many updates were made, if it says so.
+    """
+
+    files: Files = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    updates: int | None = None
+
+
+def _filled(opt: Optimizer, found: Found) -> State:
+    """The state with the contents of the files, and with initial states where there is no file."""
+    state, files = opt.state, found.files
+    most = max((int(x) for (_, name), x in files.items() if name == STEP), default=found.updates)
+    most = int(state.step) if most is None else most
+    updates = most if found.updates is None else found.updates
+
+    def read(e: Entry, name: str) -> Tensor:
+        return e.part(files[e.path, name]).to(e.value.device, e.value.dtype, copy=True)
+
+    def weight(e: Entry) -> Any:
+        return read(e, WEIGHT) if e.owner == "params" and (e.path, WEIGHT) in files else e.value
+
+    def kept(e: Entry) -> Any:
+        name = e.slot.rpartition("/")[2]
+        if e.of_leaf and name == COUNTS[0] and (e.path, STEP) in files:
+            return torch.full_like(e.value, int(files[e.path, STEP]))
+        if e.of_leaf and e.owner != "params" and (e.path, name) in files:
+            return read(e, name)
+        if e.of_leaf or name not in COUNTS:
+            return e.value
+        # Where DeepSpeed has made a step without gradients beforehand, its optimizer counts one more than the run.
+        return torch.full_like(e.value, most if e.owner else updates)
+
+    road, leaves = opt._own.pipe.road, rebuild(state, weight).leaves
+    with torch.no_grad():
+        # What DeepSpeed has is what its model computes with; a view of one's own stores another form of it.
+        read_here = [leaf for leaf in state.layout.leaves if (leaf.path, WEIGHT) in files]
+        leaves = {**leaves, **{leaf.path: stored_part(road, leaves[leaf.path], leaf) for leaf in read_here}}
+    fresh = State(leaves, init_transforms(opt._own.pipe, leaves), state.step, state.micro_step, state.layout)
+    return rebuild(fresh, kept)
+
+
+def _found(directory: Path, opt: Optimizer, step: int | None) -> Found:
+    """All files, memory-mapped.
+
+    Raises:
+        FileNotFoundError: there is no folder `zero`, and no model of stage 0.
+        ValueError: files that do not fit, all of them by leaf.
+    """
+    run = read_run(directory)
+    if (directory / "zero").is_dir():
+        files, bad = _universal(directory, opt, run, step)
+    elif run.optimizer:
+        files, bad = _stage_0(opt, run)
+    else:
+        raise FileNotFoundError(_no_folder(directory))
+    found = Found(files, updates=run.updates if step is None else step)
+    if step is not None:
+        files.update({key: step for key in files if key[1] == STEP})
+    bad += _frozen(opt, run, found, directory / "zero")
+    bad += _buffers(opt, run, found, directory / "zero")
+    if bad:
+        right = "the universal checkpoint of this model, and the optimizer that it was trained by"
+        raise ValueError(bad_leaves(f"zf.load_deepspeed({str(directory)!r}): it does not fit", bad, right))
+    return found
+
+
+def _no_folder(directory: Path) -> str:
+    source = directory
+    if (directory / "latest").is_file():
+        source = directory / (directory / "latest").read_text().strip()
+    command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
+    right = f"{command} --input_folder {source} --output_folder {source}_universal"
+    why = "a checkpoint as DeepSpeed saves it is cut for its ranks, and told by pickles of its own classes"
+    return explain(f"zf.load_deepspeed({str(directory)!r}): no folder zero in it", why, right)
+
+
+def _universal(directory: Path, opt: Optimizer, run: Run, step: int | None) -> tuple[Files, list[tuple[str, str]]]:
+    """The files of trained parameters and of their states, and what does not fit."""
+    folder = directory / "zero"
+    layout, wanted = opt.state.layout, dict(_wanted(opt))
+    there: dict[str, set[str]] = {x.name: {f.stem for f in x.glob("*.pt")} for x in folder.iterdir() if x.is_dir()}
+    names: dict[str, str] = {}
+    for path, name in zip(layout.at, layout.paths, strict=True):
+        # Of a tied parameter the names without moments have a copy in what the model computed in.
+        if path is not None and name in there and len(there[name]) > len(there.get(names.get(path, ""), ())):
+            names[path] = name
+    bad = [(p, "no such folder in zero") for p in dict.fromkeys(p for p, _ in wanted) if p not in names]
+    buffers = {name for name, _ in buffers_in(opt._own.model)}
+    extra = there.keys() - set(layout.paths) - buffers
+    bad += [(name, "is in the checkpoint and not in the model") for name in sorted(extra)]
+    counts = read_counts(directory, run.groups)
+    files: Files = {}
+    for path in dict.fromkeys(p for p, _ in wanted if p in names):
+        here = there[names[path]]
+        of_leaf = {name for p, name in wanted if p == path}
+        bad += [(path, f"{name}.pt is missing") for name in sorted(of_leaf - here - {STEP})]
+        bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(here - of_leaf - {STEP})]
+        # Schedules go on by the count of updates, also of an optimizer that keeps none.
+        for name in sorted(here & (of_leaf | {STEP})):
+            x = files[path, name] = _tensor(folder / names[path] / f"{name}.pt")
+            if name != STEP and (problem := _misfit(x, *wanted[path, name], name == WEIGHT)):
+                bad.append((path, f"{name}.pt {problem}"))
+        if STEP not in here:
+            common = counts.get(None, run.updates)
+            count = counts.get(names[path], common) if step is None else step
+            if count is not None:
+                files[path, STEP] = count
+            elif STEP in of_leaf:
+                says = "neither step.pt nor zero/optimizer_state.pt nor *_model_states.pt says how many updates were"
+                bad.append((path, f"{says} made: zf.load_deepspeed(directory, like=opt, step=...)"))
+    return files, bad
+
+
+def _stage_0(opt: Optimizer, run: Run) -> tuple[Files, list[tuple[str, str]]]:
+    """The same of a checkpoint of stage 0: the state dict of torch's optimizer, by number, and of the whole model."""
+    saved = run.optimizer or {}
+    layout, wanted = opt.state.layout, dict(_wanted(opt))
+    # In 16 bits DeepSpeed wraps the optimizer, and has the parameters in fp32 beside it.
+    inner = saved.get("optimizer_state_dict", saved)
+    masters = [x for group in saved.get("fp32_groups") or [] for x in group]
+    groups, kept = inner.get("param_groups") or [], inner.get("state") or {}
+    numbers = [i for group in groups for i in group["params"]]
+    if len(groups) != 1 or len(numbers) != len(layout.trained):
+        lengths = [len(group["params"]) for group in groups]
+        why = f"its optimizer has parameters by number, in groups of {lengths}; here {len(layout.trained)} are trained"
+        return {}, [("optimizer", f"{why}, so nobody knows their names: save with zero_optimization.stage 1")]
+    files: Files = {}
+    bad: list[tuple[str, str]] = []
+    for place, (number, path) in enumerate(zip(numbers, layout.trained, strict=True)):
+        names = [n for p, n in zip(layout.at, layout.paths, strict=True) if p == path and n in run.tensors]
+        here = dict(kept.get(number) or {})
+        if names:
+            here[WEIGHT] = masters[place].detach() if masters else run.tensors[names[0]]
+        of_leaf = {name for p, name in wanted if p == path}
+        bad += [(path, f"no {name}") for name in sorted(of_leaf - here.keys())]
+        bad += [(path, f"{name} is of another optimizer") for name in sorted(here.keys() - of_leaf - {STEP})]
+        for name in sorted(here.keys() & (of_leaf | {STEP})):
+            files[path, name] = here[name]
+            if name != STEP and (problem := _misfit(here[name], *wanted[path, name], name == WEIGHT)):
+                bad.append((path, f"{name} {problem}"))
+    return files, bad
+
+
+def _frozen(opt: Optimizer, run: Run, found: Found, folder: Path) -> list[tuple[str, str]]:
+    """Find the frozen parameters, and return what does not fit."""
+    layout = opt.state.layout
+    names: dict[str, list[str]] = {}
+    for path, name in zip(layout.at, layout.paths, strict=True):
+        if path is not None:
+            names.setdefault(path, []).append(name)
+    bad = []
+    for leaf in layout.leaves:
+        if leaf.path in layout.trained:
+            continue
+        # An earlier run may have trained it; then the folder has it in fp32.
+        x = next((x for name in names[leaf.path] if (x := _beside(name, run, folder)) is not None), None)
+        if x is None:
+            found.kept.append(leaf.path)
+            continue
+        found.files[leaf.path, WEIGHT] = x
+        shape = leaf.shape if leaf.within is None else torch.Size(leaf.within.shape)
+        if problem := _misfit(x, shape, x.dtype, True):
+            bad.append((leaf.path, f"fp32.pt {problem}"))
+    return bad
+
+
+def _buffers(opt: Optimizer, run: Run, found: Found, folder: Path) -> list[tuple[str, str]]:
+    """Find the buffers, and return what does not fit."""
+    bad = []
+    for name, buffer in buffers_in(opt._own.model):
+        x = run.tensors.get(name)
+        if (x := _beside(name, run, folder) if x is None else x) is None:
+            continue
+        if x.shape != buffer.shape and x.shape != (buffer.numel(),):
+            bad.append((name, f"is a buffer of shape {tuple(x.shape)} instead of {tuple(buffer.shape)}"))
+        found.buffers[name] = x.reshape(buffer.shape) if x.numel() == buffer.numel() else x
+    return bad
+
+
+def _beside(name: str, run: Run, folder: Path) -> Tensor | None:
+    """A tensor that is not trained, from its folder or else from the files of the model."""
+    file = folder / name / f"{WEIGHT}.pt"
+    return _tensor(file) if file.is_file() else run.tensors.get(name)
+
+
+def _wanted(opt: Optimizer) -> Iterator[tuple[tuple[str, str], tuple[torch.Size, torch.dtype]]]:
+    """Shape and dtype by leaf and file, of parameters and of the optimizer's states."""
+    trained = set(opt.state.layout.trained)
+    made_by = {part.name for part in opt._own.pipe.parts if part.facts.optimizes}
+    for e in entries(opt.state):
+        if e.path in trained and e.owner == "params":
+            yield (e.path, WEIGHT), (torch.Size(e.shape), e.value.dtype)
+        elif e.path in trained and e.owner in made_by:
+            name = e.slot.rpartition("/")[2]
+            yield (e.path, STEP if name == COUNTS[0] else name), (torch.Size(e.shape), e.value.dtype)
+
+
+def _tensor(file: Path) -> Any:
+    x = read(file)
+    return x.get("param") if isinstance(x, dict) else x
+
+
+def _misfit(x: Any, shape: torch.Size, dtype: torch.dtype, cast: bool) -> str:
+    """Why a tensor does not fit, or "". A flat one with as many elements fits."""
+    if not isinstance(x, Tensor) or x.shape not in (shape, (shape.numel(),)):
+        return f"is {f'of shape {tuple(x.shape)}' if isinstance(x, Tensor) else kind_of(x)} instead of {tuple(shape)}"
+    return "" if cast or x.dtype == dtype else f"is of {x.dtype} instead of {dtype}; dtypes are not changed silently"

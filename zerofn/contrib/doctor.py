@@ -1,0 +1,177 @@
+"""`python -m zerofn doctor`: checks versions, processor, kernel and local ranks, and says what would be slow."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels import native as native_cache
+from ..kernels.adam import adam_, implementation_for
+from ..ranks.backend import available
+from ..ranks.launch import launch
+
+# Elements of the update that is timed: 16 MiB of parameters, gradients and moments in bf16.
+ELEMENTS = 1 << 21
+OPTIONAL = {
+    "safetensors": "zf.export_safetensors, zf.load_safetensors",
+    "cloudpickle": "zf.launch of functions of a notebook",
+    "matplotlib": "curves of the examples",
+}
+
+
+class Finding(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        about: what it is about.
+        result: what was found.
+        remedy: what to do about it; nothing where it is well.
+        broken: whether something does not work, rather than being slow.
+    """
+
+    about: str
+    result: str
+    remedy: str = ""
+    broken: bool = False
+
+    def __str__(self) -> str:
+        mark = "FAIL" if self.broken else "slow" if self.remedy else "ok"
+        return f"{mark:>4}  {self.about:<10} {self.result}" + (f"\n{'':18}-> {self.remedy}" if self.remedy else "")
+
+
+def examine(nproc: int = 2) -> Iterator[Finding]:
+    """Check this machine, finding by finding. Takes a few seconds.
+
+    Args:
+        nproc: local ranks to start as a test; 0 for none.
+
+    >>> [found.broken for found in examine(nproc=0)]
+    [False, False, False, False, False, False]
+    """
+    yield _versions()
+    yield _processor()
+    yield _devices()
+    yield _kernel()
+    yield _cache()
+    yield _optional()
+    if nproc:
+        yield _ranks(nproc)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _versions() -> Finding:
+    from .. import __version__
+
+    versions = [f"zerofn {__version__}", f"torch {torch.__version__}", f"optree {_version('optree')}"]
+    versions += [f"numpy {_version('numpy')}", f"Python {platform.python_version()}", platform.platform(terse=True)]
+    return Finding("versions", ", ".join(versions))
+
+
+def _processor() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads, ranks = torch.get_num_threads(), int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    result = f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {cores} cores, {threads} threads"
+    if threads * ranks > cores:
+        of_ranks = f" in each of {ranks} ranks" if ranks > 1 else ""
+        return Finding("processor", result + of_ranks, f"OMP_NUM_THREADS={max(1, cores // ranks)}: threads share cores")
+    return Finding("processor", result)
+
+
+def _devices() -> Finding:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+    return Finding("devices", names or "no GPU: everything runs on the CPU")
+
+
+def _kernel() -> Finding:
+    """The update of `low_precision_adam`, timed with the kernel and without."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            implementation = implementation_for([torch.ones(1)])
+            fast = _time("auto")
+        except Exception as error:
+            return Finding("kernel", f"{type(error).__name__}: {error}".splitlines()[0], "see ZEROFN_NATIVE", True)
+    slow = _time("eager")
+    times = f"takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
+    result = f"{implementation}: an update of 2 M bf16 elements {times}"
+    if implementation == "native" and not said:
+        return Finding("kernel", result)
+    why = str(said[0].message) if said else "ZEROFN_NATIVE=0 in the environment: low_precision_adam runs eager torch"
+    return Finding("kernel", result, why)
+
+
+def _time(implementation: str) -> float:
+    def once() -> None:
+        how: dict[str, Any] = dict(step=1, lr=1e-3, keys=[1], offsets=[0], implementation=implementation)
+        adam_([p], [g], [m], [v], rounding="stochastic", **how)
+
+    p, g, m, v = (torch.ones(ELEMENTS, dtype=torch.bfloat16) for _ in range(4))
+    once()  # the first builds it
+    return min(_seconds(once) for _ in range(3))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def _cache() -> Finding:
+    try:
+        where = native_cache.directory()
+    except OSError as error:
+        remedy = "XDG_CACHE_HOME=a directory of yours; kernels are built anew in every process"
+        return Finding("cache", f"no directory for built kernels: {error}", remedy)
+    return Finding("cache", f"built kernels lie in {where}")
+
+
+def _optional() -> Finding:
+    missing = [f"{name} ({use})" for name, use in OPTIONAL.items() if _version(name) == "not installed"]
+    return Finding("optional", f"not installed: {', '.join(missing)}" if missing else "all packages are there")
+
+
+def _ranks(nproc: int) -> Finding:
+    backends = available()
+    if "gloo" not in backends:
+        return Finding("ranks", f"torch has {', '.join(backends) or 'no backends'}", "a torch with gloo", True)
+    begun = time.perf_counter()
+    try:
+        found = launch(_add_up, nproc, timeout=60)
+    except Exception as error:
+        return Finding("ranks", f"{nproc} local ranks: {error}".splitlines()[0], "zf.launch says more", True)
+    result = f"{nproc} local ranks took {time.perf_counter() - begun:.1f} s to start, add up and end"
+    if found != [float(nproc)] * nproc:
+        return Finding("ranks", f"{result}, and added up to {found}", "another build of torch", True)
+    return Finding("ranks", f"{result}; {', '.join(backends)}")
+
+
+def _add_up() -> float:
+    from ..ranks.collectives import all_reduce_
+    from ..ranks.process_groups import world_group
+
+    x = torch.ones(())
+    all_reduce_(x, world_group("doctor"))
+    return float(x)
+
+
+def main(nproc: int) -> int:
+    """Print the report; 1 if something does not work."""
+    broken = False
+    for found in examine(nproc):
+        print(found, flush=True)
+        broken |= found.broken
+    return int(broken)

@@ -1,0 +1,180 @@
+"""`replay`: run a step twice and compare bits; `record`: find the step and the leaf where a NaN began."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..core.arguments import check_count, check_function
+from ..core.state import State
+from ..core.state_entries import entries
+from ..core.tree import Tree, tree_map
+from ..core.uncompiled import kept_out_of_graphs
+
+# Integer dtypes by size in bytes.
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Difference(NamedTuple):
+    """The first number that differs, in the order of the chain, or that is not finite.
+
+    Attributes:
+        owner: the transform in whose state it is; `"params"`, or `""` for the counters of the state and the metrics.
+        slot: its name there, for instance `"exp_avg"`.
+        path: the leaf, or `""`.
+        element: its index in what this process holds of the leaf, flat.
+        values: of the two runs, or the one that is not finite.
+        step: which step it was, counted from 0; of `replay` always 0.
+    """
+
+    owner: str
+    slot: str
+    path: str
+    element: int
+    values: tuple[float, ...]
+    step: int = 0
+
+
+@kept_out_of_graphs(
+    "it runs a step twice, and compares what came of it in Python",
+    "zf.replay(torch.compile(step), state, *batch), outside of what is compiled",
+)
+def replay(step: Callable[..., tuple[State, Any]], state: State, *batch: Tree, **keywords: Any) -> Difference | None:
+    """Run a step twice from copies of one state and one batch, and name the first number whose bits differ.
+
+    A step of zerofn gives the same bits whenever it is given the same: what differs comes from the loss (dropout, a
+    kernel that adds in any order), from a schedule with a memory, or from a machine that computes wrongly.
+
+    Args:
+        step: of `zf.make_step`, donating or not. The generators of torch are set back after each run, so that a loss
+            which draws from them draws the same.
+        state: the state before the step; not written.
+        batch: what the step is given beside it, and `keywords`, such as `weight=`.
+
+    Returns:
+        `None` where all bits agree: the step is reproducible. Else the first `Difference`: states of transforms come in
+        the order of the chain, parameters after them. Over ranks each tells of what it holds.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(0.1)
+    >>> state = zf.init(tx, {"w": torch.ones(3)})
+    >>> zf.replay(zf.make_step(lambda p: p["w"].sum(), tx), state) is None
+    True
+    >>> calls = []
+    >>> def forgetful(p):
+    ...     calls.append(0)
+    ...     return (p["w"] * torch.tensor([1.0, len(calls), 1.0])).sum()
+    >>> found = zf.replay(zf.make_step(forgetful, tx), state)
+    >>> found.owner, found.path, found.element
+    ('params', 'w', 1)
+    """
+    check_function("zf.replay", step)
+    if not isinstance(state, State):
+        right = "state = zf.init(tx, params), and the step of zf.make_step(loss_fn, tx)"
+        raise TypeError(explain(f"zf.replay got a {type(state).__name__}", "it is not a state", right))
+    one, other = (_run(step, state, batch, keywords)[0] for _ in range(2))
+    return _first_difference(one, other)
+
+
+class Record:
+    """A step that keeps its last states and batches; see `zf.record`.
+
+    Attributes:
+        kept: of each of the last steps, the oldest first: its number and copies of state, batch and keywords.
+    """
+
+    def __init__(self, step: Callable[..., tuple[State, Any]], last: int):
+        self.step, self.kept, self.count = step, deque(maxlen=last), 0
+
+    def __call__(self, state: State, *batch: Tree, **keywords: Any) -> tuple[State, Any]:
+        self.kept.append((self.count, _copy(state), _copy(batch), _copy(keywords)))
+        self.count += 1
+        return self.step(state, *batch, **keywords)
+
+    def trouble(self) -> Difference | None:
+        """Run the kept steps again; the first number that becomes infinite or NaN, or whose bits change, or `None`.
+
+        A number that was not finite before a step does not count: it is meant so, or comes from an earlier step.
+        """
+        for number, state, batch, keywords in self.kept:
+            (new, metrics), (other, _) = (_run(self.step, state, batch, keywords) for _ in range(2))
+            found = _first_difference(new, other) or _not_finite(state, new, metrics)
+            if found is not None:
+                return found._replace(step=number)
+        return None
+
+
+def record(step: Callable[..., tuple[State, Any]], last: int = 8) -> Record:
+    """`step`, keeping copies of the last states and batches, to say afterwards where a NaN came from.
+
+    Args:
+        step: of `zf.make_step`.
+        last: how many to keep. Each takes the memory of a state and a batch.
+
+    Returns:
+        A function as `step` is. Its `trouble()` runs what is kept again and returns the first `Difference`: the step,
+        the transform, the leaf and the element in which a number became infinite or NaN, or changes from run to run.
+        A transform without a state of its own shows in the first one behind it, or in the parameters.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.sgd(0.1)
+    >>> step = zf.record(zf.make_step(lambda p, x: (p["w"] * x).sum(), tx))
+    >>> state = zf.init(tx, {"w": torch.ones(2)})
+    >>> for x in (1.0, 2.0, float("inf"), 3.0):
+    ...     state, _ = step(state, torch.tensor([0.0, x]))
+    >>> found = step.trouble()
+    >>> found.step, found.owner, found.path, found.element
+    (2, 'params', 'w', 1)
+    """
+    check_function("zf.record", step)
+    check_count("zf.record", "last", last, "steps that are kept")
+    return Record(step, last)
+
+
+def _run(step: Callable[..., Any], state: State, batch: Tree, keywords: dict[str, Any]) -> tuple[State, Any]:
+    """Run a step on copies, and set torch's generators back."""
+    with torch.random.fork_rng():
+        return step(_copy(state), *_copy(batch), **keywords)
+
+
+def _first_difference(one: State, other: State) -> Difference | None:
+    for (owner, slot, path, a), (*_, b) in zip(_in_order(one), _in_order(other), strict=True):
+        differ = (_bits(a) != _bits(b)).flatten().nonzero()
+        if len(differ):
+            i = int(differ[0])
+            return Difference(owner, slot, path, i, (a.flatten()[i].item(), b.flatten()[i].item()))
+    return None
+
+
+def _not_finite(old: State, new: State, metrics: Any) -> Difference | None:
+    for (owner, slot, path, a), (*_, b) in zip(_in_order(new), _in_order(old), strict=True):
+        if a.is_floating_point() and a.shape == b.shape:
+            fresh = (~a.isfinite() & b.isfinite()).flatten().nonzero()
+            if len(fresh):
+                i = int(fresh[0])
+                return Difference(owner, slot, path, i, (a.flatten()[i].item(),))
+    loss = metrics.get("loss") if isinstance(metrics, dict) else None
+    if isinstance(loss, Tensor) and not loss.isfinite():
+        return Difference("", "loss", "", 0, (loss.item(),))
+    return None
+
+
+def _in_order(state: State) -> list[tuple[str, str, str, Tensor]]:
+    """The tensors of a state: transforms in the order of the chain, then parameters, then counters."""
+    found = [e for e in entries(state) if isinstance(e.value, Tensor)]
+    rank = {**{name: i for i, name in enumerate(state.transforms)}, "params": len(state.transforms)}
+    found.sort(key=lambda e: rank.get(e.owner, len(rank)))
+    return [(e.owner, e.slot, e.path, e.value) for e in found]
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(BITS[x.element_size()]) if x.is_floating_point() else x
+
+
+def _copy(tree: Tree) -> Tree:
+    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree)

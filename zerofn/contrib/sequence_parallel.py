@@ -1,0 +1,310 @@
+"""Sequence parallelism by all-to-all (Ulysses)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .._compat.tensors import with_globals
+from .._errors import explain
+from ..ranks.collectives import gather_numbers
+from ..ranks.differentiable import Split, all_gather, all_to_all, balanced, exchange
+from ..ranks.group import Group
+from ..ranks.process_groups import group_for
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Sequence parallelism: each rank has a part of every sequence, and attention a part of the heads.
+
+
+Attention = Callable[..., Any]
+
+
+def around(attention: Attention, group: Group, heads: int, sequence: int) -> Attention:
+    """`attention` over whole sequences, as a function of this rank's part of them.
+
+    Args:
+        attention: a function of queries, keys and values, of a mask as fourth argument or `attn_mask`, and of
+            anything else. group: the ranks that share a sequence. heads: the dimension of heads. sequence: the
+            dimension of positions.
+    """
+
+    @functools.wraps(attention)
+    def parallel(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if group.size == 1:
+            return attention(query, key, value, *args, **kwargs)
+        if args and isinstance(args[0], Tensor):
+            kwargs, args = {"attn_mask": args[0], **kwargs}, args[1:]
+            if args:
+                raise TypeError("arguments of attention that follow the mask are given by keyword: is_causal=True")
+        of_heads = query.dim() + heads if heads < 0 else heads
+        of_positions = query.dim() + sequence if sequence < 0 else sequence
+        key, value = (_repeated(x, query, group.size, of_heads) for x in (key, value))
+        splits = [Split(), Split(), Split()]
+        q, k, v = (
+            exchange(x, group, of_heads, of_positions, None, split)
+            for x, split in zip((query, key, value), splits, strict=True)
+        )
+        mask = kwargs.get("attn_mask")
+        if isinstance(mask, Tensor):
+            own = query.shape[of_positions], key.shape[of_positions]
+            whole = q.shape[of_positions], k.shape[of_positions]
+            kwargs["attn_mask"] = _of_my_heads(_whole(mask, own, whole, group), query.shape[of_heads], group)
+        out = attention(q, k, v, *args, **kwargs)
+        if out.dim() != q.dim() or any(out.shape[d] != q.shape[d] for d in (of_heads, of_positions)):
+            raise ValueError(
+                explain(
+                    f"an attention that makes {tuple(out.shape)} of queries {tuple(q.shape)}",
+                    f"what it returns goes back to the ranks by its heads, dimension {of_heads}, and positions, "
+                    f"dimension {of_positions}",
+                    "sequence_parallel(attention, mesh, heads=2, sequence=1) for (batch, sequence, heads, features)",
+                )
+            )
+        return all_to_all(out, group, of_positions, of_heads, splits=splits[0].rows)
+
+    return parallel
+
+
+def _repeated(x: Tensor, query: Tensor, size: int, heads: int) -> Tensor:
+    """Keys or values of fewer heads than queries: repeated, where a cut by heads would take them from their queries."""
+    many, few = query.shape[heads], x.shape[heads]
+    if many == few or (many % size == 0 and few % size == 0) or not few or many % few:
+        return x
+    return x.repeat_interleave(many // few, dim=heads)
+
+
+def _whole(mask: Tensor, own: tuple[int, int], whole: tuple[int, int], group: Group) -> Tensor:
+    """A mask (..., queries, keys) of whole sequences: as given, or gathered if each rank has that of its part."""
+    shape = (1, 1, *mask.shape)[-2:]
+    rows, dims = gather_numbers([*shape, *own, *whole], group, "match"), mask.dim()
+
+    def is_on_all(i: int) -> set[str]:
+        ways = {"one": lambda row: 1, "own": lambda row: row[2 + i], "whole": lambda row: row[4 + i]}
+        return {way for way, length in ways.items() if all(row[i] == length(row) for row in rows)}
+
+    queries, keys = is_on_all(0), is_on_all(1)
+    if queries & {"one", "whole"} and keys & {"one", "whole"}:
+        return mask
+    if "own" in keys and "one" in queries:
+        return all_gather(mask.movedim(-1, 0), group).movedim(0, -1)
+    if "own" in queries and keys & {"one", "whole"}:
+        return all_gather(mask.movedim(dims - 2, 0), group).movedim(0, dims - 2)
+    raise ValueError(
+        explain(
+            f"attn_mask of {tuple(mask.shape)} for parts of {own[0]} queries and {own[1]} keys",
+            f"attention sees whole sequences, {whole[0]} queries and {whole[1]} keys, and the mask is of other ones",
+            f"a mask of (..., {whole[0]}, {whole[1]}) for all; of (..., {own[0]}, {whole[1]}) for this rank's "
+            "queries and all keys;\n"
+            f"of (..., 1, {own[1]}) for this rank's keys, as padding is told; or is_causal=True",
+        )
+    )
+
+
+def _of_my_heads(mask: Tensor, heads: int, group: Group) -> Tensor:
+    if mask.dim() < 3 or mask.shape[-3] == 1 or mask.shape[-3] != heads:
+        return mask
+    return mask.split(balanced(heads, group.size), dim=-3)[group.rank]
+
+
+def sequence_mean(losses: Tensor, mesh: Any = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The mean loss over the tokens of whole sequences of which each rank has a part, and the number of tokens.
+
+    Under sequence parallelism each rank's gradient has parts of all ranks' losses in it. So a mean over this rank's
+    tokens, weighted afterwards, is wrong where ranks have unequal numbers of them. This mean is one number on all
+    ranks of `mesh`, and its gradients, averaged over ranks as transforms do it, are those of one process. If other
+    ranks have other sequences, the number of tokens is the weight: `zf.accumulate(k, weighted=True)` and
+    `opt.step(weight=tokens)`.
+
+    Args:
+        losses: one for each of this rank's tokens, of any shape.
+        mesh: the ranks that share a sequence: a one-dimensional `DeviceMesh`, or `None` for all.
+        weights: of `losses`' shape, 0 or False where a token does not count; by default all count alike.
+
+    Returns:
+        The mean, in the dtype of `losses`, and the sum of the weights over ranks in float64. Without any weight both
+        are 0.
+
+    Raises:
+        ValueError: `weights` has another shape.
+
+    >>> import torch, zerofn as zf
+    >>> zf.sequence_mean(torch.tensor([1.0, 2.0, 9.0]), weights=torch.tensor([True, True, False]))
+    (tensor(1.5000), tensor(2., dtype=torch.float64))
+    """
+    group = group_for("sequence_mean", mesh)
+    if weights is not None and weights.shape != losses.shape:
+        raise ValueError(
+            f"weights of shape {tuple(weights.shape)} for losses of shape {tuple(losses.shape)}: one for each"
+        )
+    counts = torch.ones_like(losses, dtype=torch.float64) if weights is None else weights.double()
+    wide = losses.double()
+    # A loss that does not count may be NaN.
+    total = torch.where(counts == 0, torch.zeros_like(wide), wide * counts).sum()
+    # The backward of the gather adds up N equal cotangents, since the mean is the same number on N ranks; the mean of
+    # gradients over ranks divides by N again. In float64, so that counts above 2**24 are exact.
+    sums = all_gather(torch.stack((total, counts.sum())).view(1, 2), group).sum(0)
+    tokens = sums[1].detach()
+    return (sums[0] / torch.where(tokens == 0, torch.ones_like(tokens), tokens)).to(losses.dtype), tokens
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `sequence_parallel`: attention over sequences shared by ranks (Ulysses), of a function or of a whole module.
+
+
+def sequence_parallel(attention: Any, mesh: Any = None, *, heads: int = -3, sequence: int = -2) -> Any:
+    """Attention over whole sequences of which each rank has a part (Ulysses).
+
+    Before attention an all-to-all takes queries, keys and values from (all heads, part of the sequence) to (part of
+    the heads, whole sequence); after it another takes the result back. In between attention is what it is on one
+    process. Everything else in a model works on a rank's own positions, so activations of a rank fall as 1/N. Ranks'
+    parts follow one another by rank; heads and lengths need not divide. Each rank sends (N - 1) / N of its queries,
+    keys, values and outputs, and the same in backward. Gradients are of this rank's loss as in data parallelism:
+    average them over all ranks (`zf.shard()`, `zf.all_reduce()`), with the loss of `zf.sequence_mean`. (A mean over a
+    rank's own tokens is right too where all ranks have as many; where not, weights of steps are not enough.)
+
+    Positions are the caller's: rank `r` of `n` is given `x.tensor_split(n, dim=1)[r]` and the same part of the
+    position ids. `is_causal=True` sees whole sequences. A mask is that of whole sequences (queries, keys); or of own
+    queries and all keys; or, with one row, of own keys, as padding is. Keys and values that have fewer heads than
+    queries are repeated before they are sent, unless the number of ranks divides both.
+
+    Args:
+        attention: a function of queries, keys and values, of the mask as fourth argument or `attn_mask`, and of
+            anything else by keyword: `F.scaled_dot_product_attention` and its like. Or a module, attached or not,
+            whose attentions are calls of `F.scaled_dot_product_attention` or `F.multi_head_attention_forward`, by
+            whatever modules, those that a checkpoint repeats in backward too. Not what `torch.compile` compiled.
+        mesh: the ranks that share a sequence: a one-dimensional `DeviceMesh` such as `mesh["sequence"]`; by default
+            all. heads: the dimension of heads, of a function's arguments. sequence: the dimension of positions; for
+            (batch, sequence, heads, features): `heads=2, sequence=1`.
+
+    Returns:
+        Of a function, a function. Of a module, a handle: `remove()`, or the end of `with`, lets it compute
+        with whole sequences again.
+
+    Raises:
+        TypeError: `attention` is neither, or `mesh` no mesh. ValueError: when called: a mask that fits neither whole
+            sequences nor this rank's part; parts that differ in more than their length.
+        RuntimeError: a module made parallel calls no attention that is seen, or one that also returns its weights.
+
+    >>> import torch, zerofn as zf
+    >>> attend = zf.sequence_parallel(torch.nn.functional.scaled_dot_product_attention)
+    >>> attend(*torch.ones(3, 1, 2, 4, 8), is_causal=True).shape
+    torch.Size([1, 2, 4, 8])
+    """
+    if not callable(attention):
+        raise TypeError(
+            explain(
+                f"sequence_parallel({attention!r})",
+                "it goes around a function of queries, keys and values, or around a module",
+                "sequence_parallel(torch.nn.functional.scaled_dot_product_attention, mesh)",
+            )
+        )
+    group = group_for("sequence_parallel", mesh)
+    if isinstance(attention, nn.Module):
+        return SequenceParallel(attention, group)
+    return around(attention, group, heads, sequence)
+
+
+class SequenceParallel:
+    """A module whose attentions are parallel, until `remove`."""
+
+    def __init__(self, model: nn.Module, group: Group):
+        seen = _Attentions(group)
+        self.handles: list[Any] = []
+        # On every module, since a checkpoint repeats parts of a model in backward, outside of the model's own call.
+        for module in model.modules() if group.size > 1 else ():
+            ends = functools.partial(_end, seen, module is model)
+            self.handles += [
+                module.register_forward_pre_hook(functools.partial(_begin, seen)),
+                module.register_forward_hook(ends, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Compute with whole sequences on this rank again."""
+        for handle in self.handles:
+            handle.remove()
+
+    def __enter__(self) -> SequenceParallel:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+
+class _Attentions(TorchFunctionMode):
+    """A mode in which attention functions of torch are parallel ones.
+
+    Attributes:
+        group: the ranks that share a sequence.
+        inside: by thread, modules whose calls are under way, and how many attentions were called in them.
+    """
+
+    def __init__(self, group: Group):
+        self.group, self.inside = group, _Inside()
+        attention: Any = F.scaled_dot_product_attention
+        self.parallel = around(attention, group, heads=-3, sequence=-2)
+        # It calls attention by a global name, while modes are off: in a copy of it that name is the parallel function.
+        names = {"scaled_dot_product_attention": self.parallel, "has_torch_function": lambda _: False}
+        self.multi_head = with_globals(F.multi_head_attention_forward, names)
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.inside.attentions += 1
+            return self.parallel(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            if kwargs.get("need_weights", True):
+                raise RuntimeError(
+                    explain(
+                        "nn.MultiheadAttention(...)(..., need_weights=True), the default, under sequence_parallel",
+                        "it returns the weights between whole sequences, and computes them from this rank's part alone",
+                        "attention(query, key, value, need_weights=False)",
+                    )
+                )
+            self.inside.attentions += 1
+            return self.multi_head(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> _Attentions:
+        return _Attentions(self.group)
+
+    def __reduce__(self) -> Any:
+        return _Attentions, (self.group,)
+
+
+class _Inside(threading.local):
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.attentions = 0
+
+
+def _begin(seen: _Attentions, module: nn.Module, args: Any) -> None:
+    if not seen.inside.modules:
+        seen.inside.attentions = 0
+        seen.__enter__()
+    seen.inside.modules.append(module)
+
+
+def _end(seen: _Attentions, outermost: bool, module: nn.Module, args: Any, output: Any) -> None:
+    # It runs after an error too, even after one of a hook that came before `_begin`.
+    if not seen.inside.modules or seen.inside.modules[-1] is not module:
+        return
+    seen.inside.modules.pop()
+    if seen.inside.modules:
+        return
+    seen.__exit__(None, None, None)
+    if outermost and not seen.inside.attentions and output is not None:
+        raise RuntimeError(
+            explain(
+                f"{type(module).__name__} under sequence_parallel called no attention that could be seen",
+                "each rank would attend to its own part of a sequence alone; attention is known by the function "
+                "torch.nn.functional.scaled_dot_product_attention",
+                "attn_implementation='sdpa' for a model of transformers; or sequence_parallel(attention, mesh) "
+                "around the function that the model calls",
+            )
+        )

@@ -1,0 +1,70 @@
+"""`as_torchopt`: a transform as the pair of `init` and `update` that torchopt and posteriors take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._errors import explain
+from ..core.transform import Transform, number_tensors
+from ..core.tree import Tree, flatten, unflatten
+from ..core.view import no_view
+from ..kernels.recording import recorded
+
+
+def as_torchopt(tx: Transform) -> Any:
+    """A transform, or a chain of them, as a `torchopt.base.GradientTransformation`.
+
+    What takes those takes it: `torchopt.chain`, `torchopt.FuncOptimizer`, `torchopt.Optimizer`,
+    `torchopt.MetaOptimizer` and `posteriors.vi.diag`. Its `update` returns what is to be added to the parameters, zeros
+    while `accumulate` holds them back, and writes none of its arguments whatever `inplace` says. Derivatives go through
+    it. The other way round a chain takes torchopt's as they are, and `zf.guest(torchopt.adam(1e-3))`.
+
+    Args:
+        tx: what turns gradients into others, or into steps: no `shard`, `precision` or `scale_loss`, which change what
+            a model sees.
+
+    Raises:
+        ImportError: torchopt is not installed.
+        TypeError: no transform.
+        ValueError: it has a view half, which such a pair has no place for. At an update without `params`.
+
+    >>> import torch, zerofn as zf
+    >>> torchopt = __import__("pytest").importorskip("torchopt")
+    >>> pair = zf.as_torchopt(zf.chain(zf.clip_by_value(1.0), zf.sgd(0.5)))
+    >>> params = {"w": torch.zeros(2)}
+    >>> updates, state = pair.update({"w": torch.tensor([3.0, 0.5])}, pair.init(params), params=params)
+    >>> torchopt.apply_updates(params, updates)
+    {'w': tensor([-0.5000, -0.2500])}
+    """
+    if not isinstance(tx, Transform):
+        wrong = f"as_torchopt({type(tx).__name__})"
+        raise TypeError(explain(wrong, "it is no transform", "zf.as_torchopt(zf.adamw(lr=1e-3))"))
+    seen = [part.name for part in tx.members if part.view_fn is not no_view]
+    if seen:
+        why = "it changes what a model sees, or what comes back from it, and such a pair never meets a model"
+        right = "the transforms of gradients alone; zf.make_step(loss_fn, tx) or zf.attach(model, tx) for all"
+        raise ValueError(explain(f"as_torchopt(chain({seen[0]}(...), ...))", why, right))
+    try:
+        from torchopt.base import GradientTransformation
+    except ImportError as error:
+        why, right = "the package torchopt is not installed", "pip install torchopt"
+        raise ImportError(explain("zf.as_torchopt(...)", why, right)) from error
+
+    def update(updates: Tree, state: Any, *, params: Tree | None = None, inplace: bool = True) -> tuple[Tree, Any]:
+        if params is None:
+            why = "an optimizer of this library is a function of the parameters too"
+            raise ValueError(explain("update(grads, state)", why, "update(grads, state, params=params)"))
+        grads, form = flatten(updates)
+        # torchopt's classes pass a tuple where `init` was given a list.
+        like = flatten(params)[1]
+        given = unflatten(like, grads) if like.num_leaves == len(grads) else updates
+        numbers = [x for _, x in number_tensors(tx)]
+        # Parameters of a model require grad; without this a step by hand would record a graph that nobody uses.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and recorded([*grads, *flatten(state)[0], *numbers])):
+            out, new = tx.update(given, state, params)
+        steps = map(torch.zeros_like, flatten(params)[0]) if out is None else flatten(out)[0]
+        return unflatten(form, list(steps)), new
+
+    return GradientTransformation(init=tx.init, update=update)

@@ -1,0 +1,452 @@
+"""Many leaves through their views at once, in buckets: one collective carries several leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from .._ranges import VIEW, ranged
+from ..kernels.recording import recorded
+from ..ranks.group import Group
+from .layout import Leaf, Leaves, Placement, rows_between
+from .spec import Spec
+from .view import (
+    Dtypes,
+    LeafView,
+    View,
+    Wire,
+    cutting_wires,
+    over,
+    over_ranks,
+    see,
+    store,
+    stored_by,
+    summable,
+    summed_in,
+)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Views of many leaves at once: leaves are put into buckets, with one collective for each bucket.
+
+
+# Bytes of a bucket: a sixteenth of all leaves, so that buffers are small beside the model; but not so small that
+# latency dominates, and no larger than full bandwidth needs.
+LEAST_BYTES, BUCKET_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
+
+
+class Like(NamedTuple):
+    """The form of a gradient at one stage of the road, whether or not this rank has one."""
+
+    numel: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
+    """Leaves in order, in buckets of one dtype and about `limit` bytes each."""
+    if limit is None:
+        total = sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves)
+        limit = min(max(total // BUCKETS, LEAST_BYTES), BUCKET_BYTES)
+    found: list[list[Leaf]] = []
+    open_: dict[torch.dtype, tuple[list[Leaf], int]] = {}
+    for leaf in leaves:
+        dtype = dtypes[leaf.path]
+        bucket, size = open_.get(dtype, ([], 0))
+        if not bucket or size + leaf.numel * dtype.itemsize > limit:
+            bucket, size = [], 0
+            found.append(bucket)
+        bucket.append(leaf)
+        open_[dtype] = bucket, size + leaf.numel * dtype.itemsize
+    return found
+
+
+def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None = None) -> Leaves:
+    """A view of many leaves, with one all-gather for each bucket, written `into` plain tensors. Not differentiable."""
+    with ranged(VIEW, view.name):
+        wire = view.wire
+        if wire is None or not wire.cuts:
+            return {leaf.path: view.view(xs[leaf.path], leaf) for leaf in leaves}
+        if into:
+            # A caller who says where to write to gives the leaves of one bucket.
+            flat = [into[leaf.path].view(-1) for leaf in leaves]
+            wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
+            return into
+        out: Leaves = {}
+        for bucket in cut(leaves, {p: x.dtype for p, x in xs.items()}):
+            fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket)
+            out.update({leaf.path: x.reshape(view.given(leaf).shape) for leaf, x in zip(bucket, fulls, strict=True)})
+        return out
+
+
+def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Like]) -> Leaves:
+    """A view's transpose for many leaves, with one reduction for each bucket. Not differentiable.
+
+    Buckets are the same on all ranks, whichever leaves have a gradient here.
+    """
+    with ranged(VIEW, view.name):
+        wire = view.wire
+        if wire is None:
+            return {leaf.path: view.pull(gs[leaf.path], leaf) for leaf in leaves if leaf.path in gs}
+        out: Leaves = {}
+        for bucket in cut(leaves, {p: x.dtype for p, x in like.items()}):
+            flat = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
+            first, numels = like[bucket[0].path], [like[leaf.path].numel for leaf in bucket]
+            buffer = wire.pack(flat, bucket, numels, summed_in(wire, first.dtype), first.device)
+            for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
+                if g is not None:
+                    # A shard stays flat.
+                    out[leaf.path] = g if wire.cuts else g.reshape(like[leaf.path].shape)
+        # Buckets are of one dtype each.
+        return {leaf.path: out[leaf.path] for leaf in leaves if leaf.path in out}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Road`: stored parameters through the views of a chain to the model, and gradients back.
+#
+# Many leaves at once, in buckets, with one collective for each; leaf by leaf and differentiable it is `LeafView`.
+
+
+def groups_of(stages: Sequence[View]) -> tuple[Group, ...]:
+    """The groups of ranks over which views communicate."""
+    return tuple([view.wire.group for view in stages if view.wire is not None])
+
+
+@dataclass(frozen=True)
+class Road:
+    """The views between the model and storage.
+
+    Attributes:
+        leaves: all parameters.
+        stages: the views that do something, from the model to storage.
+        dtypes: of parameters and gradients.
+        held: the transforms, by name, that hold gradients in front of the first view that makes resident parameters.
+        specs: by path, what gradients are in front of each stage, and behind the last one.
+    """
+
+    leaves: tuple[Leaf, ...]
+    stages: tuple[View, ...]
+    dtypes: Dtypes
+    held: tuple[str, ...]
+    specs: tuple[Mapping[str, Spec], ...]
+
+    @cached_property
+    def at_use(self) -> tuple[View, ...]:
+        """The views that an attached model applies to its resident parameters at each use."""
+        return tuple(takewhile(lambda view: not view.resident, self.stages))
+
+    @cached_property
+    def after_update(self) -> tuple[View, ...]:
+        """The views that make resident parameters once after an update; the first reduces their gradients."""
+        return self.stages[len(self.at_use) :]
+
+    @cached_property
+    def behind_reduction(self) -> tuple[View, ...]:
+        """The views of `after_update` whose transposes gradients pass once they are reduced."""
+        return tuple([view for view in self.after_update[1:] if view.dtypes is None])
+
+    @cached_property
+    def casts_after_update(self) -> bool:
+        """Whether resident parameters have the dtypes that the model sees, and not those that are stored."""
+        return any([view.dtypes is not None for view in self.after_update])
+
+    @cached_property
+    def renumbers_after_update(self) -> bool:
+        """Whether resident parameters are other numbers than the stored ones, beyond a cast."""
+        return any([view.renumbers for view in self.after_update])
+
+    @cached_property
+    def late(self) -> bool:
+        """Whether gradients are accumulated first, and reduced once a window as an update half of its own."""
+        return bool(self.held and self.after_update)
+
+    @cached_property
+    def pulled(self) -> tuple[View, ...]:
+        """The views whose transposes a gradient has passed when it is given to `zf.update`."""
+        return self.at_use if self.late else self.stages
+
+    @cached_property
+    def cutting(self) -> tuple[Group, ...]:
+        """The groups of ranks that leaves are cut over, one after the other."""
+        return tuple([wire.group for wire in cutting_wires(self.stages)])
+
+    @cached_property
+    def grad_dtypes(self) -> dict[str, torch.dtype]:
+        """By path: the dtype of a gradient once it is pulled back."""
+        return {leaf.path: self.dtypes.gradient(leaf) for leaf in self.leaves}
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether views only cast and move between ranks, so that what is seen follows from what is stored."""
+        return not any([view.renumbers for view in self.stages])
+
+    def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
+        """By path: the views in `stages` (from the model to storage) as one; `dtype` is that of the stored gradient."""
+        return {x.path: LeafView(x, tuple([s for s in stages if s.changes(x)]), dtype(x)) for x in self.leaves}
+
+    def resident_grad_dtype(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of `p.grad` in an attached model."""
+        return summable(self.dtypes.summed(leaf)) if self.casts_after_update else self.dtypes.gradient(leaf)
+
+    def stored_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of a leaf in the state of this rank."""
+        return self.specs[-1][leaf.path].local_shape
+
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """The shape of the gradient that `zf.update` is given."""
+        return self.specs[len(self.pulled)][leaf.path].local_shape
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Index of each leaf's first stored element in the whole leaf; box by box where the model itself is cut."""
+        begin = {x.path: 0 if x.within is None else x.within.before for x in self.leaves}
+        if not self.cutting:
+            return begin if any(begin.values()) else {}
+        return {path: before + self.specs[-1][path].range[0] for path, before in begin.items()}
+
+    def pull(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None = None) -> Leaves:
+        """Gradients through the transposes of these stages, in the order of `self.stages`; then divided by `scale`.
+
+        Leaves in the same order on every rank; one may have no gradient here. Of `stored` only devices are used.
+        """
+        dtypes = self.grad_dtypes
+        if stages or scale is not None:
+            with torch.no_grad():
+                grads = _pulled(self, stages, grads, stored, scale)
+                if scale is not None:
+                    return {p: over(g, scale, dtypes[p]) for p, g in grads.items()}
+        return {p: g if g.dtype is dtypes[p] else g.to(dtypes[p]) for p, g in grads.items()}
+
+    def pull_recorded(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves) -> Leaves:
+        """As `pull`, differentiably: leaf by leaf, and a leaf without a gradient here has zeros to send."""
+        views = {p: v for p, v in self.composed(stages, self.dtypes.gradient).items() if v.leaf.trainable}
+        missing = {p: stored[p].new_zeros(self.grad_shape(v.leaf)) for p, v in views.items() if grads.get(p) is None}
+        return {p: v.transposed(missing[p] if p in missing else grads[p], None) for p, v in views.items()}
+
+    def see(
+        self, stages: tuple[View, ...], leaves: Leaves, which: Sequence[Leaf] | None = None, into: Leaves | None = None
+    ) -> Leaves:
+        """Stored parameters, or those in `which`, through the views of these stages. Not differentiable.
+
+        If the last view is an all-gather it writes `into` tensors that are given, in one collective.
+        """
+        if stages:
+            here = self.leaves if which is None else which
+            with torch.no_grad():
+                for i, stage in reversed(list(enumerate(stages))):
+                    leaves = view_all(stage, leaves, here, None if i else into)
+        return leaves
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """What is stored of a full parameter; differentiable where that is recorded."""
+        x = stored_by(self.stages, x, leaf) if recorded((x,)) else store(self.stages, x, leaf)
+        return x.to(self.dtypes.stored(leaf))
+
+    def kept(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """The resident form of a full parameter, in the dtype of `x`."""
+        return store(uncast(self), x, leaf)
+
+    def own(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """The shard of a resident parameter that this rank stores, in the dtype of `x`."""
+        return store([stage for stage in self.after_update if stage.wire is not None], x, leaf)
+
+    def whole(self, leaves: Leaves) -> Leaves:
+        """Full parameters, in the dtype they are stored in; differentiable where that is recorded.
+
+        A view that still `reads` a state has none that it could read: its transform's first state could not be made.
+        """
+        stages = tuple([stage for stage in self.stages if stage.dtypes is None and not stage.reads])
+        if not recorded(leaves.values()):
+            return self.see(stages, leaves)
+        return {p: view(leaves[p], None) for p, view in self.composed(stages, lambda x: leaves[x.path].dtype).items()}
+
+
+def uncast(road: Road) -> list[View]:
+    """The views between resident parameters and what the model sees of them, but for casts."""
+    return [stage for stage in road.at_use if stage.dtypes is None]
+
+
+def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
+    leaves = [leaf for leaf in road.leaves if leaf.trainable]
+    for at, stage in enumerate(road.stages):
+        # By identity: the compiler knows no equality of records of functions.
+        if any([stage is x for x in stages]) and (scale is None or stage.dtypes is None):
+            # Sizes and dtypes of gradients matter to the buffers of wires alone.
+            like = {} if stage.wire is None else _arriving(road.specs[at], leaves, stored)
+            grads = pull_all(stage, grads, leaves, like)
+    return grads
+
+
+def _arriving(specs: Mapping[str, Spec], leaves: Sequence[Leaf], stored: Leaves) -> dict[str, Like]:
+    """By path: the form in which a gradient arrives at a stage, in the dtype in which it is summed there."""
+    found: dict[str, Like] = {}
+    for leaf in leaves:
+        spec = specs[leaf.path]
+        assert spec.sum_dtype is not None
+        found[leaf.path] = Like(spec.numel, spec.local_shape, spec.sum_dtype, stored[leaf.path].device)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Leaves sharded along two axes of a mesh: the second wire shards what the first has left of each leaf.
+#
+# `shard(mesh["node"])` gives a rank a range of each leaf; a `reduce_scatter(mesh["nodes"])` behind it cuts that
+# range. A wire cuts whole leaves, so the second one is given the range as a leaf of its own: its rows, if it is of
+# whole rows, else a flat one. All ranks of the second wire have the same range, since axes of a mesh cross: what one
+# of them sends is what the others expect. Between the two wires a shard is flat.
+
+
+@dataclass(frozen=True)
+class ShardsOfShards:
+    """A wire over the shards that another one has left of leaves.
+
+    Attributes:
+        first: the wire that cuts leaves.
+        wire: the wire that cuts its shards.
+    """
+
+    first: Wire
+    wire: Wire
+    cuts: ClassVar[bool] = True
+
+    @property
+    def group(self) -> Group:
+        return self.wire.group
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return self.wire.reduce_dtype
+
+    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> ShardsOfShards:
+        return replace(self, wire=self.wire.on(group, reduce_dtype))
+
+    def given(self, leaf: Leaf) -> Leaf:
+        """The shard that the first wire leaves of a leaf, as a leaf: some of its rows, or a flat range."""
+        low, high = self.first.span(leaf)
+        return replace(leaf, shape=torch.Size(rows_between(leaf.shape, low, high) or (high - low,)))
+
+    def span(self, leaf: Leaf) -> tuple[int, int]:
+        """This rank's range of the flattened whole leaf."""
+        begin = self.first.span(leaf)[0]
+        low, high = self.wire.span(self.given(leaf))
+        return begin + low, begin + high
+
+    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
+        return self.wire.view(x, self.given(leaf)).reshape(*x.shape[:-1], -1)
+
+    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
+        part = self.given(leaf)
+        return self.wire.pull(g.reshape(*g.shape[:-1], *part.shape), part)
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        return self.wire.store(x, self.given(leaf))
+
+    def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
+        return self.wire.send_parts(parts, self._given(leaves), async_op)
+
+    def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        return self.wire.join_parts(rows, self._given(leaves), into)
+
+    def pack(
+        self,
+        grads: Sequence[Tensor | None],
+        leaves: Sequence[Leaf],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        return self.wire.pack(grads, self._given(leaves), numels, dtype, device)
+
+    def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        return self.wire.send(buffer, async_op)
+
+    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
+        return self.wire.unpack(mine, self._given(leaves), numels)
+
+    def _given(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        return [self.given(leaf) for leaf in leaves]
+
+
+def spans_by_rank(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, int]]:
+    """Each rank's range of a flattened leaf, rank by rank, where wires cut it one behind the other."""
+    first, *rest = cutting
+    for rank in range(first.group.size):
+        wire = first.on(replace(first.group, rank=rank), None)
+        if rest:
+            # What cuts behind another wire was made by `on_ranks`.
+            yield from spans_by_rank([replace(cast(ShardsOfShards, rest[0]), first=wire), *rest[1:]], leaf)
+        else:
+            yield wire.span(leaf)
+
+
+def on_ranks(view: View, cutting: Sequence[Wire], reduce_dtype: torch.dtype | None) -> View:
+    """The view of a wire with sums in `reduce_dtype`, over shards where other wires have cut leaves before."""
+    assert view.wire is not None
+    wire, given = view.wire.on(view.wire.group, reduce_dtype), view.given
+    if cutting and wire.cuts:
+        wire = shards = ShardsOfShards(cutting[-1], wire)
+        given = lambda leaf: replace(leaf, shape=torch.Size([shards.given(leaf).numel]))  # noqa: E731
+    return replace(over_ranks(wire, view.resident, view.traceable), name=view.name, given=given)
+
+
+def check_axes(reduced: Sequence[tuple[str, Group]]) -> None:
+    """Refuse two reductions over the same ranks: two axes of a mesh have one rank in common.
+
+    Args:
+        reduced: the transforms that reduce, by name, and over which ranks.
+    """
+    for i, (name, group) in enumerate(reduced):
+        for other, before in reduced[:i]:
+            both = sorted(set(before.ranks) & set(group.ranks))
+            if len(both) > 1:
+                raise ValueError(
+                    explain(
+                        f"chain(..., {other}, ..., {name}, ...) that both reduce over ranks {both}",
+                        "the second finds nothing to add up there: what those ranks have is reduced over them already",
+                        "mesh = init_device_mesh(device, (nodes, ranks_of_one), mesh_dim_names=('nodes', 'node'))\n"
+                        f"         zf.{other}(mesh['node']), ..., zf.{name}(mesh['nodes'])",
+                    )
+                )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters as other programs have them: what the model computes with, of each leaf the part that a rank stores.
+#
+# What is stored goes through the views of one's own on its way out (`seen_part`), and back through their `store` on
+# its way in (`stored_part`). A cast is none of them: what is exported is in the dtype it is stored in.
+
+
+def seen_part(road: Road, stored: Tensor, leaf: Leaf) -> Tensor:
+    """Of what is stored of a leaf, what the model sees, cut in the same way. All ranks call it.
+
+    A view in front of a cut sees the whole leaf, which is gathered for it.
+    """
+    if not _renumbered(road, leaf):
+        return stored
+    stages = [stage for stage in road.stages if stage.dtypes is None]
+    return store([stage for stage in stages if stage.wire is not None], see(stages, stored, leaf), leaf)
+
+
+def stored_part(road: Road, seen: Tensor, leaf: Leaf) -> Tensor:
+    """Of what the model is to see of a leaf, what is stored, cut in the same way. All ranks call it."""
+    if not _renumbered(road, leaf):
+        return seen
+    return road.store(see([stage for stage in road.stages if stage.wire is not None], seen, leaf), leaf)
+
+
+def _renumbered(road: Road, leaf: Leaf) -> bool:
+    return any([stage.renumbers and stage.changes(leaf) for stage in road.stages])
+
+
+def check_known(placement: Placement, pipe: object, call: str, right: str) -> None:
+    """Raise a TypeError for a state that is seen through views of one's own, where nobody says which they are."""
+    if pipe is None and placement.seen_by:
+        why = f"the model sees it through {', '.join(placement.seen_by)}, which a state has by name alone"
+        raise TypeError(explain(call, why, right))

@@ -1,0 +1,318 @@
+"""`Context`: what every update half is given in a step, and the metrics that it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .._errors import explain, kind_of
+from ..kernels.norms import leaf_norms
+from ..kernels.recording import number
+from .layout import Layout, Leaves
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Norms of gradients for metrics: computed by the optimizer's kernel, or in a pass of their own.
+
+
+class Norms:
+    """The norm of each gradient of a step, bucket after bucket.
+
+    A kernel that reads the gradients anyway computes their norms for less than another pass does. It may leave that:
+    norms that no kernel has added are computed when the next bucket comes. Requests are for tensors, and not for paths:
+    a gradient that a transform before the optimizer has changed is another tensor, whose norm the metric must not show.
+
+    Attributes:
+        found: norms by path, each 0-d, or a number where a kernel has found it.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self._requests: Leaves = {}
+
+    def request(self, grads: Leaves) -> None:
+        """Request the norms of these gradients, which must not be written until the next request."""
+        self._compute()
+        self._requests = dict(grads)
+
+    def requested(self, paths: Sequence[str], grads: Sequence[Tensor]) -> bool:
+        """Whether the norms of just these tensors are requested and not there yet."""
+        return bool(self._requests) and all(map(is_, map(self._requests.get, paths), grads))
+
+    def add(self, paths: Sequence[str], norms: Sequence[float]) -> None:
+        """Take norms that a kernel has computed of requested gradients."""
+        for path, norm in zip(paths, norms, strict=True):
+            del self._requests[path]
+            self.found[path] = norm
+
+    def _compute(self) -> None:
+        """Compute the requested norms that no kernel has added."""
+        if self._requests:
+            self.found.update(leaf_norms(self._requests))
+            self._requests = {}
+
+    def all(self) -> dict[str, Any]:
+        """All requested norms."""
+        self._compute()
+        return self.found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Context`, which every update half is given in a step, and `Prepared`, what it decides once per step.
+
+
+class Reduction(Protocol):
+    """Scalars over every rank that holds a part of the gradient."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over shards; replicas count once. Where the model itself is cut only `total` knows what counts."""
+        ...
+
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
+        """The sum of a number of leaves, itself a sum over elements, in which every element of every rank is once."""
+        ...
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean over all ranks."""
+        ...
+
+    def max(self, x: Tensor) -> Tensor:
+        """Maximum over all ranks."""
+        ...
+
+    def replicate(self, x: Tensor) -> Tensor:
+        """`x`, which is the same on all ranks, for use with a shard: its derivative adds up over shards."""
+        ...
+
+    def alike(self, x: Tensor) -> Tensor:
+        """`x`, made of numbers for use with a shard, as one number again: of its derivative ranks have equal parts."""
+        ...
+
+
+class OneProcess:
+    """The reduction of a world of one."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
+        return number(leaves)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return x
+
+    def max(self, x: Tensor) -> Tensor:
+        return x
+
+    def replicate(self, x: Tensor) -> Tensor:
+        return x
+
+    def alike(self, x: Tensor) -> Tensor:
+        return x
+
+
+@dataclass(frozen=True)
+class WithinBucket:
+    """The reduction of an update half that is handed some leaves of many.
+
+    A number that it asks for would be of these alone, and ranks would ask for it more often or less.
+    """
+
+    whole: Reduction
+
+    def sum(self, x: Tensor) -> Tensor:
+        raise _of_a_bucket("ctx.reduction.sum(x)")
+
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
+        raise _of_a_bucket("ctx.total(number, leaves)")
+
+    def mean(self, x: Tensor) -> Tensor:
+        raise _of_a_bucket("ctx.reduction.mean(x)")
+
+    def max(self, x: Tensor) -> Tensor:
+        raise _of_a_bucket("ctx.reduction.max(x)")
+
+    def replicate(self, x: Tensor) -> Tensor:
+        return self.whole.replicate(x)
+
+    def alike(self, x: Tensor) -> Tensor:
+        return self.whole.alike(x)
+
+
+def _of_a_bucket(call: str) -> ValueError:
+    why = "it is called once for each bucket of leaves, so this would be a number of one bucket, and not of the tree"
+    right = (
+        'in a prepare_fn of Transform("mine", Scope.TREE, needs="number", ...), which is called once with all leaves;\n'
+    )
+    right += "or Scope.WHOLE, whose update_fn is handed all leaves at once; or zf.watch for sums over old and new ones"
+    return ValueError(explain(f"{call} in an update_fn that treats leaves alone", why, right))
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every update half is given besides gradients, state and parameters.
+
+    Attributes:
+        layout: structure of the parameters.
+        donate: whether state and parameters may be written in place. Gradients never are.
+        donate_to_kernels: whether kernels may write in place where `donate` is false, in a graph or under `vmap`: the
+            state is donated, and no later `torch.where` needs the old values.
+        recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
+            kernel is called that they do not know, and numbers may be tensors that Python cannot read.
+        unrecorded: in a step that is not recorded, although autograd would, what to write for a number that requires
+            grad, which is refused; empty where none is to be.
+        looks: whether what update halves return is looked at for graphs, as in first steps.
+        weight: weight of this micro-batch, for instance its number of tokens.
+        boundary: overrides whether the accumulation window closes now.
+        averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
+        lr: learning rates set from outside, by the prefix under which the optimizer stands.
+        numbers: other hyperparameters set from outside, by the same prefix and by name.
+        offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
+        reduction: sums of scalars over ranks.
+        micro_step: micro-steps before this one, for messages.
+        metrics: filled by `report`.
+        norms: norms of gradients for a metric; `None` in a step that is recorded.
+        comes: false where the step is held before it reaches this transform; a tensor in a graph or under `vmap`.
+        standing: metrics of this transform, by name, for a step that is held before it.
+        under_way: functions that wait for copies, filled by `before_the_end`.
+        written: prefixes of the transforms that have begun to write what is donated: of an error that is raised after
+            it the state is neither the old one nor the new. Filled by `own` and `into`.
+        prefix: where a nested transform stands, for instance ``"partition.decay."``.
+    """
+
+    layout: Layout
+    donate: bool = False
+    donate_to_kernels: bool = False
+    recorded: bool = False
+    unrecorded: str = ""
+    looks: bool = False
+    weight: Any = None
+    boundary: bool | None = None
+    averaged: bool = True
+    lr: Mapping[str, float] = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    offsets: Mapping[str, int] = field(default_factory=dict)
+    reduction: Reduction = field(default_factory=OneProcess)
+    micro_step: Any = 0
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    norms: Norms | None = None
+    comes: bool | Tensor = True
+    standing: Mapping[str, Any] = field(default_factory=dict)
+    under_way: list[Callable[[], None]] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
+    prefix: str = ""
+
+    def own(self, x: Tensor) -> Tensor:
+        """A tensor that may be written: `x` itself when donated, else a copy."""
+        if not self.donate:
+            return x.clone()
+        self.written.add(self.prefix)
+        return x
+
+    def into(self, old: Tensor, new: Tensor) -> Tensor:
+        """The value `new` of a tensor that was `old`: in the memory of `old` when donated, else `new` itself."""
+        if not self.donate:
+            return new
+        self.written.add(self.prefix)
+        return old.copy_(new)
+
+    def number(self, x: Tensor) -> Any:
+        """The Python number in a 0-d tensor that is computed with; the tensor itself where that is recorded."""
+        return x if self.recorded else x.item()
+
+    def read(self, x: Tensor) -> Any:
+        """The Python number in a 0-d tensor that nobody differentiates; the tensor where Python cannot read it."""
+        return number(x) if self.recorded else x.item()
+
+    def replicated(self, x: Any) -> Any:
+        """A number that all ranks hold, such as a rate, for use with what each rank has of a leaf.
+
+        A derivative by it then adds up over ranks. Anything but a tensor is as it is. Not for what `total` gives, which
+        is made for that use.
+        """
+        return self.reduction.replicate(x) if self.recorded and isinstance(x, Tensor) else x
+
+    def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
+        """A number of the whole tree that is a sum over elements: `ctx.total(squared_norm, grads)`.
+
+        Over all ranks, and every element once, whoever has it: also where the model itself is cut over ranks. It is for
+        use with what each rank has of a leaf, as what `replicated` gives.
+        """
+        return self.reduction.total(number, leaves)
+
+    def report(self, name: str, value: Any) -> None:
+        """Show a number in the step's metrics; of several with one name the first, that before any clipping.
+
+        To a derivative by the metric it is made of numbers of `total` and `replicated`.
+        """
+        if isinstance(value, float):
+            # A rate of 0.001 has other digits in a default dtype of 16 bits.
+            value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+        elif isinstance(value, Tensor):
+            # As it is now: a state is written later, and a rate that is the user's tensor is filled with others.
+            value = value.clone()
+        else:
+            value = torch.as_tensor(value)
+        if isinstance(self.comes, Tensor) and name in self.standing:
+            held = torch.as_tensor(self.standing[name], dtype=value.dtype, device=value.device)
+            value = torch.where(self.comes.to(value.device), value, held)
+        if self.recorded and value.is_floating_point():
+            value = self.reduction.alike(value)
+        self.metrics.setdefault(self.prefix + name, value)
+
+    def before_the_end(self, wait: Callable[[], None]) -> None:
+        """Have `wait` called before the step returns the new state, into which a copy is still under way."""
+        self.under_way.append(wait)
+
+    def settle(self) -> None:
+        """Wait for all copies that are under way."""
+        while self.under_way:
+            self.under_way.pop()()
+
+    def inside(self, name: str) -> Context:
+        """The context of a transform nested in `name`."""
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a transform decides once per step, before it sees leaves one by one.
+
+    Attributes:
+        carry: handed to the update of every leaf.
+        state: the shared entries of its state that change.
+        emit: whether anything goes on to the right. A 0-d bool tensor under `vmap`.
+        close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
+            is gathered bucket by bucket, while a bucket is in the cache for its update.
+        carries_state: whether the carry has the state, as that of a chain has the states of its transforms. Then each
+            call of the update half is handed the state of all leaves, and returns entries of all leaves.
+    """
+
+    carry: Any = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    emit: bool | Tensor = True
+    close: Callable[[], None] | None = None
+    carries_state: bool = False
+
+
+def check_prepared(name: str, given: Any) -> Any:
+    """What a `prepare_fn` gave, if it is a `Prepared` that says by one bool whether anything goes on.
+
+    Raises:
+        TypeError: it is something else, or its `emit` is.
+    """
+    if not isinstance(given, Prepared):
+        why = "what is decided before leaves are updated is a zerofn.extend.Prepared"
+        right = "return Prepared(), or Prepared(carry=..., state={...})"
+        raise TypeError(explain(f"{name}: a prepare_fn that gives {kind_of(given)}", why, right))
+    emit = given.emit
+    if isinstance(emit, bool) or (isinstance(emit, Tensor) and emit.dtype is torch.bool and not emit.ndim):
+        return given
+    told = f"<tensor of shape {tuple(emit.shape)}, {emit.dtype}>" if isinstance(emit, Tensor) else repr(emit)
+    wrong = f"{name}: a prepare_fn that gives Prepared(emit={told})"
+    why = "a step goes on to the right as a whole, or not: emit is a bool, or a 0-d tensor of bools"
+    raise TypeError(explain(wrong, why, "Prepared(emit=torch.isfinite(norm)) of a 0-d norm; flags.all() of several"))

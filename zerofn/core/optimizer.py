@@ -1,0 +1,658 @@
+"""Makes a transform from an optimizer's formula on one tensor: kernel, derivative, batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
+from .._compat.tensors import foreach_add
+from ..kernels.recording import concrete, once, only_compiled
+from .arguments import LARGEST, learning_rate
+from .context import Context, Prepared
+from .facts import Facts
+from .layout import Layout, Leaves
+from .state import counter
+from .transform import ScalarOrSchedule, Transform, TransformState
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Arguments of an optimizer's formula, which updates one leaf, and of its kernel, which updates lists of leaves.
+
+
+Numbers = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LeafStep:
+    """One update of one leaf: the arguments of a formula besides its tensors.
+
+    Attributes:
+        count: updates of the leaf including this one; a 0-d tensor under `vmap` and in a compiled graph.
+        lr: learning rate of this update; a number, or a 0-d tensor.
+        path: the leaf's name.
+        offset: global index of the leaf's first stored element.
+        numbers: hyperparameters by name; numbers, or 0-d tensors.
+        shared: state that all leaves share, by name; only read.
+        derived: what the optimizer's `derived` made of count, rate and hyperparameters; numbers, or 0-d tensors.
+    """
+
+    count: Any
+    lr: Any
+    path: str
+    offset: int
+    numbers: Numbers = field(default_factory=dict)
+    shared: TransformState = field(default_factory=dict)
+    derived: Numbers = field(default_factory=dict)
+
+    def scalar(self, value: Any, like: Tensor) -> Any:
+        """A number to compute with beside `like`: a tensor in its dtype and on its device, anything else as it is."""
+        return value.to(like) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class LeafList:
+    """Leaves that have had equally many updates (in a graph all leaves), as lists of tensors: what a kernel works on.
+
+    Attributes:
+        params: to be written in place.
+        grads: never written.
+        slots: state by name, to be written in place.
+        count: updates including this one; in a graph a tensor of the shape `(leaves,)`.
+        lr: learning rate of this update.
+        paths: names of the leaves.
+        offsets: global index of each leaf's first stored element.
+        numbers: hyperparameters by name.
+        shared: state that all leaves share, by name; only read.
+        norms: an empty list where a metric needs the norms of the gradients. A kernel that computes them anyway appends
+            one for each; otherwise another pass does.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    slots: dict[str, list[Tensor]]
+    count: Any
+    lr: Any
+    paths: list[str]
+    offsets: list[int]
+    numbers: Numbers = field(default_factory=dict)
+    shared: TransformState = field(default_factory=dict)
+    norms: list[float] | None = None
+
+    def where(self, chosen: list[bool]) -> LeafList:
+        """The leaves for which `chosen` is true; norms are not asked for of a part."""
+
+        def pick(entries: list) -> list:
+            return [x for x, on in zip(entries, chosen, strict=True) if on]
+
+        slots = {name: pick(entries) for name, entries in self.slots.items()}
+        lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
+        return LeafList(*lists, self.numbers, self.shared)
+
+
+class Given(NamedTuple):
+    """The arguments of an update of several leaves.
+
+    Attributes:
+        grads: by path, of the leaves that are updated.
+        params: by path.
+        slots: state by name and path.
+        counts: updates of each leaf, including this one.
+        lr: learning rate; `None` of a direction.
+        numbers: hyperparameters by name.
+        shared: state that all leaves share, by name.
+        ctx: of the step.
+    """
+
+    grads: Leaves
+    params: Leaves
+    slots: TransformState
+    counts: Leaves
+    lr: Any
+    numbers: Numbers
+    shared: TransformState
+    ctx: Context
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Counts of updates of each leaf, and numbers derived from them, such as bias corrections.
+
+
+# (updates of a leaf, rate, hyperparameters) -> numbers by name
+Derived = Callable[[Any, Any, Numbers], Numbers]
+
+
+def one_more(counts: Leaves, paths: Collection[str], recorded: bool) -> Leaves:
+    """Counts of these leaves plus one, by one `foreach` call: single additions show in a step of many small leaves."""
+    before = list(map(counts.__getitem__, paths))
+    after = [c + 1 for c in before] if recorded or not before else foreach_add(before, 1)
+    return dict(zip(paths, after, strict=True))
+
+
+def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:
+    """Paths of leaves by their count; nearly always all leaves have the same one."""
+    # Counts are 0-d CPU tensors: `item` of each takes a third of the time of `torch.stack(...).tolist()`.
+    numbers = list(map(Tensor.item, counts.values()))
+    if len(set(numbers)) == 1:
+        return {numbers[0]: list(counts)}  # type: ignore[dict-item]
+    groups: dict[int, list[str]] = {}
+    for path, n in zip(counts, numbers, strict=True):
+        groups.setdefault(n, []).append(path)  # type: ignore[arg-type]
+    return groups
+
+
+def each(
+    counts: dict[str, Tensor],
+    rate: Any,
+    numbers: Numbers,
+    derived: Derived | None,
+    recorded: bool,
+    dtypes: Iterable[torch.dtype] = (torch.float64,),
+):
+    """Every leaf's path, its count, and numbers derived from it, once for all leaves with the same count.
+
+    Args:
+        dtypes: of the tensors that derived tensors are combined with.
+    """
+    if recorded and not all(map(concrete, counts.values())):
+        # For float32 cast for all leaves together, and not by one operation in the graph for each leaf.
+        narrow = all(dtype is torch.float32 for dtype in dtypes)
+        yield from _unread(counts, rate, numbers, derived, torch.float32 if narrow else torch.float64)
+        return
+    for count, paths in by_count(counts).items():
+        made = derived(count, _wide(rate), {k: _wide(x) for k, x in numbers.items()}) if derived else {}
+        yield from ((path, count, made) for path in paths)
+
+
+def _unread(
+    counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor, Numbers]]:
+    """As `each` where Python cannot read counts, under vmap and in a graph: derived from one tensor of all counts."""
+    if derived is None:
+        yield from ((path, count, {}) for path, count in counts.items())
+        return
+    # Counts are on the CPU, and a rate may be elsewhere: torch mixes devices of 0-d tensors only, and these are not.
+    given = [x.device for x in (rate, *numbers.values()) if isinstance(x, Tensor) and x.device.type != "cpu"]
+    together = torch.stack(list(counts.values()))
+    together = together.to(given[0]) if given else together
+    made = derived(_wide(together), _wide(rate), {k: _wide(x) for k, x in numbers.items()})
+    spread = once(*(x.to(dtype).expand(len(counts)) if isinstance(x, Tensor) else x for x in made.values()))
+    columns = [x.unbind() if isinstance(x, Tensor) else [x] * len(counts) for x in spread]
+    for i, (path, count) in enumerate(counts.items()):
+        yield path, count, {name: column[i] for name, column in zip(made, columns, strict=True)}
+
+
+def _wide(x: Any) -> Any:
+    return x.double() if isinstance(x, Tensor) else x
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels inside autograd: an `autograd.Function` with the kernel as forward and a hand-written backward.
+#
+# Autograd saves the inputs of each operation of a formula, and its backward goes operation by operation: twenty-five
+# passes over memory for AdamW. The derivative as it is written on paper takes fifteen, and saves only parameters,
+# gradients and the new state.
+
+
+# (cotangents of the new parameter and, by name, of the new slots; old parameter, gradient, new slots, what else) ->
+# cotangents of the parameter, of the gradient and, by name, of the old slots. It is differentiated in turn.
+Pulled = Callable[
+    [Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Tensor], LeafStep], tuple[Tensor, Tensor, dict[str, Tensor]]
+]
+# A kernel: from parameters, gradients and each slot's tensors, one list after the other, to new parameters and slots.
+Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+
+_WIDE = (torch.float32, torch.float64)
+
+
+def by_hand(tensors: Sequence[Sequence[Tensor]], numbers: Sequence[Any]) -> bool:
+    """Whether the hand-written backward can be used: reverse mode only, by these tensors and by no number.
+
+    Args:
+        tensors: of each leaf the parameter, the gradient and the slots. Those of 16 bits are refused, where the formula
+            rounds.
+        numbers: rates and hyperparameters.
+    """
+    if any(isinstance(x, Tensor) for x in numbers) or not only_reverse():
+        return False
+    return all(x.dtype in _WIDE and x.dtype == own[0].dtype for own in tensors for x in own)
+
+
+def updated_by(run: Run, pulled: Pulled, slots: Sequence[str], steps: Sequence[LeafStep], given: Sequence[Tensor]):
+    """`run` on the lists of tensors in `given`, recorded by autograd: new parameters, then the new slots.
+
+    Args:
+        run: the kernel.
+        pulled: its derivative on one leaf.
+        slots: their names.
+        steps: of each leaf, an argument of `pulled`.
+        given: all parameters, all gradients, then the tensors of one slot after the other.
+    """
+    n = len(steps)
+
+    def pull(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        columns = [tensors[i : i + n] for i in range(0, len(tensors), n)]
+        found = []
+        for at, (dp, *rest) in zip(steps, zip(*columns, strict=True), strict=True):
+            back, here = (dict(zip(slots, x, strict=True)) for x in (rest[: len(slots)], rest[len(slots) + 2 :]))
+            param, grad = rest[len(slots) :][:2]
+            p, g, old = pulled(dp, back, param, grad, here, at)
+            found.append((p, g, *(old[name] for name in slots)))
+        return tuple(x for column in zip(*found, strict=True) for x in column)
+
+    return _KernelUpdate.apply(run, pull, n, *given)
+
+
+class _KernelUpdate(Function):
+    """The update of all leaves in one call: a `Function` costs as much as the update of many small leaves."""
+
+    @staticmethod
+    def forward(run: Run, pull: Run, n: int, *given: Tensor) -> tuple[Tensor, ...]:
+        return run(given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        _, ctx.pull, n, *given = inputs
+        ctx.save_for_backward(*given[: 2 * n], *output[n:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple:
+        tensors = (*cotangents, *ctx.saved_tensors)
+        kept = torch.is_grad_enabled() and only_reverse()
+        return None, None, None, *(_Pull.apply(ctx.pull, *tensors) if kept else ctx.pull(tensors))
+
+
+class _Pull(Function):
+    """The backward of `_Update`, with a derivative of its own that computes it again and saves no intermediates."""
+
+    @staticmethod
+    def forward(pull: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return pull(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.pull = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple:
+        back = torch.func.vjp(lambda *tensors: ctx.pull(tensors), *ctx.saved_tensors)[1]
+        return None, *back(cotangents)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Kernels under torch.func.vmap: called on a list of the leaves of all members of the batch.
+
+
+Kernel = Callable[[LeafList], None]
+
+
+class Members:
+    """The members of a batch under vmap.
+
+    Args:
+        level: of the vmap.
+        tensors: some of them batched; from these its size is known.
+    """
+
+    def __init__(self, level: int, tensors: list[Any]):
+        self.level = level
+        with beneath_functorch():
+            found = [batch for x in tensors if isinstance(x, Tensor) and (batch := stacked(x)) is not None]
+        self.size = len(found[0]) if found else 0
+        # Of a batched tensor torch.func does not say whether autograd follows it.
+        inner = [*found, *(x for x in tensors if isinstance(x, Tensor))]
+        self.plain = self.size > 0 and not (torch.is_grad_enabled() and any(x.requires_grad for x in inner))
+
+    def each(self, x: Any) -> list[Any]:
+        """What each member has of `x`: its own, or all the same."""
+        batch = stacked(x) if isinstance(x, Tensor) else None
+        return [x] * self.size if batch is None else list(batch.unbind())
+
+    def own(self, x: Tensor, donate: bool) -> Tensor:
+        """One member behind the other, to be written: in the memory of `x` where that may be, else in new one."""
+        batch = stacked(x)
+        if batch is None:
+            batch = x.expand(self.size, *x.shape)
+        elif donate and batch.is_contiguous():
+            return batch
+        return batch.clone(memory_format=torch.contiguous_format)
+
+
+def kernel_on_members(kernel: Kernel, given: Given) -> tuple[Leaves, TransformState] | None:
+    """New parameters and slots by a kernel on lists of the leaves of all members; `None` where it cannot be taken.
+
+    It can be taken in one vmap, with nothing inside or outside of it that differentiates. Members with one rate and one
+    number of updates share a list, as leaves do. Their new values have memory of their own where it is chosen
+    afterwards which members skip the step.
+    """
+    level = only_vmap()
+    grads, params, slots, counts, lr, numbers, common, ctx = given
+    if level is None or not grads:
+        return None
+    listed = [x for p in grads for x in (grads[p], params[p], counts[p], *(old[p] for old in slots.values()))]
+    members = Members(level, [*listed, lr, *numbers.values(), *common.values()])
+    if not members.plain:
+        return None
+    with beneath_functorch(), torch.no_grad():
+        if ctx.donate_to_kernels:
+            ctx.written.add(ctx.prefix)
+        new = {p: members.own(params[p], ctx.donate_to_kernels) for p in grads}
+        own = {slot: {p: members.own(old[p], ctx.donate_to_kernels) for p in grads} for slot, old in slots.items()}
+        for group in _lists(members, given._replace(params=new, slots=own)):
+            kernel(group)
+        back = {slot: {p: as_batch(x, level) for p, x in of_leaf.items()} for slot, of_leaf in own.items()}
+        return {p: as_batch(x, level) for p, x in new.items()}, back
+
+
+def _lists(members: Members, given: Given) -> list[LeafList]:
+    """Lists of leaves of members, each with one count, one rate, and one value of each hyperparameter."""
+    grads, params, slots, counts, lr, numbers, common, ctx = given
+    alike = not any(isinstance(x, Tensor) and stacked(x) is not None for x in (lr, *numbers.values(), *common.values()))
+    rates, rest = members.each(lr), [{k: members.each(x) for k, x in named.items()} for named in (numbers, common)]
+    found: dict[tuple[int, int], LeafList] = {}
+    for p, g in grads.items():
+        states = [x[p].unbind() for x in slots.values()]
+        columns = members.each(g), params[p].unbind(), members.each(counts[p]), *states
+        for i, (grad, param, count, *own) in enumerate(zip(*columns, strict=True)):
+            key = int(count), 0 if alike else i
+            if key not in found:
+                theirs: Any = [{k: x[i] for k, x in named.items()} for named in rest]
+                found[key] = LeafList([], [], {slot: [] for slot in slots}, key[0], rates[i], [], [], *theirs)
+            group = found[key]
+            group.params.append(param)
+            group.grads.append(grad)
+            group.paths.append(p)
+            group.offsets.append(ctx.offsets.get(p, 0))
+            for slot, x in zip(slots, own, strict=True):
+                group.slots[slot].append(x)
+    return list(found.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `optimizer`: a transform from a formula on one leaf, with counts of updates, a learning rate and kernels.
+
+
+Slots = dict[str, Callable[[Tensor], Tensor]]
+NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+# (parameter, gradient, slots by name, what else) -> (new parameter, new slots)
+Formula = Callable[[Tensor, Tensor, dict[str, Tensor], LeafStep], tuple[Tensor, dict[str, Tensor]]]
+Operator = Callable[[LeafList], bool]
+
+
+def optimizer(
+    name: str,
+    lr: ScalarOrSchedule,
+    slots: Slots,
+    formula: Formula,
+    kernel: Kernel | None = None,
+    numbers: Numbers = NONE,
+    shared: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
+    settable: Mapping[str, Any] = NONE,
+    derived: Derived | None = None,
+    operator: Operator | None = None,
+    pulled: Pulled | None = None,
+    counterpart: type | None = None,
+    torch_names: Mapping[str, str] = NONE,
+) -> Transform:
+    """An optimizer from its formula on one leaf.
+
+    State: `step`, the updates applied (schedules read it); `count`, the same per leaf, since a leaf without a gradient
+    is left alone, as in torch.optim, and its bias correction must not move; one tensor per leaf for each slot.
+
+    Args:
+        name: the transform's name.
+        lr: a number, or a function of the step.
+        slots: how each per-leaf state tensor starts, from the parameter.
+        formula: the arithmetic, of torch operations that write none of their arguments: it is what is differentiated,
+            batched and compiled. Each element from its own elements, its leaf's path and its place in the leaf alone.
+        kernel: the same in place, on lists; taken where nothing records, and under `torch.func.vmap` alone on the
+            leaves of all members. Its bits are the formula's, or the bound is the transform's to state.
+        numbers: hyperparameters of the formula, by name.
+        shared: how each further tensor that all leaves share starts; it stays as it is.
+        settable: hyperparameters that `opt.param_groups` may change, with their values, by the names of the
+            transform's arguments. A pair such as `betas` is `beta1` and `beta2` among `numbers`, or `betas`.
+        derived: from the updates of a leaf, the rate and the hyperparameters to further numbers of the formula by name,
+            `at.derived`: bias corrections. Computed once for leaves that have had equally many updates; where those
+            cannot be read, once for all, on tensors of the shape `(leaves,)`. Tensors come in float64.
+        operator: whether the kernel of these leaves may stand in a compiled graph: there it calls an operator that
+            `torch.library` knows, and `count` is a tensor. Else, and where derivatives are recorded, the formula does.
+        pulled: the derivative of the formula by hand, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`: cotangents
+            of the new parameter and slots, the old parameter, the gradient and the new slots, to cotangents of the
+            old ones. With it the kernel is taken where a step is differentiated backwards, but not by its numbers.
+        counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
+        torch_names: what that class calls slots that have another name here.
+    """
+    update = _OptimizerUpdate(name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, operator, pulled)
+    facts = Facts(
+        optimizes=True,
+        rate=lr,
+        settable=tuple(settable.items()),
+        copies=kernel is None,
+        keeps=False,
+        counterpart=counterpart,
+        torch_names=tuple(torch_names.items()),
+    )
+    return Transform(
+        name,
+        needs="element",
+        facts=facts,
+        init_fn=update.init,
+        prepare_fn=update.prepare,
+        update_fn=update.update,
+    )
+
+
+@dataclass(eq=False)
+class _OptimizerUpdate:
+    """The halves of an optimizer; fields are arguments of `optimizer`."""
+
+    name: str
+    lr: ScalarOrSchedule
+    slots: Slots
+    formula: Formula
+    kernel: Kernel | None
+    # Plain dicts: the compiler fails at a MappingProxyType where dicts have been written to.
+    numbers: dict[str, Any]
+    shared: dict[str, Callable[[], Tensor]]
+    derived: Derived | None
+    operator: Operator | None
+    pulled: Pulled | None
+
+    def __post_init__(self) -> None:
+        # A rate that is one number is checked here, and not at each step.
+        self.checked = isinstance(self.lr, float) and 0.0 <= self.lr <= LARGEST
+
+    def init(self, leaves: Leaves, layout: Layout) -> TransformState:
+        state: TransformState = {"step": counter(), "count": {p: counter() for p in leaves}}
+        state |= {key: start() for key, start in self.shared.items()}
+        for slot, start in self.slots.items():
+            state[slot] = {p: start(x) for p, x in leaves.items()}
+        return state
+
+    def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        # A group has one optimizer: its prefix is its name, whatever the user calls the transform.
+        rate = ctx.lr.get(ctx.prefix, self.lr)
+        if rate is not self.lr or not self.checked:
+            rate = learning_rate(self.name, rate, ctx.read(state["step"]), ctx.unrecorded)
+        changed, numbers = ctx.numbers.get(ctx.prefix), self.numbers
+        if changed:
+            numbers = {**numbers, **_by_number(changed, numbers)}
+        if ctx.recorded:
+            (rate,) = once(rate)
+            rate, numbers = ctx.replicated(rate), {key: ctx.replicated(x) for key, x in numbers.items()}
+        ctx.report("lr", rate)
+        return Prepared(carry=(rate, numbers), state={"step": state["step"] + 1})
+
+    def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
+        counts = one_more(state["count"], grads, ctx.recorded)
+        common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
+        given = Given(grads, params, {slot: state[slot] for slot in self.slots}, counts, *carry, common, ctx)
+        kernel, pulled, derived = self.kernel, self.pulled, self.derived
+        if kernel is not None and not ctx.recorded:
+            new, own = _in_place(kernel, by_count(counts).items(), given)
+        elif kernel is not None and (groups := _groups(self.operator, given)) is not None:
+            new, own = _in_place(kernel, groups, given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels)))
+        elif kernel is not None and pulled is not None and _pulled_back(given):
+            new, own = _with_derivative(kernel, pulled, derived, given)
+        elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
+            new, own = made
+        else:
+            new, own = _by_formula(self.formula, derived, given)
+        return new, {**own, "count": counts}
+
+
+def _groups(operator: Operator | None, given: Given) -> list[tuple[Any, list[str]]] | None:
+    """Counts and paths of leaves on which a graph calls the operator; `None` where it computes the formula."""
+    if operator is None or not given.counts:
+        return None
+    leaves = _listed(list(given.grads), None, given._replace(ctx=replace(given.ctx, donate=True)))
+    tensors = *leaves.params, *leaves.grads, *(x for column in leaves.slots.values() for x in column)
+    if only_compiled((*tensors, leaves.lr, *leaves.numbers.values())) and operator(leaves):
+        return [(torch.stack(list(given.counts.values())), leaves.paths)]
+    return None
+
+
+def _listed(group: list[str], count: Any, given: Given) -> LeafList:
+    """Leaves as lists for a kernel, which writes parameters and slots: copies of the old ones unless donated."""
+    grads, params, slots, _, lr, numbers, common, ctx = given
+    # By `map` over C functions: this runs for every leaf in every step.
+    columns = {}
+    for name, x in {"": params, **slots}.items():
+        column: list[Any] = list(map(x.__getitem__, group))
+        columns[name] = column if ctx.donate else list(map(Tensor.clone, column))
+    offsets = [ctx.offsets.get(p, 0) for p in group] if ctx.offsets else [0] * len(group)
+    gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
+    norms = [] if ctx.norms is not None and ctx.norms.requested(group, gradients) else None
+    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms)
+
+
+def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given) -> tuple[Leaves, TransformState]:
+    """New parameters and slots by a kernel on lists; in the memory of the old ones where that is donated."""
+    new: Leaves = {}
+    own: TransformState = {}
+    for count, group in groups:
+        leaves = _listed(group, count, given)
+        if given.ctx.donate:
+            given.ctx.written.add(given.ctx.prefix)
+        kernel(leaves)
+        if leaves.norms and given.ctx.norms is not None:
+            given.ctx.norms.add(group, leaves.norms)
+        new.update(zip(group, leaves.params, strict=True))
+        for slot, tensors in leaves.slots.items():
+            own.setdefault(slot, {}).update(zip(group, tensors, strict=True))
+    return new, own
+
+
+def _pulled_back(given: Given) -> bool:
+    """Whether the update of these leaves can use the hand-written derivative."""
+    tensors = [[given.params[p], g, *(old[p] for old in given.slots.values())] for p, g in given.grads.items()]
+    return given.ctx.recorded and by_hand(tensors, (given.lr, *given.numbers.values()))
+
+
+def _with_derivative(
+    kernel: Kernel, pulled: Pulled, derived: Derived | None, given: Given
+) -> tuple[Leaves, TransformState]:
+    """As `_in_place`, in new memory and recorded by autograd, with the hand-written derivative."""
+    grads, params, slots, counts, lr, numbers, common, ctx = given
+    derived_numbers = each(counts, lr, numbers, derived, ctx.recorded)
+    steps = [LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in derived_numbers]
+    paths = [at.path for at in steps]
+
+    def run(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        n = len(paths)
+        columns = [dict(zip(paths, tensors[i : i + n], strict=True)) for i in range(0, len(tensors), n)]
+        olds = dict(zip(slots, columns[2:], strict=True))
+        there = given._replace(params=columns[0], grads=columns[1], slots=olds)
+        new, own = _in_place(kernel, by_count(counts).items(), there)
+        return tuple(x for column in (new, *own.values()) for x in (column[p] for p in paths))
+
+    tensors = [x[p] for x in (params, grads, *slots.values()) for p in paths]
+    found = updated_by(run, pulled, list(slots), steps, tensors)
+    new, *own = (dict(zip(paths, found[i : i + len(paths)], strict=True)) for i in range(0, len(found), len(paths)))
+    return new, dict(zip(slots, own, strict=True))
+
+
+def _by_formula(formula: Formula, derived: Derived | None, given: Given) -> tuple[Leaves, TransformState]:
+    """New parameters, or directions, and slots by a formula, leaf by leaf."""
+    grads, params, slots, counts, lr, numbers, common, ctx = given
+    new: Leaves = {}
+    own: TransformState = {slot: {} for slot in slots}
+    dtypes = (x.dtype for p, g in grads.items() for x in (g, params[p]))
+    for p, count, made in each(counts, lr, numbers, derived, ctx.recorded, dtypes):
+        step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
+        x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
+        # Leaf by leaf, so that no more than one leaf of a donated state is in memory twice.
+        new[p] = x if lr is None else ctx.into(params[p], x)
+        for slot, old in slots.items():
+            own[slot][p] = ctx.into(old[p], after[slot])
+    return new, own
+
+
+def direction(
+    name: str, slots: Slots, formula: Formula, numbers: Numbers = NONE, derived: Derived | None = None
+) -> Transform:
+    """A transform from a gradient to the direction of a step, from its formula on one leaf.
+
+    State: `count`, the updates of each leaf, and one tensor per leaf for each slot. To be ended by an optimizer such as
+    `scale_by_lr`.
+
+    Args:
+        name: the transform's name.
+        slots: how each per-leaf state tensor starts, from the parameter.
+        formula: as of `optimizer`, but that what it returns first is the direction; `at.lr` is `None`.
+        numbers: hyperparameters of the formula, by name.
+        derived: as of `optimizer`; the rate is `None`.
+    """
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        state: TransformState = {"count": {p: counter() for p in leaves}}
+        return state | {slot: {p: start(x) for p, x in leaves.items()} for slot, start in slots.items()}
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        return Prepared(carry={key: ctx.replicated(x) for key, x in numbers.items()})
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
+        counts = one_more(state["count"], grads, ctx.recorded)
+        given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, None, found, {}, ctx)
+        out, own = _by_formula(formula, derived, given)
+        return out, {**own, "count": counts}
+
+    return Transform(
+        name,
+        needs="element",
+        facts=Facts(directs=True, keeps=False),
+        init_fn=init,
+        prepare_fn=prepare,
+        update_fn=update,
+    )
+
+
+def _by_number(given: Numbers, known: Numbers) -> dict[str, Any]:
+    """Arguments of a transform as numbers of its formula: `betas` as `beta1` and `beta2`, where it knows those.
+
+    >>> _by_number({"betas": (0.9, 0.99), "eps": 1e-8}, {"beta1": 0.9, "beta2": 0.9, "eps": 0.0})
+    {'beta1': 0.9, 'beta2': 0.99, 'eps': 1e-08}
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        one = name.removesuffix("s")
+        found |= {name: value} if name in known else {f"{one}{i}": x for i, x in enumerate(value, 1)}
+    return found
+
+
+def like(x: Tensor) -> Tensor:
+    """A slot that starts as zeros of the parameter's shape, dtype and strides."""
+    return torch.zeros_like(x)
+
+
+def without_elements(x: Tensor) -> Tensor:
+    """A slot without elements, for an unused option: so the structure of a state does not depend on hyperparameters."""
+    return torch.zeros(0, dtype=x.dtype, device=x.device)

@@ -1,0 +1,401 @@
+"""Checks and copies what a user's transform returns: shapes, dtypes, and tensors that alias memory written later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .._compat.functorch import is_wrapped
+from .._compat.tensors import is_shape_only, memories, self_overlapping
+from .._errors import bad_leaves, explain, kind_of
+from .context import Context, Prepared
+from .facts import Facts
+from .layout import Layout, Leaves
+from .tree import Tree, apart, clone, flatten, moved, tensors_of, tree_keys, unflatten
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a transform gives and keeps has memory of its own: copies of what it shares with what is written later.
+#
+# A gradient is its caller's, who may write into it or add the next one to it. Parameters are written in place, one
+# after the other, and so are states, by a step or when another one is loaded.
+
+
+def own_start(given: list[Tree]) -> Tree:
+    """A first state, copied: it may be a parameter, one tensor for two leaves, or one for every state that is made.
+
+    Each copy takes the place of its original in a list, so that both states are never there at once: an original that
+    is nobody else's goes when it is copied.
+
+    Args:
+        given: the state, in a list from which it is taken: the caller's frame would hold an argument until this ends.
+    """
+    values, spec = flatten(given.pop())
+    for i, x in enumerate(values):
+        if isinstance(x, Tensor):
+            values[i] = x.clone()
+    return unflatten(spec, values)
+
+
+def own_prepared(
+    prepared: Prepared, state: Mapping[str, Any], grads: Leaves | None, params: Leaves, ctx: Context
+) -> Prepared:
+    """What a transform decides before it sees leaves, with copies of what shares memory.
+
+    Args:
+        prepared: what its `prepare_fn` returned.
+        state: what it was handed, as are `grads`, `params` and `ctx`.
+    """
+    carry, new = prepared.carry, prepared.state
+    if carry is not None and (ctx.donate or ctx.donate_to_kernels):
+        # A leaf is updated after others have been written.
+        carry = apart({"": carry}, params.values())[""]
+    if new:
+        new = _distinct(dict(new), state, (*(grads or {}).values(), *params.values()))
+    emit = prepared.emit
+    if isinstance(emit, Tensor) and not ctx.recorded:
+        # Behind what holds nothing is run, and so nothing written.
+        emit = bool(emit.item())
+    return replace(prepared, carry=carry, state=new, emit=emit)
+
+
+def own_update(
+    optimizes: bool,
+    returned: tuple[Leaves | None, Any],
+    state: Any,
+    grads: Leaves,
+    params: Leaves,
+    carry: Any = None,
+) -> tuple[Leaves | None, Any]:
+    """What an update half returned, with copies of what shares memory.
+
+    Args:
+        optimizes: whether updates are new parameters.
+        returned: updates, `None` where it holds, and a state.
+        state: what it was handed, which shares none.
+        grads: what it was handed.
+        params: stored parameters of these leaves.
+        carry: what it was handed, which may be another leaf's.
+    """
+    out, own = returned
+    others = (*grads.values(), *params.values(), *(() if carry is None else tensors_of({"": carry})))
+    if out and optimizes:
+        # A parameter that stays as it is, or was written in place, may be returned.
+        out = _distinct(out, params, (*others, *tensors_of(state)))
+    elif out and out is not grads:
+        # That of another leaf is written before it is read.
+        moved = {path: x for path, x in out.items() if x is not params.get(path)}
+        if moved and (found := apart(moved, params.values())) is not moved:
+            out = {**out, **found}
+    if own is state or not own:
+        return out, own
+    made = out.values() if optimizes and out else ()
+    return out, _distinct(own, state, (*others, *made))
+
+
+def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[Tensor]) -> Any:
+    """New entries in place of old ones, with copies of what shares memory with others, or with one another.
+
+    What is at its place in `old` already may stay. No tensor has two elements at one place, as an expanded one has.
+
+    Args:
+        new: nested dicts of tensors or trees of them.
+        old: what they replace, and what stays beside them.
+        others: tensors that are written later, or by others.
+    """
+    if torch.compiler.is_compiling():
+        # Addresses cannot be compared while tracing. A compiler that generates code removes copies without a use.
+        return clone(new)
+    given = tensors_of(new)
+    if not given:
+        return new
+    fresh, beside = tensors_of(moved(new, old)), _beside(new, old)
+    every, taken = memories([*given, *beside]), memories(others)
+    # As a rule each has a storage, none of them another's: found without a call in Python for each tensor.
+    alone = len(every) == len(given) + len(beside) and taken.isdisjoint(memories(fresh))
+    if alone and not any(map(_overlaps, fresh)):
+        return new
+    was = dict(zip(tree_keys(old), flatten(old)[0], strict=True))
+    values, spec = flatten(new)
+    stays = [not isinstance(x, Tensor) or x is was.get(keys) for keys, x in zip(tree_keys(new), values, strict=True)]
+    at_home = [x for x, here in zip(values, stays, strict=True) if here and isinstance(x, Tensor)]
+    seen = taken | memories([*beside, *at_home])
+    for i, x in enumerate(values):
+        if not stays[i]:
+            values[i] = x.clone() if _overlaps(x) or not seen.isdisjoint(memories([x])) else x
+            seen |= memories([values[i]])
+    return unflatten(spec, values)
+
+
+def _beside(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors of `old` in whose places there is nothing new."""
+    found = tensors_of({key: x for key, x in old.items() if key not in new})
+    for key, x in new.items():
+        if isinstance(x, dict) and isinstance(was := old.get(key), dict):
+            found += _beside(x, was)
+    return found
+
+
+def _overlaps(x: Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_contiguous() and self_overlapping(x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks of what an update half returns: the leaves that it was handed, real, of their shapes, where they lie.
+#
+# A gradient of shape (1,) would be spread over its leaf by whatever follows, one that is left out would leave its
+# leaf as it is, and one without memory would do nothing: none of them with an error.
+
+
+_SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
+_RECORDED = attrgetter("requires_grad")
+
+PAIR = "return {path: new for each path in grads}, state"
+RECAST = "a new parameter in "
+ANEW = "a leaf of autograd's own, such as nn.Parameter(new): no derivative of a step goes through it"
+LEFT_OUT = "left out, so that its parameter would stay as it is"
+NO_STATE = "return {path: new for each path in grads}, {}, if it keeps nothing"
+TO_HOLD = "; return None, state, while it holds gradients"
+TO_WATCH = "return grads, state: what a transform that watches is handed goes on as it is"
+TO_LEAVE = "; zf.masked(transform, mask), or zf.partition({..., 'frozen': None}, labels), leaves leaves alone"
+
+
+def check_returned(
+    name: str, facts: Facts, returned: Any, grads: Leaves, params: Leaves, some: bool = False, held: Any = ()
+) -> tuple[Leaves | None, Any]:
+    """What an update half returned, updates and a state, if the updates fit the leaves that it was handed.
+
+    Args:
+        name: of the transform.
+        facts: of it.
+        returned: by its update half; `None` for the updates of one that holds gradients.
+        grads: what it was handed.
+        params: stored parameters of these leaves.
+        some: whether it may leave out leaves, which are then not trained.
+        held: the state that it was handed, whose tensors it may give: a step that is made again records from there.
+
+    Raises:
+        TypeError: no pair, no dict by path, or a state that is no dict.
+        ValueError: a leaf is left out, or there is none of that path; its tensor is none, not real, of another shape or
+            device, begins a graph of autograd anew, or a new parameter has another dtype or is sparse; every such leaf
+            is named.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        told = f"{len(returned)} values" if isinstance(returned, tuple | list) else kind_of(returned)
+        raise TypeError(explain(f"{name}: an update that returned {told}", "it gives updates and a state", PAIR))
+    out, state = returned
+    # Another library's may be anything: a tuple, None.
+    if not isinstance(state, Mapping) and not facts.adds:
+        wrong, why = (
+            f"{name}: an update that returned {kind_of(state)} as its state",
+            "a state is a dict of its entries",
+        )
+        raise TypeError(explain(wrong, why, NO_STATE))
+    if out is grads or (out is None and facts.holds) or _all_fit(facts, out, grads, params):
+        return out, state
+    if not isinstance(out, Mapping):
+        why = "updates are by path, as gradients are"
+        if out is None and not facts.adds and not facts.watches:
+            why += "; None is for one that holds gradients, which says Facts(window=...)"
+        right = TO_WATCH if facts.watches else PAIR
+        raise TypeError(explain(f"{name}: an update that returned {kind_of(out)}, and a state", why, right))
+    bad: dict[Any, str] = {}
+    for path, x in out.items():
+        g, p = grads.get(path), params.get(path)
+        # What goes on as it came is right, and so is a parameter that was written in place.
+        reason = _misfit(facts, x, g, p) if (p is None or x is not p) and (g is None or x is not g) else None
+        # No set of ids: a compiled step would be compiled again for each state.
+        if reason is ANEW and any([x is y for y in (*tensors_of({"": held}), *params.values())]):
+            reason = None
+        if reason:
+            bad[path] = reason
+    if not some and len(out) != len(grads):
+        bad.update({path: LEFT_OUT for path in grads if path not in out})
+    if bad:
+        rows = [(str(path), reason) for path, reason in bad.items()]
+        right = _right(facts, rows)
+        raise ValueError(bad_leaves(f"{name}: an update that does not fit its leaves", rows, right))
+    # In the order of the layout, whatever theirs is: what stands behind may pair lists by position.
+    return {path: out[path] for path in params if path in out}, state
+
+
+def misfit(x: Tensor, like: Tensor, stored: Tensor, what: str = "leaf") -> str | None:
+    """Why a tensor does not fit a stored leaf; `None` if it does.
+
+    Args:
+        x: the tensor.
+        like: what has the shape that it is to have.
+        stored: the parameter.
+        what: what `like` is, for the message.
+    """
+    if x.shape != like.shape:
+        return f"a tensor of shape {tuple(x.shape)} for a {what} of shape {tuple(like.shape)}"
+    if not x.is_floating_point():
+        # Cast to the parameter's dtype a complex number would lose its imaginary part.
+        return f"a tensor of {x.dtype}; parameters and gradients are real"
+    return f"a tensor on {x.device} for a leaf on {stored.device}" if x.device != stored.device else None
+
+
+def _right(facts: Facts, rows: list[tuple[str, str]]) -> str:
+    """What to write in place of an update that has these faults."""
+    reasons = [reason for _, reason in rows]
+    recast = any([reason.startswith(RECAST) for reason in reasons])
+    right = PAIR.replace("new", "new.to(params[path].dtype)") if recast else PAIR
+    if LEFT_OUT not in reasons:
+        return right
+    if facts.watches:
+        return TO_WATCH
+    return right + (TO_HOLD if facts.holds else TO_LEAVE)
+
+
+def _all_fit(facts: Facts, out: Any, grads: Leaves, params: Leaves) -> bool:
+    """Whether they fit and come in the order of gradients, the usual case: found by `map` over C functions."""
+    if torch.compiler.is_compiling() or type(out) is not dict or list(out) != list(grads):
+        return False
+    new, like = out.values(), params if facts.optimizes else grads
+    if list(like) != list(out):
+        return False
+    if all(map(is_, new, like.values())):
+        return True
+    try:
+        if any(map(_RECORDED, new)) and any(map(_anew, new)):
+            return False
+        fits = all([list(map(of, new)) == list(map(of, like.values())) for of in (_SHAPE, _DEVICE)])
+        if facts.optimizes or facts.watches:
+            return fits and all([list(map(of, new)) == list(map(of, like.values())) for of in (_DTYPE, _LAYOUT)])
+        return fits and all([dtype.is_floating_point for dtype in set(map(_DTYPE, new))])
+    except AttributeError:
+        return False
+
+
+def _anew(x: Tensor) -> bool:
+    """Whether a graph of autograd begins at it, so that it is cut off from what it was made of."""
+    return x.requires_grad and x.is_leaf
+
+
+def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | None:
+    """Why `x` is no update of a leaf, whose gradient may be missing, and its parameter where no leaf has that path."""
+    if p is None:
+        return "there is no parameter of that path"
+    if not isinstance(x, Tensor):
+        return f"{kind_of(x)} instead of a tensor"
+    # Sums that are not yet reduced are of whole leaves, and parameters are shards.
+    like, what = (g, "gradient") if g is not None else (x if facts.holds else p, "leaf")
+    reason = misfit(x, like, p, what)
+    if reason:
+        return reason
+    makes = facts.optimizes or facts.watches
+    if makes and x.dtype != p.dtype:
+        return f"{RECAST}{x.dtype}, which is stored in {p.dtype}"
+    if makes and x.layout != p.layout:
+        return f"a new parameter of layout {x.layout}, which is stored as {p.layout}"
+    return ANEW if _anew(x) else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks of gradients: structure and shapes of the parameters, dense, on their device and with memory.
+
+
+_IS_CPU = attrgetter("is_cpu")
+
+READABLE = "dense gradients with data, of the parameters' shapes and where the parameters lie: g.to(p.device)"
+
+
+def split_grads(layout: Layout, grads: Tree) -> Leaves:
+    """Path to gradient. Gradients at tied places add up; `None` means no gradient for that leaf.
+
+    Raises:
+        ValueError: one tensor at several tied places, which may be a sum already (`p.grad` of a tied
+            parameter) or two equal parts: nobody can tell, and one of the two would be doubled or halved.
+    """
+    what, right = "these are not gradients of this state", "gradients in the structure of the parameters"
+    found: Leaves = {}
+    owner: dict[tuple[int, int], str] = {}
+    bad: list[tuple[str, str]] = []
+    for i, place, g in layout.match(grads, what, right):
+        path = layout.leaves[i].path
+        if g is None:
+            continue
+        if (i, id(g)) in owner:
+            bad.append((place, f"is the very tensor that stands at {owner[i, id(g)]}, and both are one parameter"))
+        owner[i, id(g)] = place
+        if path in found and isinstance(g, Tensor) and isinstance(found[path], Tensor):
+            check_readable({place: g}, {place: found[path]})
+            check_readable({path: found[path]}, {path: g})
+        found[path] = found[path] + g if path in found else g
+    if bad:
+        right = "the whole gradient at one place and None at the others; zf.vjp and zf.bind give gradients that add up"
+        raise ValueError(bad_leaves("one gradient at several places of a tied parameter", bad, right))
+    # One whose first place has none would come behind others.
+    tied = len(layout.places) > len(layout.leaves)
+    return {x.path: found[x.path] for x in layout.leaves if x.path in found} if tied else found
+
+
+def misshapen(g: Any, shape: Sequence[int]) -> str | None:
+    """Why `g` is no gradient of a parameter of this shape, if it is none."""
+    if not isinstance(g, Tensor):
+        return f"{type(g).__name__} is no tensor"
+    if g.layout != torch.strided:
+        return f"a gradient of layout {g.layout}; make it dense: nn.Embedding(..., sparse=False), or g.to_dense()"
+    if tuple(g.shape) != tuple(shape):
+        return f"gradient of shape {tuple(g.shape)}, stored parameter of shape {tuple(shape)}"
+    return None
+
+
+def check_dense(grads: Leaves) -> None:
+    """Refuse sparse gradients where they would be packed into a message."""
+    bad = [(path, str(misshapen(g, g.shape))) for path, g in grads.items() if g.layout != torch.strided]
+    if bad:
+        raise ValueError(bad_leaves("gradients do not fit the parameters", bad, "dense gradients"))
+
+
+def unreadable(g: Tensor, stored: Tensor) -> str | None:
+    """Why no kernel could read `g` beside the stored parameter, if none could.
+
+    Fused kernels do not check: given such a gradient they do nothing without an error, or end the process.
+    """
+    if g.device != stored.device:
+        return f"gradient of {g.dtype} on {g.device}, stored parameter of {stored.dtype} on {stored.device}"
+    if is_shape_only(g) or is_shape_only(stored):
+        return None if is_shape_only(stored) else f"gradient of {g.dtype} on {g.device} without memory: a FakeTensor"
+    # Subclasses, those of other devices too, may keep their numbers elsewhere than `data_ptr` says.
+    if type(g) not in (Tensor, Parameter) or torch.compiler.is_compiling() or is_wrapped(g) or g.is_meta:
+        return None
+    return None if g.data_ptr() or not g.numel() else f"gradient of {g.dtype} on {g.device} without memory"
+
+
+def check_readable(grads: Leaves, stored: Leaves) -> None:
+    """Refuse gradients that are sparse, on another device than what is stored, or without memory.
+
+    Raises:
+        ValueError: every such gradient is named.
+    """
+    if not torch.compiler.is_compiling() and _all_readable(grads, stored):
+        return
+    bad = []
+    for path, g in grads.items():
+        reason = unreadable(g, stored[path]) if g.layout == torch.strided else misshapen(g, g.shape)
+        if reason:
+            bad.append((path, reason))
+    if bad:
+        raise ValueError(bad_leaves("gradients do not fit the parameters", bad, READABLE))
+
+
+def _all_readable(grads: Leaves, stored: Leaves) -> bool:
+    """Whether all are plain CPU tensors with memory, the usual case: checked by `map` over C functions."""
+    found = list(grads.values())
+    try:
+        # Of what has no memory, and of what torch.func has wrapped, the address is 0 or an error.
+        return (
+            set(map(type, found)) <= {Tensor}
+            and all(map(_IS_CPU, found))
+            and all(map(_IS_CPU, map(stored.__getitem__, grads)))
+            and all(map(Tensor.data_ptr, found))
+        )
+    except RuntimeError:
+        return False

@@ -1,0 +1,149 @@
+"""Decorators of public functions that torch.compile leaves alone, and refuses by name with `fullgraph=True`."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._compat.functorch import (
+    NO_LEVEL,
+    begins_uncompiled,
+    beneath_functorch,
+    exports,
+    forward_level,
+    functorch_active,
+    graph_under_way,
+    innermost_transform,
+    makes_graphs,
+    makes_proxies,
+    uncompiled,
+    while_traced,
+)
+from .._errors import explain, users_line
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def kept_out_of_graphs(why: str, right: str, name: str | None = None) -> Callable[[Fn], Fn]:
+    """A decorator: the compiler leaves the function alone, so that a graph ends before each call of it.
+
+    With `fullgraph=True` the call is refused by the name of the function, and not by a line inside of it. Left to the
+    compiler such a function is cut into many graphs at what the compiler cannot read, and autograd refuses the graphs
+    of a pullback, which may be called again.
+
+    Args:
+        why: it can be in no graph.
+        right: what to write.
+        name: what the user has called, where the function is a part of it.
+    """
+
+    def decorate(fn: Fn) -> Fn:
+        named = f"zf.{name or fn.__name__} inside of torch.compile(..., fullgraph=True)"
+        uncompiled_is_fine = f"{right};\nor torch.compile without fullgraph, where it runs uncompiled"
+        return uncompiled(fn, explain(named, why, uncompiled_is_fine))
+
+    return decorate
+
+
+RESOLVES = "it resolves a pipeline for a tree of parameters, by code that is in no graph"
+outside_of_graphs = kept_out_of_graphs(
+    RESOLVES,
+    "step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step that is one graph;\n"
+    "zf.vjp(torch.compile(fn, fullgraph=True), tx, state, x), outside of what is compiled",
+)
+
+
+# So many steps in one graph are a loop that the compiler has unrolled; a few are meant, as the inner steps of MAML are.
+MANY_STEPS = 8
+
+
+def unrolled_check() -> Callable[[], bool]:
+    """Make a function that a step calls where it is traced: it warns once of a graph that has many steps.
+
+    It runs while the graph is made and is no part of it, so that no step takes longer.
+    """
+    last: weakref.ref[Any] | None = None
+    count, told = 0, False
+
+    @while_traced
+    def step_is_traced() -> bool:
+        nonlocal last, count, told
+        graph = graph_under_way()
+        same = last is not None and graph is not None and graph is last()
+        count = count + 1 if same else 1
+        if graph is not None and not same:
+            last = weakref.ref(graph)
+        if count >= MANY_STEPS and not told:
+            told = True
+            warnings.warn(
+                explain(
+                    f"torch.compile of a function that makes {MANY_STEPS} steps of zf.make_step or more",
+                    "the compiler unrolls its loop into one graph of all steps, which takes as many times as long to\n"
+                    "compile, and is compiled anew for another number of steps",
+                    "step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), and a plain loop around it",
+                ),
+                stacklevel=users_line(),
+            )
+        return True
+
+    return step_is_traced
+
+
+def torch_func_check() -> Callable[[], bool]:
+    """Make a function that says whether torch.func is calling what is compiled, of which torch makes no graph.
+
+    Where one whole graph is asked for, that function refuses the call by name; else it returns True and the caller has
+    to run uncompiled. Pieces that run beneath the transform, such as the forward of a `Function`, would otherwise be
+    compiled for tensors of the transform.
+    """
+
+    def in_a_graph(x: Tensor) -> None:
+        _not_there(x)
+
+    @begins_uncompiled
+    def called_by_torch_func() -> bool:
+        if torch.compiler.is_compiling() or innermost_transform() is None or not makes_graphs():
+            return False
+        with beneath_functorch():
+            # The compiler looks at no function that has no tensor.
+            in_a_graph(torch.empty(0))
+        return True
+
+    # The compiler keeps with the code whether a graph may end in it.
+    in_a_graph.__code__ = in_a_graph.__code__.replace()
+    return called_by_torch_func
+
+
+def check_not_exported() -> None:
+    """Refuse a step that torch.export or make_fx records as a program of tensors.
+
+    torch.func.linearize records by make_fx as well, in a dual level.
+
+    Raises:
+        RuntimeError: there is one at work.
+    """
+    # While one exports `is_compiling` holds too. The compiler does not know the mode of proxies.
+    if torch.compiler.is_compiling():
+        what = "torch.export.export" if exports() else ""
+    else:
+        what = "make_fx" if makes_proxies() and forward_level() == NO_LEVEL and not functorch_active() else ""
+    if not what:
+        return
+    why = "a step counts, and chooses by numbers that a program of tensors alone does not have: rates, windows, clips"
+    right = "torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step that is one graph;\n"
+    right += "torch.export.export(model, inputs) of a plain model, after opt.detach(), for what is to be served"
+    raise RuntimeError(explain(f"{what} over a step of zf.make_step", why, right))
+
+
+@uncompiled
+def _not_there(x: Tensor) -> None:
+    """torch.func.grad, vjp, jvp or vmap over what is compiled: torch makes no graph inside of its transforms.
+
+    write: torch.compile(torch.func.grad(fn), fullgraph=True) of a function that calls the step as zf.make_step returned
+    it; or torch.func.grad of that function; or torch.compile(step) without fullgraph, which runs uncompiled there
+    """

@@ -1,0 +1,598 @@
+"""`View` and `Wire`: a differentiable map from storage to model, and how leaves travel over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .._compat.autograd import applied
+from .._compat.functorch import (
+    NO_LEVEL,
+    forward_level,
+    innermost_transform,
+    is_wrapped,
+    makes_proxies,
+    unwrapped_if_dead,
+)
+from .._errors import explain
+from .._ranges import VIEW, ranged
+from ..ranks.group import Group
+from .layout import Layout, Leaf
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Dtypes`: in which dtypes parameters are stored and seen, and gradients reduced and accumulated.
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Dtypes of parameters and gradients; `None` leaves one as it is.
+
+    Attributes:
+        param_dtype: what the model sees.
+        store_dtype: what the state keeps.
+        grad_dtype: what update halves are given.
+        reduce_dtype: in which gradients are summed over ranks.
+        output_dtype: what floating-point outputs of the model are cast to.
+        buffers: from the names of an attached model's floating-point buffers to what each is cast to.
+        by_path: the dtypes of leaves that have their own.
+    """
+
+    param_dtype: torch.dtype | None = None
+    store_dtype: torch.dtype | None = None
+    grad_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    buffers: Callable[[Sequence[str]], Mapping[str, torch.dtype | None]] | None = None
+    by_path: Mapping[str, Dtypes] = field(default_factory=dict)
+
+    def of(self, leaf: Leaf) -> Dtypes:
+        """The dtypes of one leaf."""
+        return self.by_path.get(leaf.path, self)
+
+    def stored(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of the leaf in the state."""
+        return self.of(leaf).store_dtype or leaf.dtype
+
+    def seen(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of the leaf in the model."""
+        own = self.of(leaf)
+        return own.param_dtype or own.store_dtype or leaf.dtype
+
+    def gradient(self, leaf: Leaf) -> torch.dtype:
+        """The dtype of the leaf's gradient once it is pulled back."""
+        own = self.of(leaf)
+        stored = own.store_dtype or leaf.dtype
+        return own.grad_dtype or (torch.float32 if stored == torch.float16 else stored)
+
+    def summed(self, leaf: Leaf) -> torch.dtype:
+        """The dtype in which gradients of the leaf are summed over ranks."""
+        return self.reduce_dtype or summable(self.seen(leaf))
+
+    @property
+    def inputs(self) -> torch.dtype | None:
+        """What floating-point inputs of a model are cast to: the one dtype that all of its parameters were given."""
+        given = {d.param_dtype or d.store_dtype for d in (self.by_path.values() or (self,))}
+        return given.pop() if len(given) == 1 else None
+
+    @property
+    def seen_otherwise(self) -> bool:
+        """Whether a model may compute in other dtypes than it was made in."""
+        every = (self, *self.by_path.values())
+        given = [x for d in every for x in (d.param_dtype, d.store_dtype, d.output_dtype, d.buffers)]
+        return any(x is not None for x in given)
+
+
+def summable(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients are summed by default: their own; of fp16 fp32, since fp16 overflows at 65504."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `View`: how the model sees a stored leaf; `Wire`: how leaves travel between ranks.
+#
+# A `View` is a record of functions on one leaf. The runner never asks which transform a view belongs to. It reads
+# what the view says of itself: its wire, whether it changes dtypes alone, whether its output stays in the model
+# between steps.
+
+
+class Wire(Protocol):
+    """How leaves are packed, sent to other ranks and unpacked, many in one collective.
+
+    Attributes:
+        group: the ranks it talks to.
+        reduce_dtype: dtype in which gradients are summed; by default the one they arrive in.
+        cuts: whether a rank keeps a shard of each leaf, a range of the flattened leaf, so that `view` all-gathers.
+    """
+
+    @property
+    def group(self) -> Group: ...
+    @property
+    def reduce_dtype(self) -> torch.dtype | None: ...
+
+    cuts: ClassVar[bool]
+
+    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Wire:
+        """The same wire over another group of the same ranks, with sums in that dtype."""
+        ...
+
+    def span(self, leaf: Leaf) -> tuple[int, int]:
+        """This rank's range of the flattened leaf: its first element, and the one behind its last."""
+        ...
+
+    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """The whole leaf from this rank's shard, with any number of batch dimensions in front."""
+        ...
+
+    def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
+        """The transpose of `view`, with any number of batch dimensions in front: this rank's shard of the mean."""
+        ...
+
+    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
+        """This rank's shard of the whole leaf."""
+        ...
+
+    def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
+        """All-gather shards of one dtype in one collective: (work handle or `None`, what comes)."""
+        ...
+
+    def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Whole leaves, flat, from what has come, in memory of their own or written to `into`."""
+        ...
+
+    def pack(
+        self,
+        grads: Sequence[Tensor | None],
+        leaves: Sequence[Leaf],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """Flat gradients as one buffer, to be reduced over ranks; `None` where this rank has no gradient."""
+        ...
+
+    def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        """Reduce the buffer over ranks: (work handle, what this rank gets of it)."""
+        ...
+
+    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
+        """This rank's flat mean gradient of every leaf; `None` where no rank had one."""
+        ...
+
+
+# (tensor, leaf) -> tensor; of a view that reads its transform's state (tensor, leaf, state) -> tensor.
+OnLeaf = Callable[..., Tensor]
+# (state of a transform) -> the number that cotangents are multiplied by inside of the model.
+Factor = Callable[[Mapping[str, Any]], Tensor]
+
+
+def same_tensor(x: Tensor, leaf: Leaf) -> Tensor:
+    """The `view`, `pull` and `store` of a view that does nothing to leaves."""
+    return x
+
+
+@dataclass(frozen=True)
+class View:
+    """The view half on one leaf. All functions take `(tensor, leaf)` and any number of batch dimensions in front.
+
+    Attributes:
+        view: from the stored tensor to what the model sees. Linear, or `pull` stands for its derivative
+            (straight-through rounding).
+        pull: the transpose of `view`: from a cotangent of what is seen to one of what is stored.
+        store: from what the model sees to what is stored; `view` after `store` is the identity.
+        changes: whether the view does anything to a leaf; one that it leaves out is seen and stored as it lies. A view
+            with a wire is of all leaves.
+        wire: how leaves travel between ranks, if they do; the three functions above are then the wire's.
+        resident: whether what it gives stays in an attached model between steps, and is made once after an update.
+        dtypes: of a view that casts, and changes nothing else.
+        name: of its transform, for profilers.
+        given: the leaf as it is on the model's side: all of it, or the shard that a view before this one leaves.
+        factor: what cotangents are multiplied by on their way into the model (at its outputs) and divided by on their
+            way out (at its inputs and parameters), as a function of the transform's state: a 0-d tensor in fp32 on the
+            CPU, neither zero nor infinite. Those of several views are multiplied. A number and no other map: only a
+            number passes the derivative of every model, so that gradients outside are true, to any order.
+        reads: whether `view` and `pull` take the transform's state as a third argument: what it was before the step.
+            `store` does not, since what is stored is there before any state. The state is a constant to derivatives:
+            what is to be learned is a parameter.
+        traceable: whether a compiler can make a graph of what the wire does: `unpack` then gives a gradient for every
+            leaf, since nobody can branch on a number in a graph.
+    """
+
+    view: OnLeaf = same_tensor
+    pull: OnLeaf = same_tensor
+    store: OnLeaf = same_tensor
+    changes: Callable[[Leaf], bool] = lambda leaf: True
+    wire: Wire | None = None
+    resident: bool = False
+    dtypes: Dtypes | None = None
+    name: str = ""
+    given: Callable[[Leaf], Leaf] = lambda leaf: leaf
+    factor: Factor | None = None
+    reads: bool = False
+    traceable: bool = False
+
+    def reading(self, state: Callable[[], Mapping[str, Any]]) -> View:
+        """The same view, whose functions call `state()` for the state whenever they are called."""
+        if not self.reads:
+            return self
+        look, back = self.view, self.pull
+        view, pull = (lambda x, leaf: look(x, leaf, state())), (lambda g, leaf: back(g, leaf, state()))
+        return replace(self, view=view, pull=pull, reads=False)
+
+    def only_on(self, touched: frozenset[str]) -> View:
+        """The same view, whose functions leave alone all leaves but those of these paths."""
+        view, pull, store = (_only_on(touched, fn) for fn in (self.view, self.pull, self.store))
+        return replace(self, view=view, pull=pull, store=store)
+
+    @property
+    def of_leaves(self) -> bool:
+        """Whether the view does anything to leaves."""
+        return not (self.view is self.pull is self.store is same_tensor)
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether it changes the numbers of a leaf, beyond a cast or a move between ranks."""
+        return self.wire is None and self.dtypes is None
+
+
+def _only_on(touched: frozenset[str], fn: OnLeaf) -> OnLeaf:
+    if fn is same_tensor:
+        return fn
+    return lambda x, leaf, *state: fn(x, leaf, *state) if leaf.path in touched else x
+
+
+def summed_in(wire: Wire, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a wire sums gradients of a dtype."""
+    return wire.reduce_dtype or summable(dtype)
+
+
+# What is asked of a wire.
+WIRE = ("group", "reduce_dtype", "cuts", "on", "span", "view", "pull", "store")
+WIRE += ("send_parts", "join_parts", "pack", "send", "unpack")
+
+
+class IncompleteWire(TypeError):
+    """A wire lacks some of what is asked of it.
+
+    Attributes:
+        kind: the name of its class.
+        missing: what it lacks.
+    """
+
+    def __init__(self, kind: str, missing: list[str]):
+        super().__init__(f"{kind} is no Wire, without {', '.join(missing)}; see zerofn.extend.Wire")
+        self.kind, self.missing = kind, missing
+
+
+def over_ranks(wire: Wire, resident: bool, traceable: bool = False) -> View:
+    """The view of a wire."""
+    known = dir(wire)
+    if missing := [name for name in WIRE if name not in known]:
+        raise IncompleteWire(type(wire).__name__, missing)
+
+    def pull(g: Tensor, leaf: Leaf) -> Tensor:
+        # The wire casts to a dtype that is asked for, in a pass that it makes anyway.
+        return wire.pull(g if wire.reduce_dtype is not None else g.to(summable(g.dtype)), leaf)
+
+    return View(wire.view, pull, wire.store, wire=wire, resident=resident, traceable=traceable)
+
+
+# Opens the group of a mesh, or of all ranks, for the function that is named in messages.
+Ranks = Callable[[str, Any], Group]
+ViewOf = Callable[[Layout, Ranks], View | None]
+
+
+def no_view(layout: Layout, ranks: Ranks) -> View | None:
+    """The view half of a transform that has none."""
+    return None
+
+
+def cutting_wires(views: Sequence[View]) -> tuple[Wire, ...]:
+    """The wires that cut leaves over ranks, one after the other."""
+    return tuple([view.wire for view in views if view.wire is not None and view.wire.cuts])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The views of a leaf as one: composed here, for every route and stage.
+#
+# `views` are in the order of their chain, from the model to storage. One collective for many leaves is
+# `coalesced_views.py`; differentiable it is `linear_map.LeafView`.
+
+
+def see(views: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
+    """What the model sees of a stored tensor; `x` itself where no view changes it."""
+    for view in reversed(views):
+        with ranged(VIEW, view.name):
+            x = view.view(x, leaf)
+    return x
+
+
+def pull(views: Sequence[View], g: Tensor, leaf: Leaf) -> Tensor:
+    """The transpose of `see`: from a cotangent of what is seen to one of what is stored."""
+    for view in views:
+        with ranged(VIEW, view.name):
+            g = view.pull(g, leaf)
+    return g
+
+
+def store(views: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
+    """What is stored of what the model sees."""
+    for view in views:
+        x = view.store(x, leaf)
+    return x
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The boundary of a model: linear maps on inputs, parameters and outputs, in pairs of transposes.
+#
+# Seen from outside, a model is a function with true gradients of any order, whatever loss scale or dtype is used
+# inside. On outputs (`leave`): identity forward, cotangent times S backward. On inputs (`enter`) and parameters
+# (`LeafView`): identity (or cast, or gather) forward, cotangent over S backward. The backward of each map is its
+# partner, whose backward is the first map again: if both had the same factor, second derivatives would carry S or
+# 1/S.
+
+
+# (tensor with any leading batch dimensions, loss scale or None) -> tensor
+Map = Callable[[Tensor, Tensor | None], Tensor]
+
+# Dtypes that `wide` leaves as they are, found without a call into torch.
+WIDE = frozenset((torch.float32, torch.float64))
+
+
+class LinearMap(Function):
+    """`forth(x)`, whose derivative is `back`, whose derivative is `forth`; applied by `linear_map`.
+
+    The scale is an argument and not part of the maps, because under `vmap` each member of an ensemble
+    has its own. It has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:  # type: ignore[override]
+        _keep(ctx, scale, forth, back)
+        return forth(x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple:  # type: ignore[override]
+        scale = ctx.saved_tensors[0] if ctx.has_scale else None
+        pulled = ctx.back(g, scale) if untracked() else linear_map(g, scale, ctx.back, ctx.forth)
+        return pulled, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        return linear_map(x, ctx.saved_tensors[0] if ctx.has_scale else None, ctx.forth, ctx.back)
+
+
+class LinearMapInFunc(Function):
+    """`LinearMap` for torch.func and torch.compile: `forward` without `ctx`, and a rule for `vmap`.
+
+    This class would do for eager code too, but torch then reads the signature of `forward` at each call: 20 us.
+    """
+
+    backward = LinearMap.backward  # type: ignore[assignment]
+    jvp = LinearMap.jvp  # type: ignore[assignment]
+
+    @staticmethod
+    def forward(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:
+        return forth(x, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _keep(ctx, *inputs[1:])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> tuple:  # type: ignore[override]
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        if scale is not None and in_dims[1] is not None:
+            scale = scale.movedim(in_dims[1], 0).to(x.device)
+            scale = scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim))
+        return linear_map(x, scale, forth, back), 0
+
+
+_apply = applied(LinearMap)
+
+
+def _keep(ctx: Any, scale: Tensor | None, forth: Map, back: Map) -> None:
+    ctx.forth, ctx.back, ctx.has_scale = forth, back, scale is not None
+    if scale is not None:
+        ctx.save_for_backward(scale)
+        ctx.save_for_forward(scale)
+
+
+def linear_map(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor:
+    """`forth(x, scale)`, whose derivative is `back`."""
+    if torch.compiler.is_compiling() or innermost_transform() is not None:
+        return LinearMapInFunc.apply(x, scale, forth, back)  # type: ignore[return-value]
+    if scale is not None:
+        return LinearMap.apply(x, scale, forth, back)  # type: ignore[return-value]
+    return _apply(unwrapped_if_dead(x), None, forth, back)
+
+
+def is_linear_map(node: Any) -> bool:
+    """Whether an autograd node is that of a linear map."""
+    return callable(getattr(node, "forth", None))
+
+
+def untracked() -> bool:
+    """Whether no one differentiates what a backward computes now, so that it needs no node: 10 us for each."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return innermost_transform() is None and forward_level() == NO_LEVEL
+
+
+def wide(x: Tensor) -> Tensor:
+    """`x` in fp32 at least: a 16-bit cotangent is multiplied in fp32, and rounded once afterwards."""
+    return x if x.dtype in WIDE else x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x * scale` in `dtype`: multiplied in fp32 and rounded once."""
+    return _by_parts(times, x, scale, dtype) if x.is_complex() else (wide(x) * scale).to(dtype)
+
+
+def over(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x / scale` in `dtype`: divided in fp32 and rounded once; after a cast to fp16 small gradients would be zero."""
+    if x.is_complex():
+        return _by_parts(over, x, scale, dtype)
+    if x.dtype == dtype and _is_number(scale):
+        # By a Python number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
+        # peak of memory. Not by a tensor: some kernels cast it to fp16 first, where 65536 is infinite. The scale lives
+        # on the CPU, so that reading it waits for no device.
+        return x / float(scale)
+    return (wide(x) / scale).to(dtype)
+
+
+def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`fn` on the real and the imaginary part: torch takes a scale for `scale + 0i`, and the zero times inf is NaN."""
+    part, x = dtype.to_real(), x.resolve_conj()  # the imaginary part of a lazy conjugate has no rule for vmap
+    return torch.complex(fn(x.real, scale, part), fn(x.imag, scale, part))
+
+
+def _is_number(scale: Tensor) -> bool:
+    """Whether Python can read its value: under vmap it has several, and while it is traced none yet."""
+    if scale.ndim or torch.compiler.is_compiling() or makes_proxies() or type(scale) is not Tensor:
+        return False
+    return innermost_transform() is None or not is_wrapped(scale)
+
+
+def identity(x: Tensor) -> Tensor:
+    """A view of `x`: a Function must not return its input."""
+    return x.view_as(x)
+
+
+@dataclass(frozen=True)
+class LeafView:
+    """The views of one leaf, from the model to storage, and the dtype of its stored gradient."""
+
+    leaf: Leaf
+    stages: tuple[View, ...]
+    grad_dtype: torch.dtype
+
+    def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """From the stored parameter to what the model sees."""
+        seen = see(self.stages, x, self.leaf) if self.stages else x
+        if seen is not x:
+            return seen
+        # Not a view of `x`: torch refuses to use a view after a write into its memory, as by layers that clamp their
+        # weights. The version counter is one for both all the same.
+        return identity(seen) if torch.compiler.is_compiling() or innermost_transform() is not None else seen.detach()
+
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        """From a cotangent of what the model sees to the true gradient of the stored parameter."""
+        narrow = g
+        if self.stages:
+            stages = self.stages if scale is None else [stage for stage in self.stages if stage.dtypes is None]
+            narrow = pull(stages, g, self.leaf)
+        narrow = narrow.to(self.grad_dtype) if scale is None else over(narrow, scale, self.grad_dtype)
+        return identity(narrow) if narrow is g else narrow
+
+    def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """What the model sees, differentiably; `x` itself where no view changes it."""
+        if scale is None and not self.stages:
+            return x
+        return linear_map(x, scale, self.forth, self.back)
+
+    def transposed(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        """`back` as recorded operations, for a gradient that is differentiated in turn.
+
+        The scale is a plain division here and no `linear_map`: that is for what lies behind the boundary alone, and the
+        loss may be computed from other tensors as well, those of its closure too.
+        """
+        for stage in self.stages:
+            if stage.wire is not None:
+                g = linear_map(g, None, _of_leaf(stage.pull, self.leaf), _of_leaf(stage.view, self.leaf))
+            elif scale is None or stage.dtypes is None:
+                g = stage.pull(g, self.leaf)
+        return g.to(self.grad_dtype) if scale is None else over(g, scale.detach(), self.grad_dtype)
+
+
+def stored_by(stages: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
+    """What is stored of a parameter that all ranks hold, differentiably: its gradient is then on all ranks too."""
+    for stage in stages:
+        if stage.wire is None:
+            x = stage.store(x, leaf)
+        else:
+            x = linear_map(x, None, _of_leaf(stage.store, leaf), _of_leaf(stage.view, leaf))
+    return x
+
+
+def _of_leaf(fn: Callable[[Tensor, Leaf], Tensor], leaf: Leaf) -> Map:
+    def run(x: Tensor, scale: Tensor | None) -> Tensor:
+        out = fn(x, leaf)
+        return identity(out) if out is x else out
+
+    return run
+
+
+class ForwardOnlyView(LeafView):
+    """A view that refuses a backward, which would average gradients over ranks without their weights."""
+
+    def back(self, g: Tensor, scale: Tensor | None) -> NoReturn:
+        raise ValueError(
+            explain(
+                "a derivative of zf.bind(fn, tx, state) where accumulate(weighted=True) comes before the reduction",
+                "it would be averaged over ranks in this backward, before any weight is known to it",
+                "out, pullback = zf.vjp(fn, tx, state, *inputs); grads, *_ = pullback(torch.ones_like(out)); "
+                "zf.update(tx, grads, state, weight=...)",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class EdgeMap:
+    """One input or output: cast to `dtype`, if one is asked for; its cotangent scaled in fp32, and cast back.
+
+    Attributes:
+        by: `times` for an output, `over` for an input.
+        dtype: to cast to, or `None`.
+        own: the dtype of the tensor, and of its cotangent.
+    """
+
+    by: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    dtype: torch.dtype | None
+    own: torch.dtype
+
+    def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        # A new tensor even without a cast: writes of the caller into a view would be an error under a Function, and
+        # silently wrong under a tensor hook.
+        return x.to(self.dtype) if self.dtype not in (None, x.dtype) else x.clone()
+
+    def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
+        out = g.to(self.own) if scale is None else self.by(g, scale, self.own)
+        return identity(out) if out is g else out
+
+
+def crosses(x: Tensor) -> bool:
+    """Whether tensors of its dtype have derivatives, so that they pass through the boundary."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def cast_to(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype to cast `x` to; none for a complex tensor, which a real dtype would rob of its imaginary part."""
+    return None if x.is_complex() else dtype
+
+
+def differentiable(x: Tensor) -> bool:
+    """Whether a cotangent may come to `x`. A tensor wrapped by `vmap` does not say so even where its inside does."""
+    return x.requires_grad or is_wrapped(x)
+
+
+def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """One output of a model on its way out."""
+    return y if scale is None and dtype is None else _crossed(times, y, scale, dtype)
+
+
+def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """One input of a model on its way in."""
+    return x if scale is None and dtype is None else _crossed(over, x, scale, dtype)
+
+
+def _crossed(by: Callable[..., Tensor], x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    dtype = cast_to(x, dtype)
+    if not crosses(x) or (dtype in (None, x.dtype) and (scale is None or not differentiable(x))):
+        return x
+    edge = EdgeMap(by, dtype, x.dtype)
+    return linear_map(x, scale, edge.forth, edge.back)

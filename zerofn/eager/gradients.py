@@ -1,0 +1,404 @@
+"""Gradients as they arrive, until a step takes them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._compat.autograd import gradient_hooks, hooks_after
+from .._compat.functorch import uncompiled
+from ..core.bucketed_views import Like, groups_of
+from ..core.layout import Leaf, Leaves
+from ..core.pipeline import Pipeline
+from ..core.returned_values import check_readable
+from ..core.view import View, pull
+from ..ranks.group import Group
+from ..ranks.process_groups import channels
+from ..sharded.gather_on_use import Units
+from ..sharded.guarded_parameter import read, write
+from ..sharded.reducer import Stream, UnclearedGradients
+from .in_backward import InBackward
+from .masters import MasterWeights
+from .step_agreement import MARKS, StepAgreement
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Process groups of an attached model: what is sent in one of them waits for nothing in another.
+
+
+class Channels(NamedTuple):
+    """The process groups that are opened for one attached model; none on one process.
+
+    Attributes:
+        groups: for all-gathers and reductions, one for each group of the pipeline.
+        control: for what ranks compare at a step.
+        wanted: for which parameters ranks gather next, where these are gathered on use.
+        more: for whether ranks have more gradients, where these are reduced as they arrive.
+        equals: between ranks that have the same whole parameter, of which each stores a part.
+    """
+
+    groups: tuple[Group, ...] = ()
+    control: Group | None = None
+    wanted: Group | None = None
+    more: Group | None = None
+    equals: Group | None = None
+
+
+def open_channels(pipe: Pipeline) -> Channels:
+    """Open those that a pipeline needs. Every rank of the job must call it, and waits for the others once."""
+    if not pipe.step_groups:
+        return Channels()
+    joining: dict[str, Sequence[Group]] = {"control": pipe.step_groups}
+    if pipe.gathering is not None:
+        joining["wanted"] = [pipe.gathering.group]
+    if reduction(pipe) is not None:
+        joining["more"] = pipe.step_groups
+    stored_in_parts = pipe.sharding is not pipe.gathering
+    if stored_in_parts and (pipe.gathering is not None or pipe.model):
+        joining["equals"] = groups_of(pipe.road.after_update)
+    opened = channels([*([group] for group in pipe.groups), *joining.values()])
+    n = len(pipe.groups)
+    found = Channels(tuple(opened[:n]), **dict(zip(joining, opened[n:], strict=True)))
+    # Where all ranks have the same they compare it after a step's message, in the same channel.
+    return found if found.equals is not None or not stored_in_parts else found._replace(equals=found.control)
+
+
+def reduction(pipe: Pipeline) -> View | None:
+    """The view whose wire reduces gradients as they arrive, where the first update half is a reduction."""
+    return None if pipe.road.late else next((view for view in pipe.road.after_update if view.wire is not None), None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hooks on gradients as they arrive: on to be reduced, into the update, or left in `p.grad`.
+#
+# Under `reduce_scatter` and `all_reduce` they are reduced during backward; with `in_backward=True` each leaf is
+# updated at once. Otherwise they stay in `p.grad`.
+
+
+@uncompiled
+def _hand_over(arrivals: weakref.ref[GradientHooks], path: str, p: Tensor) -> None:
+    """A gradient has been added up in `p.grad`."""
+    to = arrivals()
+    if to is not None:
+        to.hand_over(path, p)
+
+
+class GradientHooks:
+    """Hooks on the parameters of one attached model, and where its gradients are until a step.
+
+    Args:
+        pipe: its pipeline.
+        params: its parameters by path, in their resident form.
+        channels: its process groups.
+        in_backward: uses gradients as they arrive, if they are to be.
+        carry: stores what was written by hand into a parameter that is a copy.
+        undo: is given what takes the hooks off.
+
+    Attributes:
+        reduced: reduced gradients by path.
+        taken: those that a step was given; empty once it has used them, so that a step which raises may be made again.
+        held: gradients, by path, to which other ranks' backward may still add.
+        units: gathers sharded parameters on use; set once it is made.
+        stream: reduces gradients as they arrive; `None` where they stay, or are used, as they are.
+        forms: dtype and shape of reduced gradients by path.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        params: Leaves,
+        channels: Channels,
+        in_backward: InBackward | None,
+        carry: Callable[[Leaf], object],
+        undo: list[Callable[[], object]],
+    ):
+        self.pipe, self.params, self.in_backward, self.carry = pipe, params, in_backward, carry
+        self.reduced: Leaves = {}
+        self.taken: Leaves = {}
+        self.held: Leaves = {}
+        self.units: Units | None = None
+        self.stream = self._stream(channels)
+        kept = () if self.stream is None else pipe.layout.trainable
+        self.forms = {leaf.path: (pipe.dtypes.gradient(leaf), pipe.road.stored_shape(leaf)) for leaf in kept}
+        if self.stream is None and self.in_backward is None:
+            return
+        # torch does not show these hooks to the garbage collector: a model that is dropped would stay for ever.
+        mine: weakref.ref[GradientHooks] = weakref.ref(self)
+        for leaf in pipe.layout.trainable:
+            hook = functools.partial(_hand_over, mine, leaf.path)
+            undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
+
+    def _stream(self, channels: Channels) -> Stream | None:
+        """What puts gradients into buckets and reduces them, where the first update half is a reduction."""
+        pipe = self.pipe
+        view = reduction(pipe)
+        if view is None or view.wire is None or channels.more is None:
+            return None
+        wire, group = view.wire, channels.groups[pipe.groups.index(view.wire.group)]
+        # Backward reaches the parameters that forward used last, first.
+        leaves = pipe.layout.trainable[::-1]
+        like = {
+            leaf.path: Like(p.numel(), tuple(p.shape), pipe.dtypes.summed(leaf), p.device)
+            for leaf in leaves
+            for p in [self.params[leaf.path]]
+        }
+        on = wire.on(group, wire.reduce_dtype)
+        return Stream(on, channels.more, leaves, like, self._take, MARKS, view.name)
+
+    def left(self) -> bool:
+        """Whether gradients of this micro-step have been taken out of `p.grad` to be reduced."""
+        return self.stream is not None and (bool(self.reduced or self.taken) or not self.stream.idle)
+
+    def gone(self) -> bool:
+        """Whether gradients of this micro-step have been taken out of `p.grad`, to be reduced or used."""
+        return self.left() or (self.in_backward is not None and self.in_backward.under_way is not None)
+
+    def hand_over(self, path: str, p: Tensor) -> None:
+        """A gradient has been added up in `p.grad`."""
+        grad = read(p)
+        if grad is None:
+            # A leaf of a gathered unit that no rank used.
+            return
+        write(p, None)
+        grad = grad.detach()
+        check_readable({path: grad}, {path: p})
+        if self.in_backward is not None and self.units is not None and path in self.units.rounds.partial:
+            self._hold(path, grad)
+        else:
+            self._pass_on(path, grad)
+
+    def accept(self, leaf: Leaf, g: Tensor) -> None:
+        """Take the gradient of a shard from a reduce-scatter that another rank's backward has begun.
+
+        Hooks on the parameter are run as autograd runs them: the other ranks' are, on their rows of this gradient.
+        """
+        p = self.params[leaf.path]
+        if self.in_backward is not None and self.units is not None:
+            self.units.rounds.partial.add(leaf.path)
+        _with_hooks(p, g)
+
+    def release(self) -> None:
+        """All ranks are at a step: gradients that were held are complete."""
+        for leaf in self.pipe.layout.leaves if self.held else ():
+            if leaf.path in self.held:
+                self._pass_on(leaf.path, self.held.pop(leaf.path))
+        if self.units is not None:
+            self.units.rounds.partial.clear()
+
+    def forget(self) -> None:
+        """Drop gradients that are here; reductions under way are the stream's."""
+        if self.units is not None:
+            self.units.rounds.partial.clear()
+            self.units.rounds.late.clear()
+        self.held.clear()
+        self.reduced.clear()
+        self.taken = {}
+
+    def _pass_on(self, path: str, grad: Tensor) -> None:
+        if self.stream is not None:
+            self.stream.arrived(path, grad)
+        elif self.in_backward is not None:
+            self._use(self.in_backward, path, grad)
+
+    def _use(self, to: InBackward, path: str, grad: Tensor) -> None:
+        """Update a leaf; what is gathered of it, by an evaluation before the step too, is of before."""
+        with nullcontext() if self.units is None else self.units.updating(path):
+            to.arrived(path, grad)
+
+    def _hold(self, path: str, grad: Tensor) -> None:
+        """Keep a gradient until all ranks are at a step: one that has been used cannot be added to.
+
+        Not until the end of this backward: where one rank alone evaluates, its backward follows those of the others.
+        """
+        old = self.held.get(path)
+        self.held[path] = grad if old is None else old.add_(grad)
+
+    def _take(self, leaf: Leaf, g: Tensor) -> None:
+        """Take a reduced gradient from the stream; those of several backwards add up."""
+        dtype, shape = self.forms[leaf.path]
+        if not self.pipe.road.behind_reduction:
+            # What is yet to be pulled through a view keeps the dtype of the reduction until then, as in the pure route.
+            g = g.to(dtype)
+        g = g.reshape(shape)
+        if self.in_backward is not None:
+            self.carry(leaf)
+            self._use(self.in_backward, leaf.path, pull(self.pipe.road.behind_reduction, g, leaf).to(dtype))
+            return
+        old = self.reduced.get(leaf.path)
+        self.reduced[leaf.path] = g if old is None else old.add_(g)
+
+
+@torch.no_grad()
+def _with_hooks(p: Tensor, g: Tensor) -> None:
+    """Add a gradient to `p.grad` with the hooks that autograd would run."""
+    for hook in list(gradient_hooks(p).values()):
+        given = hook(g)
+        g = g if given is None else given
+    # Alone, since hooks have been run on what is there.
+    before = read(p)
+    write(p, g)
+    for hook in list(hooks_after(p).values()):
+        hook(p)
+    after = read(p)
+    if before is not None:
+        write(p, before if after is None else before.add_(after))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The end of a micro-step of an attached model: gradients are collected, or dropped, on all ranks.
+
+
+class MicroStep:
+    """Ends the micro-steps of one attached model.
+
+    Args:
+        hooks: what its gradients come by.
+        agreement: what ranks tell each other at a step.
+        masters: what is stored of parameters that are copies.
+        refresh: makes parameters anew from the state, after a step that was given up half done.
+
+    Attributes:
+        uncleared: what `p.grad` would keep between steps, where gradients have left.
+    """
+
+    def __init__(
+        self, hooks: GradientHooks, agreement: StepAgreement, masters: MasterWeights, refresh: Callable[[], None]
+    ):
+        self.pipe, self.hooks, self.agreement, self.masters = hooks.pipe, hooks, agreement, masters
+        self.current, self.refresh = masters.current, refresh
+        self.trainable = {leaf.path: hooks.params[leaf.path] for leaf in hooks.pipe.layout.trainable}
+        self.uncleared = UnclearedGradients(self._zero)
+
+    def _zero(self, path: str) -> Tensor:
+        dtype, shape = self.hooks.forms[path]
+        return self.current.state.leaves[path].new_zeros(shape, dtype=dtype)
+
+    def collect(self, boundary: bool | None, given: Callable[[], str]) -> Leaves:
+        """The gradients of this micro-step, in the form the update halves take.
+
+        Args:
+            boundary: what `set_boundary` says of this step; ranks must say the same.
+            given: tells what `opt.param_groups` sets; ranks must set the same.
+        """
+        if self.masters.leaves:
+            self.masters.carry_over()
+        agreement, units = self.agreement, self.hooks.units
+        if agreement.control is None:
+            return self._grads()
+        steps, text, torn = int(self.current.state.micro_step), given(), self.current.torn
+        if units is None:
+            return self._agreed(agreement.marks(steps, boundary, text, torn=torn))
+        grads: Leaves = {}
+        marks: dict[str, int] = {}
+
+        def told() -> list[int]:
+            # Called again after each collective that this rank joins meanwhile, which may bring gradients.
+            nonlocal grads, marks
+            grads, marks = self._grads(), agreement.marks(steps, boundary, text, torn=torn, more=units.rests.marks())
+            return agreement.numbers(grads, marks)
+
+        rows = units.rests.at_step(told)
+        self.hooks.release()
+        if self.hooks.stream is None and units.rounds.protocol.control.ranks == agreement.control.ranks:
+            # All ranks that step together were in that exchange.
+            return agreement.checked(rows, marks, grads)
+        return self._agreed(agreement.shared(rows, marks))
+
+    def _agreed(self, marks: dict[str, int]) -> Leaves:
+        """The gradients, once ranks have compared marks in a message of its own."""
+        hooks, stream = self.hooks, self.hooks.stream
+        if stream is None:
+            return self.agreement.exchange(marks, self._grads())
+        for path, p in hooks.params.items():
+            if read(p) is not None:
+                # Put there by hand.
+                hooks.hand_over(path, p)
+        wholes = self.agreement.wholes
+        # An update within backward is a write too: there they were asked about before the first one.
+        noticed = stream.settle(marks, wholes is not None and hooks.in_backward is None and wholes.noticed())
+        if wholes is not None and (noticed or wholes.before):
+            wholes.compare()
+        rest, grads = self.pipe.road.behind_reduction, hooks.reduced
+        grads = self.pipe.road.pull(rest, grads, self.current.state.leaves) if rest else grads
+        if hooks.taken:
+            # By a step that has raised; what has arrived since is added, as in torch.
+            old = hooks.taken
+            grads = {**old, **{path: old[path] + g if path in old else g for path, g in grads.items()}}
+        hooks.taken, hooks.reduced = grads, {}
+        grads = self.uncleared.take(grads)
+        # They have come in the order of backward and of buckets, and a transform may pair lists by position.
+        return {path: grads[path] for path in self.trainable if path in grads}
+
+    def _grads(self) -> Leaves:
+        """What this rank has in `p.grad`."""
+        grads: Leaves = {}
+        with torch.DisableTorchFunctionSubclass():
+            for path, p in self.trainable.items():
+                grad = read(p)
+                if grad is not None:
+                    grads[path] = grad
+        return grads
+
+    def clear(self, to_none: bool = True) -> None:
+        """Forget the gradients of this micro-step.
+
+        With `in_backward=True` some are used already: the step is given up half done (`eager.in_backward`).
+        """
+        self.uncleared.clear(to_none, self.hooks.reduced)
+        self.give_up_backward()
+        self.forget(always=False)
+
+    def cleared(self, to_none: bool = True) -> None:
+        """The user has cleared gradients by hand, or by `model.zero_grad()`."""
+        if self.hooks.units is not None:
+            self.hooks.units.rounds.kept = 0
+        self.uncleared.clear(to_none)
+
+    def give_up_backward(self) -> None:
+        """End this rank's part in a backward that an exception has stopped; other ranks may still be in it."""
+        units = self.hooks.units
+        if units is not None:
+            units.rests.after_failed_backward()
+            units.rounds.kept = 0
+
+    def forget(self, always: bool) -> None:
+        """Forget the gradients of this micro-step.
+
+        Args:
+            always: wait for reductions also where this rank has begun none, since another rank may have.
+        """
+        hooks = self.hooks
+        if hooks.in_backward is not None:
+            self._give_up(hooks.in_backward, always)
+            return
+        if hooks.stream is not None and (always or not hooks.stream.idle):
+            hooks.stream.discard(self._dropped())
+        hooks.forget()
+
+    def _dropped(self) -> dict[str, int]:
+        """The marks of a micro-step that is given up."""
+        return self.agreement.marks(int(self.current.state.micro_step), None, dropped=True)
+
+    def _give_up(self, step: InBackward, always: bool) -> None:
+        """End a step in backward without counting it.
+
+        Gradients still on their way are used: other ranks may have used theirs already.
+        """
+        stream = self.hooks.stream
+        step.closing = True
+        try:
+            self.hooks.release()
+            if stream is not None and (always or not stream.idle):
+                self.masters.carry_over()
+                stream.broken = False
+                stream.settle(self._dropped())
+        finally:
+            step.closing = False
+        if step.under_way is not None:
+            step.give_up()
+            self.refresh()

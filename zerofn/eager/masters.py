@@ -1,0 +1,213 @@
+"""The stored and the resident form of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..core.bucketed_views import cut
+from ..core.layout import Leaf, Leaves
+from ..core.pipeline import Pipeline
+from ..core.view import see, store
+from ..sharded.guarded_parameter import Writes, read, write, writes
+from .step_agreement import CurrentState
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Parameters that are other tensors than what is stored of them: refreshed, and written back.
+#
+# Where `all_reduce` or `reduce_scatter` makes full parameters, these are gathered again after an update, one bucket
+# at a time. Where `precision(param_dtype=...)` follows one of them, the model holds full parameters in the compute
+# dtype and the state holds their masters. `model.load_state_dict`, `nn.init` and `p.data.clamp_()` write into the
+# copy, and the next update would overwrite that from the masters in silence. So what was written is stored: element
+# by element, for an element that was not written is more exact in its master.
+#
+# What NumPy writes by way of `p.detach().numpy()` counts no version, and is lost.
+
+
+class MasterWeights:
+    """What is stored of an attached model's parameters, where these are other tensors.
+
+    Args:
+        pipe: its pipeline.
+        params: its parameters by path, in their resident form.
+        current: the state in force.
+
+    Attributes:
+        buckets: the leaves that `refresh` makes at once, each with its parameters; none where parameters are stored.
+        leaves: those of which the parameter is a copy: in another dtype, or seen through a view that changes numbers.
+        copies: their parameters by path.
+    """
+
+    def __init__(self, pipe: Pipeline, params: Leaves, current: CurrentState):
+        self.pipe, self.params, self.current = pipe, params, current
+        # Between the stored and the resident form.
+        self.views = pipe.road.after_update
+        buckets = cut(pipe.layout.leaves, {path: x.dtype for path, x in params.items()}) if self.views else []
+        self.buckets = [(bucket, {leaf.path: params[leaf.path] for leaf in bucket}) for bucket in buckets]
+        stored, viewed = current.state.leaves, pipe.road.renumbers_after_update
+        self.leaves = [x for x in pipe.layout.leaves if viewed or params[x.path].dtype != stored[x.path].dtype]
+        self.copies = {leaf.path: params[leaf.path] for leaf in self.leaves}
+        self.counts = self._counts()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Write into the parameters what is stored of them, as the model sees it."""
+        stored, road = self.current.state.leaves, self.pipe.road
+        for bucket, params in self.buckets:
+            # Of a parameter that stays a part it is the part that is written, and not what it is a part of.
+            with torch.DisableTorchFunctionSubclass():
+                plain = dict(zip(params, map(Tensor.detach, params.values()), strict=True))
+            seen = road.see(self.views, {path: stored[path] for path in params}, bucket, plain)
+            for path, x in seen.items():
+                if x.data_ptr() != plain[path].data_ptr():
+                    plain[path].copy_(x)
+        self.counts = self._counts()
+
+    def carry_over(self) -> None:
+        """Store what was written into copies since; nothing of a torn state, whose copies are older than it is."""
+        if self.current.torn:
+            return
+        if self._counts() != self.counts:
+            for leaf in self.leaves:
+                self.carry_leaf(leaf)
+
+    def carry_leaf(self, leaf: Leaf) -> bool:
+        """Store what was written into a parameter since, if it is a copy; whether a write was counted."""
+        copy = self.copies.get(leaf.path)
+        if copy is None or self.current.torn or writes([copy]) == [self.counts[leaf.path]]:
+            return False
+        self._carry(leaf)
+        (self.counts[leaf.path],) = writes([copy])
+        return True
+
+    @torch.no_grad()
+    def _carry(self, leaf: Leaf) -> None:
+        """Store the elements of a copy that differ from its master."""
+        master = self.current.state.leaves[leaf.path]
+        new = store(self.views, self.params[leaf.path].detach(), leaf)
+        copy, seen = self._both(leaf)
+        master.copy_(torch.where(copy == seen, master, new.to(master.dtype)))
+
+    def _both(self, leaf: Leaf) -> tuple[Tensor, Tensor]:
+        """The rows of the copy that this rank stores, and what its master says that they are."""
+        copy = self.pipe.road.own(self.params[leaf.path].detach(), leaf)
+        seen = see([view for view in self.views if view.wire is None], self.current.state.leaves[leaf.path], leaf)
+        return copy, seen.to(copy.dtype)
+
+    def _counts(self) -> dict[str, Writes]:
+        return dict(zip(self.copies, writes(self.copies.values()), strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One parameter of an attached model: its resident form, its stored form, and the dtype of `p.grad`.
+
+
+def to_resident(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
+    """Give a parameter its resident form, and return its stored one, in the same memory where possible."""
+    full = p.detach()
+    wide = full.to(pipe.dtypes.stored(leaf))
+    resident = pipe.road.kept(wide, leaf)
+    if pipe.gathering is not None:
+        resident = resident.clone()
+    if pipe.road.casts_after_update:
+        resident = resident.to(pipe.dtypes.of(leaf).param_dtype or resident.dtype)
+    if not dense(resident) or (pipe.road.after_update and not resident.is_contiguous()):
+        resident = resident.contiguous()
+    put(pipe, p, resident, "zf.attach")
+    if leaf.trainable:
+        keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
+    if resident.dtype != wide.dtype or pipe.road.renumbers_after_update:
+        return pipe.road.store(full, leaf).clone(memory_format=torch.contiguous_format)
+    # Of `p` and not of `resident`: what a step writes into the one is counted as written into the other. But a graph
+    # gathers shards anew and knows their age otherwise; there writes of `p` are to be the user's alone.
+    return pipe.road.own(p.detach() if pipe.gathering is None else resident.detach(), leaf)
+
+
+def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
+    """`p.data = x`. Where parameters are cut `x` has another size, and graphs of the old size may be alive.
+
+    torch keeps the AccumulateGrad node of `p` as long as any graph has it, and checks gradients of later graphs against
+    the size that it had: an output that a notebook keeps would be enough. It makes a new node for another dtype.
+
+    Args:
+        pipe: the pipeline of the model.
+        p: the parameter.
+        x: what it is to hold.
+        since: what has changed it, for who goes backward through such a graph; `None` where its size comes back.
+    """
+    if pipe.gathering is None:
+        p.data = x
+        return
+
+    def refuse(grads: Any) -> None:
+        raise RuntimeError(
+            explain(
+                f"backward through a graph from before {since}",
+                "its gradients have other sizes than the parameters have now",
+                f"all backwards of a graph before {since}, or the forward again after it",
+            )
+        )
+
+    with torch.DisableTorchFunctionSubclass():
+        if p.requires_grad and since is not None:
+            with torch.enable_grad():
+                use = p.expand_as(p).grad_fn
+            end = None if use is None else use.next_functions[0][0]
+            if end is not None:
+                end.register_prehook(refuse)
+        other = torch.float16 if p.dtype != torch.float16 else torch.float32
+        Tensor.data.__set__(p, p.new_empty(0, dtype=other))  # type: ignore[attr-defined]
+        Tensor.data.__set__(p, x)  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def make_whole(pipe: Pipeline, params: Leaves, stored: Leaves, since: str) -> None:
+    """Put full parameters in the model for good, in memory of their own. All ranks call it."""
+    for path, full in pipe.road.whole(stored).items() if pipe.stages else ():
+        if pipe.gathering is not None or full.dtype != params[path].dtype or not pipe.road.exact:
+            put(pipe, params[path], full.detach().clone(), since)
+
+
+def move_out(pipe: Pipeline, params: Leaves, grad_dtypes: Mapping[str, torch.dtype | None]) -> None:
+    """Give `p.grad` of full parameters the dtype that it had before `attach`, and drop gradients that are shards.
+
+    Args:
+        pipe: the pipeline.
+        params: by path.
+        grad_dtypes: dtypes of gradients by path, where they are not those of parameters.
+    """
+    for leaf in pipe.layout.leaves:
+        p = params[leaf.path]
+        grad = read(p)
+        if grad is not None and grad.shape != p.shape:
+            # A part of a gradient, to which nothing can be added any more.
+            write(p, None)
+        if leaf.trainable:
+            keep_grads_in(p, grad_dtypes.get(leaf.path, p.dtype))
+
+
+def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:
+    """Set `p.grad_dtype`: the dtype of `p.grad`, any for `None`. A gradient that is there is cast.
+
+    That a gradient's dtype follows the parameter's ends once another has been set: torch has no way back, and a
+    detached model that is cast afterwards (`model.float()`) wants `p.grad_dtype` set as well.
+    """
+    if p.grad_dtype == dtype:
+        return
+    grad = read(p)
+    if grad is None or dtype in (None, grad.dtype):
+        p.grad_dtype = dtype
+        return
+    # torch refuses another dtype than that of a gradient which is there.
+    write(p, None)
+    p.grad_dtype = dtype
+    write(p, grad.to(dtype))
+
+
+def dense(x: Tensor) -> bool:
+    """Whether elements fill memory without gaps or overlap, in whatever order of dimensions."""
+    return torch.empty_like(x, device="meta").stride() == x.stride()

@@ -1,0 +1,281 @@
+"""torch's fused Adam over lists of tensors, and as an operator."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerofn._compat.autograd import increment_versions
+from zerofn._compat.tensors import fused_adam_, fused_adamw_
+from zerofn.kernels import native
+from zerofn.kernels.adam import check_step, typed
+from zerofn.kernels.native import same_bits, sample
+from zerofn.kernels.recording import operator
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch's fused Adam in C, for large fp32 leaves on CPU: the same bits, faster, with the norms of the gradients.
+#
+# Such an update is bound by memory bandwidth. torch's kernel relies on the hardware prefetcher, which stops at each
+# page of 4 KiB; and the norm of the gradients, which metrics show, is a second pass over them. This kernel computes
+# both in one pass, with prefetch instructions. Without a C compiler torch's kernel is called, without a warning: it
+# is slower, and its bits are the same.
+#
+# Source: Kingma and Ba, "Adam", ICLR 2015, in the order of operations of `torch._fused_adamw_`.
+
+
+Columns = Sequence[list[Tensor]]
+
+# Elements of all leaves together from which on the C kernel is used. Below, all that an update reads and writes fits
+# into the cache of one core, and neither the arguments of a call nor the compiler's time at the first pay.
+LARGE = 1 << 20
+# torch's kernel computes the last elements of a leaf, fewer than one of its vectors, in another way. What is beyond a
+# multiple of this, which is at least as long as a vector, is left to it.
+LINE = 16
+
+_FILES = [Path(__file__).with_name(name) for name in ("fused.c", "native_sums.h", "native_threads.h")]
+# Read of every leaf in every step, and so from C.
+_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+class _Job(ctypes.Structure):
+    """``job`` of ``fused.c``."""
+
+    _fields_ = [
+        ("entries", ctypes.c_int64),
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in "pgmv"),
+        ("numel", ctypes.POINTER(ctypes.c_int64)),
+        ("scalars", ctypes.c_float * 8),
+        ("decoupled", ctypes.c_int),
+        ("squares", ctypes.POINTER(ctypes.c_double)),
+    ]
+
+
+def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
+    """Whether `run` takes these lists of parameters, gradients and moments."""
+    if sum(map(Tensor.numel, columns[0])) < LARGE:
+        return False
+    for column in columns:
+        if set(map(type, column)) - _PLAIN or set(map(_DTYPE, column)) != {torch.float32}:
+            return False
+        if not all(map(_IS_CPU, column)) or not all(map(Tensor.is_contiguous, column)):
+            return False
+    return _function(decoupled, beta1 > 0.5) is not None
+
+
+def run(
+    columns: Columns,
+    step: int,
+    lr: Any,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    norms: bool = False,
+) -> list[float]:
+    """One update in place, but of `ends`; with `norms` the norms of the whole gradients are returned."""
+    function = _function(decoupled, beta1 > 0.5)
+    assert function is not None
+    # Without a decay there is no product to add, which of an infinite parameter would not be a number.
+    no_sum = decoupled or weight_decay == 0
+    return _call(function, columns, _scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
+
+
+def ends(columns: Columns) -> Columns:
+    """Views of the elements beyond a multiple of `LINE`, of the leaves that have some: torch's kernel updates them."""
+    chosen = [i for i, x in enumerate(columns[0]) if x.numel() % LINE]
+    return [[_end(column[i]) for i in chosen] for column in columns]
+
+
+def _end(x: Tensor) -> Tensor:
+    flat = x.detach().view(-1)
+    return flat[len(flat) // LINE * LINE :]
+
+
+def _scalars(step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float) -> tuple[float, ...]:
+    rate, spread = -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    return beta2, 1 - beta1, 1 - beta2, rate, spread, eps, 1 - lr * decay, decay
+
+
+def _call(
+    function: Any, columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False
+) -> list[float]:
+    count = len(columns[0])
+    pointers = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, column)) for column in columns]
+    lengths = [n // LINE * LINE for n in map(Tensor.numel, columns[0])]
+    squares = (ctypes.c_double * count)() if norms else None
+    job = _Job(count, *pointers, (ctypes.c_int64 * count)(*lengths), (ctypes.c_float * 8)(*scalars), decoupled, squares)
+    # Read before the update: a gradient may share the memory of what is written.
+    rests = [float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms]
+    if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
+        raise MemoryError("no memory for the sums of squares of gradients")
+    return [(x + rest) ** 0.5 for x, rest in zip(squares or (), rests, strict=True)]
+
+
+@functools.cache
+def _function(decoupled: bool, near: bool) -> Any:
+    """The C function, after it has given the bits of torch's kernel on a sample; else ``None``.
+
+    Which products torch's kernel fuses with sums depends on torch's compiler and on the processor.
+
+    Args:
+        decoupled: whether weights decay by themselves, and not by way of the gradient.
+        near: whether ``1 - beta1`` is below a half: `torch.lerp` has a formula for either case.
+    """
+    command = native.quiet_compiler()
+    if command is None:
+        return None
+    try:
+        function = native.library(command, _FILES, (), _declared).zerofn_fused_adam
+    except (OSError, AttributeError):
+        return None
+    mine, torchs = _sample(), _sample()
+    beta1 = 0.9 if near else 0.25
+    _call(function, mine, _scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
+    fused: Any = fused_adamw_ if decoupled else fused_adam_
+    how = dict(lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False)
+    fused(*torchs, [], [torch.tensor(3.0)], **how)
+    return function if same_bits(mine, torchs) else None
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    function = library.zerofn_fused_adam
+    function.argtypes, function.restype = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_void_p], ctypes.c_int
+    return library
+
+
+def _sample() -> list[list[Tensor]]:
+    """One leaf of whole lines: `sample`, and ordinary numbers behind."""
+    i = torch.arange(1, 251 * LINE + 1)
+    p, g, m, v = (torch.sin(i * k) for k in (1.0, 2.1, 3.7, 5.3))
+    return [[torch.cat([*x, y])] for x, y in zip(sample(251 * LINE), (p, g, m, v.abs()), strict=True)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# torch's fused Adam over lists of leaves, and as a custom operator, `zerofn::fused_adam_`, for compiled graphs.
+#
+# The formula puts a dozen operations for each leaf into a graph, and the compiler looks for pairs among all of them
+# that it can fuse: with many leaves it spends most of its time on AdamW. The operator is one node for all leaves.
+# With few leaves the formula makes the better graph: scaling of gradients is fused into its loop, while an operator
+# reads scaled gradients from memory.
+
+
+# Number of leaves from which on the operator is used: it saves time of the compiler for a pass over the gradients.
+MANY = 32
+
+
+def fused_update(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    step: int,
+    decoupled: bool,
+    lr: Any,
+    norms: list[float] | None = None,
+    **numbers: Any,
+) -> None:
+    """One update by torch's kernel, in place, of leaves of one dtype and device that have had equally many.
+
+    Args:
+        step: the number of this update.
+        decoupled: whether the weights decay by themselves, and not by way of the gradient.
+        lr: a number or a 0-d tensor.
+        norms: a list, to which the norm of each gradient is appended where the kernel finds them on its way.
+        numbers: beta1, beta2, eps and weight_decay.
+
+    Raises:
+        TypeError, ValueError: `step` is no whole number from 1.
+    """
+    check_step("fused_update", step)
+    fused: Any = fused_adamw_ if decoupled else fused_adam_
+    as_stored = typed(params, grads)
+    lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs
+    # Metrics show the norms of the gradients as given, not of those that were cast to the dtype of the parameters.
+    asked = norms is not None and as_stored is grads
+    if can(lists, decoupled, numbers["beta1"]):
+        found = run(lists, step, lr, **numbers, decoupled=decoupled, norms=asked)
+        lists = ends(lists)
+        if norms is not None:
+            norms += found
+    if lists[0]:
+        count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+        fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)
+    increment_versions([*params, *exp_avgs, *exp_avg_sqs])
+
+
+def _run(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: Tensor,
+    numbers: Tensor,
+    decoupled: bool,
+) -> None:
+    """As `fused_update`, of leaves that need not have had equally many.
+
+    Args:
+        steps: the number of this update, for each leaf; on the CPU.
+        numbers: lr, beta1, beta2, eps and weight_decay, in float64; on the CPU.
+    """
+    how: Any = dict(zip(("lr", "beta1", "beta2", "eps", "weight_decay"), numbers.tolist(), strict=True))
+    lists, counts = (params, grads, exp_avgs, exp_avg_sqs), steps.tolist()
+    for step in set(counts):
+        chosen = lists if counts.count(step) == len(counts) else [_chosen(xs, counts, step) for xs in lists]
+        fused_update(*chosen, step=step, decoupled=decoupled, **how)
+
+
+def _chosen(tensors: list[Tensor], counts: list[int], step: int) -> list[Tensor]:
+    return [x for x, count in zip(tensors, counts, strict=True) if count == step]
+
+
+_OPERATOR = operator(
+    "fused_adam_(Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] exp_avgs, Tensor(a3!)[] exp_avg_sqs, "
+    "Tensor steps, Tensor numbers, bool decoupled) -> ()",
+    _run,
+)
+
+
+def many_for_fused(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Whether a graph should call the operator on these leaves: many, of one dtype and device, fp32 or fp64.
+
+    >>> x = [torch.ones(2)]
+    >>> many_for_fused(x, x), many_for_fused(x * 100, x * 100), many_for_fused(x * 100, [x[0].double()] * 100)
+    (False, True, False)
+    """
+    # Not by `alike`, which the compiler cannot trace.
+    dtype, device = params[0].dtype, params[0].device
+    same = all(x.dtype is dtype and x.device == device for x in (*params, *grads))
+    return len(params) >= MANY and same and dtype in (torch.float32, torch.float64)
+
+
+def fused_operator(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    step: Tensor,
+    decoupled: bool,
+    lr: Any,
+    beta1: Any,
+    beta2: Any,
+    eps: Any,
+    weight_decay: Any,
+) -> None:
+    """The kernel of `adam` and `adamw` by the operator; `step` is of the shape `(leaves,)`, numbers may be tensors."""
+    given = (lr, beta1, beta2, eps, weight_decay)
+    numbers = torch.stack([torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in given])
+    lists = list(params), list(grads), list(exp_avgs), list(exp_avg_sqs)
+    _OPERATOR(*lists, step, numbers, decoupled)

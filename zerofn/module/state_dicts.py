@@ -1,0 +1,220 @@
+"""`model.state_dict()` of an attached model."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.tensors import registered
+from .._errors import explain
+from ..core.bucketed_views import spans_by_rank, uncast
+from ..core.layout import Leaf, Leaves, cut_by_rows, rows_between, span
+from ..core.pipeline import Pipeline
+from ..core.view import see
+from ..ranks.dtensor import Form, as_dtensors, as_local, in_full, is_distributed, mesh_of
+from ..sharded.gather_on_use import Units
+from ..sharded.parameter import Origin, Part, Piece, part_of
+from .boundary import ModelBoundary
+from .forward_hooks import Hook
+
+# ----------------------------------------------------------------------------------------------------------------------
+# State dicts of a sharded model: guarded parts, DTensors for torch's DCP, and loading of full tensors.
+#
+# The tensors of `model.state_dict()` are this rank's flat parts. They serve within the run (the best weights so far,
+# put back by `load_state_dict`), but in a file they are of no use, and who finds that out has lost the model. So
+# saving them is refused. To gather instead would hang the many programs that save on one rank alone. Full tensors can
+# be loaded: each rank takes its part. The functions of `torch.distributed.checkpoint.state_dict`, which every rank
+# calls, are given DTensors of the leaves' shapes, cut by rows, of what the model sees. Where ranks have other parts
+# than torch would give them, or what is stored is seen through a view of one's own, the leaf is gathered first.
+
+
+# The module of `get_model_state_dict`, which may not be loaded.
+DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+
+
+def _calling_function() -> str:
+    """The function of torch's DCP that asks for a state dict, to make distributed or whole tensors of it; or `""`."""
+    frame = sys._getframe(2) if DCP_STATE_DICT in sys.modules else None
+    name = ""
+    while frame is not None:
+        # Of several the outermost, which the user has called.
+        if frame.f_globals.get("__name__") == DCP_STATE_DICT:
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
+
+
+class StateDictParts:
+    """The entries of one model's state dicts.
+
+    Args:
+        pipe: with a `shard`.
+        forms: by path, which DTensor a parameter was before it was attached.
+        pieces: by path, this rank's pieces.
+    """
+
+    def __init__(self, pipe: Pipeline, forms: Mapping[str, Form], pieces: Mapping[str, tuple[Piece, ...]]):
+        assert pipe.gathering is not None
+        self.wire, self.road = pipe.gathering, pipe.road
+        self.forms, self.pieces = forms, pieces
+
+    def guarded(self, part: Tensor, leaf: Leaf) -> Part:
+        """A part that refuses to be saved for the whole."""
+        form = self.forms.get(leaf.path)
+        pieces, shape = (self.pieces[leaf.path], leaf.shape) if form is None else ((), form.shape)
+        return part_of(part, Origin("a part in the sharded model's state_dict()", leaf.path, False, pieces, shape))
+
+    def to_dtensor(self, part: Tensor, leaf: Leaf, caller: str) -> Tensor:
+        """A part as a DTensor, over the same memory where ranks have the rows that torch would give them."""
+        if leaf.within is not None and leaf.within.cut:
+            why = f"{leaf.path} is cut over other ranks besides, and this rank has a flat part of its part"
+            right = f"with opt.gathered(): {caller}(...), on every rank, or zf.save(directory, opt)"
+            raise RuntimeError(explain(f"{caller} of a sharded model that is itself cut over ranks", why, right))
+        mine, group = part.as_subclass(Tensor).detach(), self.wire.group
+        if self._cut_alike(leaf):
+            low, high = self.wire.span(leaf)
+        else:
+            whole = see(uncast(self.road), mine, leaf)
+            if not leaf.shape:
+                # A number has no rows, and torch takes a plain tensor for the same on all ranks.
+                return whole
+            # torch's chunks of rows: of a leaf of few rows some ranks have none.
+            each = -(-leaf.shape[0] // group.size) * leaf.shape[1:].numel()
+            low, high = (min(i * each, leaf.numel) for i in (group.rank, group.rank + 1))
+            mine = whole.reshape(-1)[low:high].clone()
+        rows = rows_between(leaf.shape, low, high)
+        assert rows is not None
+        return as_dtensors({leaf.path: (mine, rows, tuple(leaf.shape))}, group)[leaf.path]
+
+    def from_full(self, given: Tensor, leaf: Leaf) -> Part:
+        """This rank's part of a whole tensor or a DTensor."""
+        form = self.forms.get(leaf.path)
+        full = given.detach() if form is None else form.local(given.detach())
+        if mesh_of(full) == self.wire.group.ranks and self._cut_alike(leaf):
+            return self.guarded(as_local(full).reshape(-1), leaf)
+        return self.guarded(self.road.kept(in_full(full), leaf), leaf)
+
+    def _cut_alike(self, leaf: Leaf) -> bool:
+        """Whether every rank has the rows that torch would give it, as the model sees them; the same answer on all."""
+        if any([view.renumbers and view.changes(leaf) for view in uncast(self.road)]):
+            return False
+        size = self.wire.group.size
+        chunks = [span(leaf.shape, rank, size) for rank in range(size)]
+        return cut_by_rows(leaf.shape, size) and list(spans_by_rank([self.wire], leaf)) == chunks
+
+
+def hook_state_dicts(
+    model: nn.Module,
+    params: Leaves,
+    pipe: Pipeline,
+    units: Units,
+    forms: Mapping[str, Form],
+    pieces: Mapping[str, tuple[Piece, ...]],
+    undo: list[Callable[[], object]],
+) -> None:
+    """Let a sharded model give guarded parts, and take full tensors.
+
+    Args:
+        model: its parameters are this rank's parts.
+        params: they by path.
+        pipe: its pipeline.
+        units: tells whether parameters are full ones for a while.
+        forms: by path, which DTensor a parameter was before it was attached.
+        pieces: by path, this rank's pieces.
+        undo: is given what undoes it.
+    """
+    parts = StateDictParts(pipe, forms, pieces)
+    leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
+
+    def give(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        if units.suspended:
+            return
+        caller = _calling_function()
+        for name, leaf in own.items():
+            x = state.get(prefix + name)
+            if isinstance(x, Tensor):
+                state[prefix + name] = parts.to_dtensor(x, leaf, caller) if caller else parts.guarded(x, leaf)
+
+    def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, leaf in {} if units.suspended else own.items():
+            x = state.get(prefix + name)
+            if isinstance(x, Tensor) and not isinstance(x, Part) and x.shape == torch.Size((leaf.within or leaf).shape):
+                state[prefix + name] = parts.from_full(x, leaf)
+
+    for module in model.modules():
+        own = {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}
+        if own:
+            undo.append(module.register_state_dict_post_hook(Hook(functools.partial(give, own))).remove)
+            undo.append(module.register_load_state_dict_pre_hook(Hook(functools.partial(take, own))).remove)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# State dicts of a model whose parameters are seen through views of one's own: they have what the model computes with.
+#
+# Its parameters are what is stored. In `model.state_dict()` stand copies of what is seen, and what `load_state_dict`
+# is given goes through `store`: a file has the same numbers at every stage, and in a plain model. Where parameters
+# are parts it is `sharded_state_dict`.
+
+
+def hook_seen_state_dicts(
+    model: nn.Module, boundary: ModelBoundary, params: Leaves, undo: list[Callable[[], object]]
+) -> None:
+    """Let the state dicts of a model give and take what it sees, where that is not what its parameters are.
+
+    Args:
+        model: of whole parameters.
+        boundary: gives forward the views of its parameters.
+        params: they by path.
+        undo: is given what undoes it.
+    """
+    views = [view for view in boundary.pipe.road.at_use if view.renumbers]
+    leaves = {id(params[x.path]): x for x in boundary.pipe.layout.leaves if any([view.changes(x) for view in views])}
+    if boundary.units is not None or not leaves:
+        return
+    for module in model.modules():
+        own = {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}
+        if own:
+            give, take = (Hook(functools.partial(fn, boundary, own)) for fn in (_give, _take))
+            undo.append(module.register_state_dict_post_hook(give).remove)
+            undo.append(module.register_load_state_dict_pre_hook(take).remove)
+
+
+def _give(
+    boundary: ModelBoundary, own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, _: Any
+) -> None:
+    views = uncast(boundary.pipe.road)
+    _replace(boundary, own, state, prefix, lambda x, leaf: see(views, x, leaf).detach())
+
+
+def _take(
+    boundary: ModelBoundary, own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    _replace(boundary, own, state, prefix, boundary.pipe.road.kept)
+
+
+@torch.no_grad()
+def _replace(
+    boundary: ModelBoundary,
+    own: dict[str, Leaf],
+    state: dict[str, Any],
+    prefix: str,
+    fn: Callable[[Tensor, Leaf], Tensor],
+) -> None:
+    """`fn` of the entries of these leaves, in the place of each; of parameters themselves (`keep_vars=True`) none."""
+    if boundary.views.suspended:
+        return
+    for name, leaf in own.items():
+        x, form = state.get(prefix + name), boundary.views.forms.get(leaf.path)
+        if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or not x.is_floating_point():
+            continue
+        if form is None:
+            if x.shape == leaf.shape:
+                state[prefix + name] = fn(x, leaf)
+        elif is_distributed(x) and x.shape == form.shape:
+            # torch takes a plain tensor for a DTensor nowhere.
+            state[prefix + name] = form.wrap(fn(form.local(x), leaf))

@@ -1,0 +1,473 @@
+"""The process that ranks are forked from, and a rank."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Container, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from zerofn._errors import explain
+from zerofn.ranks.process_groups import finished, initialize, settle
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Functions, arguments and results between the caller of `launch` and its ranks, and the files that carry them.
+
+
+def pickler() -> Any:
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle
+    return cloudpickle
+
+
+def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    chosen = pickler()
+    by_name = chosen is pickle
+    in_main = getattr(fn, "__module__", None) == "__main__" and main_file() is None
+    try:
+        if by_name and in_main:
+            raise pickle.PicklingError("it is defined in a notebook or an interactive session")
+        return _dump((fn, args), chosen)
+    except Exception as error:
+        hint = 'install what sends it by value: pip install "zerofn[notebooks]"' if by_name else "see the cause"
+        raise ValueError(
+            f"{getattr(fn, '__qualname__', fn)!r} or its arguments cannot be sent to another process "
+            f"({type(error).__name__}: {error}); {hint}, or move the function to a module"
+        ) from error
+
+
+def _dump(obj: Any, chosen: Any) -> bytes:
+    # torch.save keeps tensors that share storage shared, and lets the other side choose the device.
+    file = io.BytesIO()
+    torch.save(obj, file, pickle_module=chosen)
+    return file.getvalue()
+
+
+def load(file: Any) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=False)
+
+
+def main_file() -> str | None:
+    """The path of the script, if `__main__` is one and its functions are sent by name."""
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    return os.path.abspath(file) if file and os.path.exists(file) and pickler() is pickle else None
+
+
+def unnamed_file() -> int:
+    """A file without a name, in memory where the system can. Unlike a pipe it never makes the writer wait."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("zerofn")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+@contextlib.contextmanager
+def store_path() -> Iterator[str | None]:
+    """The name of a file for the ranks' store; None where an unnamed file will do."""
+    if os.path.isdir("/proc/self/fd"):
+        yield None
+    else:
+        with tempfile.NamedTemporaryFile(prefix="zerofn-") as file:
+            yield file.name
+
+
+def read(fd: int, start: int = 0) -> bytes:
+    # Not by seek and read: processes with the same file share its position.
+    parts = []
+    while part := os.pread(fd, 1 << 30, start):
+        parts.append(part)
+        start += len(part)
+    return b"".join(parts)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The process of a rank that `launch` forked: it runs the function, and sends its result or its traceback.
+
+
+NOTE = 16  # bytes before the text of a note: kind and time
+
+
+def own_group(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.setpgid(pid, pid)  # both server and rank do it: the second one finds it done
+
+
+def run_rank(rank: int, job_fd: int, store_fd: int, gate_fd: int, result: int, note: int) -> NoReturn:
+    code = 1
+    try:
+        server = os.getppid()
+        own_group(0)
+        adopt_orphans()
+        _die_with_parent()
+        os.lseek(note, NOTE, os.SEEK_SET)
+        faulthandler.enable(note)
+        faulthandler.register(signal.SIGUSR1, note, all_threads=False)
+        if os.getppid() == server:
+            _work(rank, pickle.loads(read(job_fd)), store_fd, result)
+            code = 0
+    except BaseException as error:
+        stamp = time.monotonic()  # before any socket closes: other ranks fail later than this
+        # Broken connections are RuntimeErrors, so only those can be the consequence of another rank's end.
+        kind = b"C" if isinstance(error, RuntimeError) else b"E"
+        os.ftruncate(note, 0)
+        os.pwrite(note, _traceback(error).encode(errors="replace"), NOTE)
+        os.pwrite(note, kind + bytes(7) + struct.pack("d", stamp), 0)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if code == 0:
+            with socket.socket(fileno=gate_fd) as gate:
+                gate.send(b"F")
+                gate.recv(1)
+        # No rank is in a collective, and the kernel closes the sockets: the destructors of process groups, which join
+        # threads and print warnings, do not run.
+        os._exit(code)
+
+
+def _work(rank: int, job: dict[str, Any], store: int, result: int) -> None:
+    os.environ.clear()
+    os.environ.update(job["env"], RANK=str(rank), LOCAL_RANK=str(rank))
+    os.chdir(job["cwd"])
+    sys.path[:] = job["path"]
+    sys.argv[:] = job["argv"]
+    for stream in (sys.stdout, sys.stderr):
+        # Whole lines, at once: neither mixed with those of another rank nor lost when this one is killed.
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # the fork has copied its state; `random` seeds itself anew
+    if job["threads"] is not None:
+        torch.set_num_threads(job["threads"])
+    if job["main"]:
+        import runpy
+
+        # As multiprocessing does: under another name, so that `if __name__ == "__main__":` of the script does not run.
+        main = types.ModuleType("__mp_main__")
+        vars(main).update(runpy.run_path(job["main"], run_name="__mp_main__"))
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+    if job["init"]:
+        # Through a file and not over TCP: for a log message each TCP store of torch asks a name server for the name of
+        # 127.0.0.1 when it connects, and waits 5 s if no answer comes.
+        initialize(job["backend"], job["store"] or f"/proc/self/fd/{store}")
+    fn, args = load(io.BytesIO(job["payload"]))
+    _add_globals_to_main(fn)
+    value = fn(*args)
+    settle()  # `os._exit` does not wait for threads
+    finished()
+    with os.fdopen(os.dup(result), "wb") as file:
+        torch.save(value, file, pickle_module=pickler())
+
+
+def _add_globals_to_main(fn: Any) -> None:
+    """Put the globals of a function of a script into `__main__`, where torch's compiler looks for them."""
+    if isinstance(fn, types.FunctionType) and fn.__globals__.get("__name__") == "__main__":
+        main = vars(sys.modules["__main__"])
+        main.update({name: x for name, x in fn.__globals__.items() if name not in main})
+
+
+def _traceback(error: BaseException) -> str:
+    """The text of a traceback from the user's first frame on."""
+    tb = error.__traceback__
+    while tb and tb.tb_next and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return "".join(traceback.format_exception(type(error), error, tb))
+
+
+def _die_with_parent() -> None:
+    """Have this rank killed when the server is (on Linux; elsewhere it outlives the server)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def adopt_orphans() -> None:
+    """Have processes below this one become its children when their parent ends, also those in another session.
+
+    On Linux; elsewhere processes that have left the group of their rank are not found.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The loop of the fork server: it forks ranks, sends their exit codes, and kills ranks whose caller has ended.
+
+
+NUMBER = struct.Struct("q")
+
+
+def serve(fd: int) -> NoReturn:
+    """Fork a rank per message, send its pid and exit code, and kill it when its caller closes its socket."""
+    control = socket.socket(fileno=fd)
+    wake, waker = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up pipe is written
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    adopt_orphans()
+    _preload()
+    # Until here stderr shows a failed import; from here on this process holds no stream open.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    gc.collect()
+    gc.freeze()  # ranks share these pages with this process as long as no garbage collector writes into them
+    loop = _Loop(control, wake, waker)
+    while True:
+        for key, _ in loop.selector.select():
+            loop.handle(key.fileobj)
+
+
+class _Loop:
+    """Handles requests of the caller, ends of ranks, and callers that close the socket of a rank.
+
+    Args:
+        control: a socket with the caller's requests.
+        wake, waker: a pipe that signals write to.
+    """
+
+    def __init__(self, control: socket.socket, wake: int, waker: int):
+        self.control, self.wake, self.waker = control, wake, waker
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(control, selectors.EVENT_READ)
+        self.selector.register(wake, selectors.EVENT_READ)
+        self.controls: dict[int, socket.socket] = {}
+        self.pids: dict[socket.socket, int] = {}
+
+    def handle(self, source: object) -> None:
+        """Read a message from `source`."""
+        if source is self.control:
+            self._fork()
+        elif source == self.wake:
+            os.read(self.wake, 4096)
+            self._reap()
+        elif isinstance(source, socket.socket) and source in self.pids:
+            self._on_control(source)
+
+    def _fork(self) -> None:
+        """Fork a rank that the caller asks for, or end all if the caller has ended."""
+        message, fds, _, _ = socket.recv_fds(self.control, NUMBER.size, 8)
+        if not message:
+            for pid in self.controls:
+                _kill(pid)
+            _sweep({})
+            os._exit(0)
+        _, _, control_fd, *_ = fds
+        rank_control = socket.socket(fileno=control_fd)
+        pid = os.fork()
+        if pid == 0:
+            self._run_rank(NUMBER.unpack(message)[0], fds, rank_control)
+        for i, other in enumerate(fds):
+            if i != 2:
+                os.close(other)
+        own_group(pid)
+        self.controls[pid], self.pids[rank_control] = rank_control, pid
+        self.selector.register(rank_control, selectors.EVENT_READ)
+        _send(rank_control, pid)
+
+    def _run_rank(self, rank: int, fds: list[int], rank_control: socket.socket) -> NoReturn:
+        """In the child: run as that rank."""
+        job, store, _, gate, result, note, out, err = fds
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for other in (self.control, rank_control, self.selector, *self.controls.values()):
+            other.close()
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        for other in (self.wake, self.waker, out, err):
+            os.close(other)
+        run_rank(rank, job, store, gate, result, note)
+
+    def _on_control(self, rank_control: socket.socket) -> None:
+        """Have a rank write its stack if the caller asks for it, or kill it if the caller has closed its socket."""
+        try:
+            word = rank_control.recv(1)
+        except OSError:
+            word = b""
+        if word == b"D":
+            os.kill(self.pids[rank_control], signal.SIGUSR1)
+        else:
+            self.selector.unregister(rank_control)
+            _kill(self.pids.pop(rank_control))
+
+    def _reap(self) -> None:
+        while (pid := _ended()) is not None:
+            _kill(pid)  # what the rank started and left behind
+            _, status = os.waitpid(pid, 0)
+            if pid not in self.controls:
+                continue
+            rank_control = self.controls.pop(pid)
+            if self.pids.pop(rank_control, None):
+                self.selector.unregister(rank_control)
+            _sweep(self.controls)
+            _send(rank_control, os.waitstatus_to_exitcode(status))
+            rank_control.close()
+
+
+def _kill(pid: int) -> None:
+    """Kill a process and its group."""
+    for target in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            target(pid, signal.SIGKILL)
+
+
+def _ended() -> int | None:
+    """A child that has ended and is not reaped: as long as it is a zombie no other process or group has its number."""
+    try:
+        info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if info is None else info.si_pid
+
+
+def _sweep(ranks: Container[int]) -> None:
+    """Kill the processes that ended ranks left behind: those that are children of this process, and no ranks."""
+    until = time.monotonic() + 5
+    while (left := [pid for pid in _children() if pid not in ranks]) and time.monotonic() < until:
+        for pid in left:
+            _kill(pid)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        # When one of them ends, the processes that it started become children of this one.
+        time.sleep(0.002)
+
+
+def _children() -> list[int]:
+    """The numbers of this process's children; none where there is no /proc."""
+    found, me = [], str(os.getpid())
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/stat") as file:
+                if file.read().rpartition(")")[2].split()[1] == me:
+                    found.append(int(name))
+    return found
+
+
+def _preload() -> None:
+    """Import what every rank will need. Nothing here may start a thread or use a GPU.
+
+    The compiler too, which the first `vmap`, optimizer or checkpoint of a process imports (0.7 s).
+    """
+    import importlib
+
+    ours = ("zerofn.extend", "zerofn.pure.step", "zerofn.eager.optimizer", "zerofn.transforms.sharding")
+    for name in ("optree", "numpy", "cloudpickle", *ours):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        import torch
+
+        torch.compiler.disable(_preload)
+
+
+def _send(rank_control: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the caller has ended, and its ranks are killed for it
+        rank_control.sendall(NUMBER.pack(number))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The caller's end of the fork server: the process, started once, that ranks are forked from.
+#
+# The server has imported torch and done nothing with it; it runs `fork_loop`. A launch of two ranks takes 0.03 s,
+# after 2 s for the first. Rejected alternatives:
+#
+# * `spawn` takes 1.7 s for every launch;
+# * `fork` of the caller breaks once the caller has run a backward, whose thread pool does not survive a fork, or has
+#   used a GPU;
+# * the forkserver of the standard library is as fast, but runs `__main__` again in every rank (a script without a
+#   guard
+#   starts itself over, pytest imports itself), takes the environment and the standard streams of the moment when it
+#   was
+#   started (a notebook or pytest has replaced them since), and leaves ranks running when the caller is killed.
+
+
+class _Server:
+    """The server of this process: started at the first launch, ended with this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.control: socket.socket | None = None
+
+    def fork(self, rank: int, fds: list[int]) -> None:
+        """Have the server fork a rank, and hand it these files."""
+        with self.lock:
+            if self.process is None or self.control is None or self.process.poll() is not None:
+                self.start()
+            assert self.control is not None
+            try:
+                socket.send_fds(self.control, [NUMBER.pack(rank)], fds)
+            except ConnectionError:  # it has just died
+                self.start()
+                socket.send_fds(self.control, [NUMBER.pack(rank)], fds)
+
+    def start(self) -> None:
+        self.stop()
+        if not sys.executable:
+            why = "launch starts another Python, and sys.executable does not say which"
+            raise RuntimeError(explain("zf.launch(fn, nproc)", why, "torchrun --nproc-per-node 2 script.py"))
+        # First, so that `stop` ends the process also where an interrupt comes before it is noted.
+        self.control, theirs = socket.socketpair()
+        serve = "from zerofn.ranks.fork_server import serve"
+        code = f"import sys; sys.path[:] = {sys.path!r}; {serve}; serve({theirs.fileno()})"
+        # A session of its own: an interrupt typed at the terminal reaches the caller, who ends the ranks.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def stop(self) -> None:
+        if self.control is not None:
+            self.control.close()
+        if self.process is not None:
+            self.process.wait()
+        self.process = self.control = None
+
+    def renew(self) -> None:
+        """After the server has ended: have the next fork start another."""
+        with self.lock:
+            if self.process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(5)  # it may be on its way out still
+                    self.stop()
+
+    def forget(self) -> None:
+        """In a forked child of this process: the server is the parent's, and must see it when the parent ends."""
+        if self.control is not None:
+            self.control.close()
+        if self.process is not None:
+            self.process.returncode = 0  # not a child of this process: nothing to wait for, nothing to warn of
+        self.process = self.control = None
+        self.lock = threading.Lock()
+
+
+server = _Server()
+atexit.register(server.stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=server.forget)

@@ -1,1 +1,0 @@
-"""Ranks on this machine: `zf.launch`."""

@@ -1,0 +1,547 @@
+"""`zf.describe` and `zf.plan`: what a rank holds, as tables."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.tensors import NoNumbers, shape_only
+from .._errors import explain
+from ..core.html import bars, road
+from ..core.layout import (
+    AxisPlacement,
+    Leaf,
+    Leaves,
+    Owner,
+    Placement,
+    check_own_memory,
+    make_layout,
+    not_a_parameter,
+    parameters_of,
+)
+from ..core.pipeline import Pipeline, first_state, pipeline
+from ..core.rank_agreement import unreduced
+from ..core.spec import Spec, Station
+from ..core.state import State
+from ..core.state_entries import Entry, entries
+from ..core.transform import Transform
+from ..core.tree import Tree, flatten, tree_map, tree_paths
+from ..core.uncompiled import kept_out_of_graphs
+from ..core.view import Ranks, View
+from ..core.wrapper_names import buffers_in, names_with_wrappers
+from ..eager.optimizer import Optimizer
+from ..module.attach_checks import check_initialised, dtypes_of_buffers
+from ..ranks.backend import ranks_of
+from ..ranks.group import Group
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Formatting for tables: bytes, dtypes, paths that differ in numbers only, and aligned columns.
+
+
+def format_bytes(size: float) -> str:
+    """A size in the largest unit of which there is at least one.
+
+    >>> [format_bytes(n) for n in (0, 1023, 1536, 5 * 1024**2, 3 * 1024**4)]
+    ['0 B', '1023 B', '1.5 KiB', '5.0 MiB', '3.0 TiB']
+    """
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"
+
+
+def path_pattern(path: str) -> str:
+    """A path with a star for each number: equal for paths that differ in numbers only.
+
+    >>> path_pattern("blocks.11.weight")
+    'blocks.*.weight'
+    """
+    return re.sub(r"\d+", "*", path)
+
+
+def merge_paths(paths: Sequence[str]) -> str:
+    """Paths of one pattern as one name, with their count.
+
+    >>> merge_paths(["blocks.0.weight"]), merge_paths(["blocks.0.weight", "blocks.11.weight"])
+    ('blocks.0.weight', 'blocks.{0..11}.weight x2')
+    """
+    if len(paths) == 1:
+        return paths[0]
+    texts = re.split(r"\d+", paths[0])
+    merged = texts[0]
+    for numbers, text in zip(zip(*(re.findall(r"\d+", path) for path in paths), strict=True), texts[1:], strict=True):
+        values = sorted(set(map(int, numbers)))
+        merged += (numbers[0] if len(values) == 1 else f"{{{values[0]}..{values[-1]}}}") + text
+    return f"{merged} x{len(paths)}"
+
+
+def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """The lines of a table: its first `left` columns are aligned to the left, the others to the right.
+
+    >>> align_columns([("state", "bytes"), ("exp_avg", "12 B")], left=1)
+    ['state    bytes', 'exp_avg   12 B']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pads = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    return ["  ".join([pad(x, n) for pad, x, n in zip(pads, row, widths, strict=True)]).rstrip() for row in rows]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name without that of the library."""
+    return str(dtype).removeprefix("torch.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The stations of a chain as a table, with the ZeRO stage, bytes of gradients and bytes sent for a step.
+
+
+MAX_KINDS = 6  # of leaves of one station that have a line each
+
+
+class StationRow(NamedTuple):
+    """The gradient of one leaf behind one transform.
+
+    Attributes:
+        transform: its name; `"model"` for where gradients come from.
+        path: the leaf.
+        dtype: of the gradient; behind the optimizer, of the new parameter.
+        handed: placements of the gradient that the transform receives, one for each axis of the mesh.
+        placements: those of the gradient that it returns.
+        scaled_by: the transforms by whose factors it is multiplied.
+        bytes: of this rank's part of it.
+    """
+
+    transform: str
+    path: str
+    dtype: torch.dtype | None
+    handed: tuple[AxisPlacement, ...]
+    placements: tuple[AxisPlacement, ...]
+    scaled_by: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class StationsTable:
+    """The stations of a chain for a tree of parameters: data in attributes, a table in `str`.
+
+    Attributes:
+        stations: a row for each transform and leaf, from the model on.
+        mesh: ranks along each axis that gradients are reduced over.
+        zero: the ZeRO stage: 0 where nothing is cut, 1 where gradients are summed up whole and states are cut, 2 where
+            both are cut, 3 where parameters are as well.
+        gradients: bytes of gradients that this rank holds between a backward and the step, as `zf.vjp` gives them.
+        sent: by collective, the bytes that this rank sends for one optimizer step of an attached model, all micro-steps
+            of its window together: gradients, parameters, whole leaves to their owners. Parameters under `shard`
+            are gathered twice in a micro-step, less what need not be given back between. Without padding, a number for
+            each leaf that tells whether it was used, and numbers of the tree.
+        world: ranks there are.
+        meant: whether gradients are reduced over ranks, or the chain says by `zf.local()` that they are not to be.
+    """
+
+    stations: tuple[StationRow, ...]
+    mesh: tuple[int, ...]
+    zero: int
+    gradients: int
+    sent: Mapping[str, int]
+    world: int = 1
+    meant: bool = True
+
+    def __repr__(self) -> str:
+        return "\n".join(_station_lines(self))
+
+    def _repr_html_(self) -> str:
+        first = next((row.path for row in self.stations), None)
+        stops = [(r.transform, " ".join(_cells(r))) for r in self.stations if r.path == first]
+        return road(stops)
+
+
+def stations_table(pipe: Pipeline, world: int = 1) -> StationsTable:
+    """The stations of a pipeline as a table, in a world of so many ranks."""
+    rows = [
+        StationRow(station.transform, path, spec.dtype, handed.placements, spec.placements, spec.scaled_by, spec.bytes)
+        for station in pipe.stations
+        for path, spec in station.gives.items()
+        for handed in [station.handed[path]]
+    ]
+    mesh = next((spec.mesh for spec in pipe.stations[0].gives.values()), ())
+    there = pipe.road.specs[len(pipe.road.pulled)]
+    dtypes = pipe.road.grad_dtypes
+    gradients = sum(there[p].numel * dtypes[p].itemsize for p in pipe.layout.trained)
+    return StationsTable(tuple(rows), mesh, _zero(pipe), gradients, _sent(pipe), world, not unreduced(pipe))
+
+
+def _zero(pipe: Pipeline) -> int:
+    if not any(spec.in_parts for spec in pipe.stations[-1].gives.values()):
+        return 0
+    if pipe.gathering is not None:
+        return 3
+    held = zip(pipe.parts, pipe.stations[1:], strict=True)
+    whole = [part for part, at in held if part.facts.holds and not any(s.in_parts for s in at.gives.values())]
+    return 1 if whole else 2
+
+
+def _sent(pipe: Pipeline) -> dict[str, int]:
+    """Bytes by collective for one window, which is as long as all transforms that hold gradients make it."""
+    found: dict[str, int] = {}
+    window = left = math.prod(part.facts.window for part in pipe.parts)
+    for part, view, at in zip(pipe.parts, pipe.views, pipe.stations[1:], strict=True):
+        if view is not None and view.wire is not None:
+            # A reduction behind an accumulation sees one gradient of a window, unless it is made in each backward.
+            reached = window if any(own is view for own in pipe.road.pulled) else left
+            for leaf in pipe.layout.leaves:
+                for op, size in _sent_by_wire(pipe, view, at, leaf, window, reached):
+                    found[op] = found.get(op, 0) + size
+        for leaf in pipe.layout.trainable:
+            if size := _sent_for_owners(at.handed[leaf.path], at.gives[leaf.path], part.facts.optimizes, pipe):
+                found["all_to_all"] = found.get("all_to_all", 0) + size * left
+        left //= part.facts.window
+    return found
+
+
+def _sent_by_wire(
+    pipe: Pipeline, view: View, at: Station, leaf: Leaf, window: int, reached: int
+) -> Iterator[tuple[str, int]]:
+    """Bytes of one leaf by collective, of a window of micro-steps in which `reached` gradients come to the wire."""
+    assert view.wire is not None
+    size, before, after = view.wire.group.size, at.handed[leaf.path], at.gives[leaf.path]
+    assert after.sum_dtype is not None and after.stored_dtype is not None
+    ring = before.numel * (size - 1) / size
+    if leaf.trainable:
+        times = (1 if view.wire.cuts else 2) * reached
+        yield "reduce_scatter" if view.wire.cuts else "all_reduce", round(ring * after.sum_dtype.itemsize * times)
+    if view.wire.cuts:
+        behind = pipe.stages[next(i for i, own in enumerate(pipe.stages) if own is view) :]
+        cast = any(own.dtypes is not None for own in behind)
+        dtype = pipe.dtypes.seen(leaf) if cast else after.stored_dtype
+        yield "all_gather", round(ring * dtype.itemsize * (1 if view.resident else 2 * window))
+
+
+def _sent_for_owners(handed: Spec, gives: Spec, optimizes: bool, pipe: Pipeline) -> int:
+    """Bytes that this rank sends for one leaf: its pieces of gradient and parameter; as the owner, the update."""
+    owners = [p.rank for p in handed.placements if isinstance(p, Owner)]
+    if not owners or handed.dtype is None or gives.stored_dtype is None:
+        return 0
+    mine = owners == [group.rank for group in pipe.road.cutting]
+    whole = torch.Size(handed.shape or ()).numel()
+    back = gives.stored_dtype if optimizes else handed.dtype
+    piece = handed.numel * (handed.dtype.itemsize + gives.stored_dtype.itemsize)
+    return (whole - handed.numel) * back.itemsize if mine else piece
+
+
+def _cells(row: StationRow) -> tuple[str, str, str]:
+    placed = ", ".join(map(repr, row.placements)) or "-"
+    if row.handed != row.placements and any(isinstance(p, Owner) for p in row.handed):
+        placed = f"{', '.join(map(repr, row.handed))}, back as {placed}"
+    return "-" if row.dtype is None else dtype_name(row.dtype), placed, ", ".join(row.scaled_by) or "-"
+
+
+def _station_lines(table: StationsTable) -> Iterator[str]:
+    by_station: dict[str, list[StationRow]] = {}
+    for row in table.stations:
+        by_station.setdefault(row.transform, []).append(row)
+    lines: list[tuple[str, ...]] = [("gradients behind", "leaves", "dtype", "placements", "scaled by", "bytes")]
+    for name, rows in by_station.items():
+        lines += [(name if i == 0 else "", *cells) for i, cells in enumerate(_kinds(rows))]
+    yield from align_columns(lines, left=5)
+    axes = " x ".join(map(str, table.mesh))
+    where = f"ZeRO-{table.zero} on {axes} ranks" if axes else "one process"
+    if table.world > 1 and not axes:
+        where = f"nothing is reduced, so each of {table.world} ranks trains a model of its own"
+        where += "" if table.meant else " (zf.all_reduce() first in the chain: one model; zf.local(): it is meant)"
+    sent = ", ".join(f"{op} {format_bytes(n)}" for op, n in table.sent.items())
+    yield f"{where}: {format_bytes(table.gradients)} of gradients until a step" + (
+        f"; sent for one: {sent}" if sent else ""
+    )
+
+
+def _kinds(rows: list[StationRow]) -> Iterator[tuple[str, ...]]:
+    """The lines of one station: like leaves share one."""
+    groups: dict[tuple[str, ...], list[StationRow]] = {}
+    for row in rows:
+        groups.setdefault(_cells(row), []).append(row)
+    kinds = sorted(groups.items(), key=lambda item: -len(item[1]))
+    if len(kinds) > MAX_KINDS:
+        kinds, rest = kinds[: MAX_KINDS - 1], [row for _, group in kinds[MAX_KINDS - 1 :] for row in group]
+        kinds.append((("...", "...", "..."), rest))
+    for cells, group in kinds:
+        paths = [row.path for row in group]
+        named = merge_paths(paths) if len(set(map(path_pattern, paths))) == 1 else f"{len(paths)} leaves"
+        yield named if len(kinds) > 1 else f"all {len(paths)}", *cells, format_bytes(sum(row.bytes for row in group))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `describe`: what a state holds and what that costs, as a table.
+
+
+MAX_LINES = 12  # of one slot; a tree may have 500 leaves with unlike names
+MAX_PATH = 44  # characters
+
+
+class Row(NamedTuple):
+    """One tensor of a state.
+
+    Attributes:
+        transform: the transform that keeps it; `"params"`, or `"state"` for the state's own counters.
+        slot: what it is to the transform, for instance `"exp_avg"`; `""` for a parameter.
+        path: the leaf it belongs to; `""` where it belongs to none.
+        global_shape: over all ranks.
+        local_shape: what this rank holds.
+        dtype: of the elements.
+        device: where they are.
+        bytes: what this rank holds.
+    """
+
+    transform: str
+    slot: str
+    path: str
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class Table:
+    """What `describe` and `plan` return: data in `rows`, a table in `str`.
+
+    Attributes:
+        rows: a `Row` for each tensor.
+        parameters: elements of all leaves over all ranks, tied ones once.
+        placement: how the state lies over ranks.
+        buffers: a `Row` for each buffer of a module, in the dtype that it computes in: of `describe(opt)`, and of
+            `plan` of a module. They are in no state and in no sum of bytes.
+        road: the stations of the chain; of `plan` only, since a state does not know its chain. Not compared.
+    """
+
+    rows: tuple[Row, ...]
+    parameters: int
+    placement: Placement
+    buffers: tuple[Row, ...] = ()
+    road: StationsTable | None = field(default=None, compare=False)
+
+    @property
+    def bytes(self) -> int:
+        """All bytes of this rank."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def by_transform(self) -> dict[str, int]:
+        """Bytes of this rank by transform, `"params"` and `"state"` among them."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            found[row.transform] = found.get(row.transform, 0) + row.bytes
+        return found
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes of this rank over the parameters of all ranks."""
+        return self.bytes / self.parameters if self.parameters else 0.0
+
+    def __repr__(self) -> str:
+        return "\n".join([*_state_lines(self), *(() if self.road is None else ("", repr(self.road)))])
+
+    def _repr_html_(self) -> str:
+        rows = [(name, format_bytes(size), float(size)) for name, size in self.by_transform.items()]
+        road = "" if self.road is None else self.road._repr_html_()
+        return bars(rows, list(_state_lines(self))[-1]) + road
+
+
+def describe(state: State | Optimizer) -> Table:
+    """What a state holds: every tensor's path, shapes, dtype, device and bytes, by transform.
+
+    In print, leaves that differ in numbers only (`blocks.0.weight` ... `blocks.11.weight`) share a line,
+    and what is left of a wide tree is counted; `rows` has every tensor.
+
+    Args:
+        state: of `zf.init`, of a step, or an attached model's `opt`.
+
+    >>> import torch, zerofn as zf
+    >>> state = zf.init(zf.sgd(0.1, momentum=0.9), {"w": torch.zeros(256, 4), "b": torch.zeros(4)})
+    >>> table = zf.describe(state)
+    >>> table.bytes, table.by_transform["params"], table.rows[1].path
+    (8264, 4112, 'w')
+    """
+    buffers: tuple[Row, ...] = ()
+    if isinstance(state, Optimizer):
+        state, buffers = state.state, rows_of_buffers(state._own.model, {})
+    if not isinstance(state, State):
+        right = "zf.describe(zf.init(tx, params)), or zf.describe(opt) of an attached model"
+        raise TypeError(explain(f"describe({type(state).__name__})", "it is not a state", right))
+    return table_of(state, buffers)
+
+
+def table_of(state: State, buffers: tuple[Row, ...]) -> Table:
+    rows = tuple([_row(e, e.value.dtype) for e in entries(state) if isinstance(e.value, Tensor)])
+    return Table(rows, sum(leaf.numel for leaf in state.layout.leaves), state.layout.placement, buffers)
+
+
+def rows_of_buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> tuple[Row, ...]:
+    """Rows of a module's buffers, each once, in the dtypes given by name, else in their own."""
+    named = [(name, x, dtypes.get(name, x.dtype)) for name, x in buffers_in(model)]
+    return tuple([_row(Entry("buffers", "", name, x, tuple(x.shape)), dtype) for name, x, dtype in named])
+
+
+def _row(e: Entry, dtype: torch.dtype) -> Row:
+    x, owner = e.value, e.owner or "state"
+    return Row(owner, e.slot, e.path, e.shape, tuple(x.shape), dtype, str(x.device), x.numel() * dtype.itemsize)
+
+
+def _sum(rows: list[Row]) -> str:
+    return format_bytes(sum(row.bytes for row in rows))
+
+
+def _state_lines(table: Table) -> Iterator[str]:
+    head = ("path", "global shape", "local shape", "dtype", "device", "bytes")
+    sections: list[tuple[str, list[tuple[str, ...]]]] = []
+    for owner, rows in groupby(table.rows, key=lambda r: r.transform):
+        rows = list(rows)
+        cells = [line for _, group in groupby(rows, key=lambda r: r.slot) for line in _slot(list(group))]
+        sections.append((f"{owner}: {_sum(rows)}", cells))
+    if table.buffers:
+        own = list(table.buffers)
+        sections.append((f"buffers of the model, beside the state: {_sum(own)}", _slot(own)))
+    lines = iter(align_columns([head, *(line for _, cells in sections for line in cells)], left=5))
+    yield f"  {next(lines)}"
+    for title, cells in sections:
+        yield title
+        yield from (f"  {line}" for line in islice(lines, len(cells)))
+    p = table.placement
+    cost = f"{table.parameters:,} parameters, {table.bytes_per_parameter:.2f} bytes per parameter"
+    where = f", shard {p.rank} of {p.size}" if p.size > 1 else ""
+    yield f"total{where}: {format_bytes(table.bytes)}, {cost}"
+
+
+def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
+    """The lines of one slot: like leaves share one, and what is beyond `MAX_LINES` is counted."""
+    if rows[0].slot and len(rows) > 1 and all(row.global_shape == row.local_shape == () for row in rows):
+        # A counter for each leaf; the lines above have their paths.
+        row = rows[0]
+        return [(_name(row.slot, f"x{len(rows)}"), "-", "-", dtype_name(row.dtype), row.device, _sum(rows))]
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        alike = (path_pattern(row.path), row.global_shape, row.local_shape, row.dtype, row.device)
+        groups.setdefault(alike, []).append(row)
+    shown = list(groups.values())
+    rest = [row for group in shown[MAX_LINES - 1 :] for row in group] if len(shown) > MAX_LINES else []
+    lines = [_line(group) for group in (shown[: MAX_LINES - 1] if rest else shown)]
+    if rest:
+        lines.append((_name(rest[0].slot, f"... {len(rest)} more"), "", "", "", "", _sum(rest)))
+    return lines
+
+
+def _line(group: list[Row]) -> tuple[str, ...]:
+    row, path = group[0], merge_paths([row.path for row in group])
+    shapes = _shape(row.global_shape), _shape(row.local_shape)
+    return _name(row.slot, path), *shapes, dtype_name(row.dtype), row.device, _sum(group)
+
+
+def _name(slot: str, path: str) -> str:
+    if len(path) > MAX_PATH:
+        path = f"{path[: MAX_PATH // 2 - 2]}...{path[-(MAX_PATH // 2) + 1 :]}"
+    return f"{slot} {path}".strip()
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "-"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `plan`: tables of a state, of gradients and of bytes sent, before anything is allocated.
+
+
+@kept_out_of_graphs("it makes a table and no numbers", "zf.plan(tx, params), outside of what is compiled")
+def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int = 0) -> Table:
+    """The table of a state before anything is allocated, exactly as `describe` will show it, and its `road`.
+
+    The road is the stations of the chain, printed below the table: behind each transform the dtype of gradients, how
+    ranks along each axis have them, and by what they are scaled; the ZeRO stage that follows; bytes of gradients that
+    this rank holds until a step, and those that it sends for one. A transform of one's own stands there by what its
+    `through` and its view say.
+
+    Args:
+        tx: the pipeline.
+        params: a tree of tensors as for `zf.init`, or a module as for `zf.attach`. Meta tensors do:
+            `with torch.device("meta"): model = Model()`.
+        world_size: ranks that the pipeline's sharding will find.
+        rank: the one whose part is shown, of all ranks of the world. The first holds the most.
+
+    Raises:
+        ValueError: no such rank or world, or a transform whose first state follows from the numbers of parameters.
+
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.accumulate(4), zf.adamw(lr=1e-3))
+    >>> table = zf.plan(tx, {"w": torch.empty(1_000_000, 1000, device="meta")}, world_size=1)
+    >>> zf.plan(zf.chain(zf.shard(), zf.sgd(0.1)), {"w": torch.empty(6, 2)}, world_size=2).road.stations[1].placements
+    (Shard(0),)
+    >>> round(table.bytes_per_parameter), table.by_transform["accumulate"]
+    (16, 4000000009)
+    """
+    for name, value, low, high in (("world_size", world_size, 1, 1 << 30), ("rank", rank, 0, world_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
+            why = f"{name} is an int, at least {low}" + (f", below {world_size}" if name == "rank" else "")
+            raise ValueError(explain(f"plan({name}={value!r})", why, "zf.plan(tx, params, world_size=8)"))
+    trainable, model, wrapped = {}, None, None
+    if isinstance(params, nn.Module):
+        model = params
+        # In the order of the module, as in `attach`: a tree library sorts the keys of a plain dict.
+        params, wrapped = parameters_of(params), names_with_wrappers(params)
+        check_initialised(params, "plan")
+        trainable = {path: p.requires_grad for path, p in params.items()}
+    tensors = zip(tree_paths(params), flatten(params)[0], strict=True)
+    once = {id(x): (path, x) for path, x in tensors if isinstance(x, Tensor) and not not_a_parameter(x)}
+    check_own_memory("zf.plan(tx, params)", dict(once.values()))
+    with shape_only() as fake:
+        # Tied leaves are recognised by identity, so each tensor gets one stand-in.
+        known: dict[int, Tensor] = {}
+        # Nested tensors, of which there are none without memory, are refused with the leaves that are no parameters.
+        plain = lambda x: isinstance(x, Tensor) and not x.is_nested  # noqa: E731
+        stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if plain(x) else x, params)
+        layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True), wrapped=wrapped)
+        pipe = pipeline(tx, layout, "zf.plan", _ranks_of(world_size, rank))
+        stored = _stored(pipe, leaves)
+        buffers = () if model is None else rows_of_buffers(model, dtypes_of_buffers(model, pipe.dtypes))
+        try:
+            state = first_state(pipe, stored)
+        except NoNumbers as error:
+            why = (
+                f"the first state of a transform follows from numbers ({error}), and a plan has shapes and dtypes alone"
+            )
+            raise ValueError(explain("zf.plan(tx, params)", why, "zf.describe(zf.init(tx, params))")) from error
+        return replace(table_of(state, buffers), road=stations_table(pipe, world_size))
+
+
+def _stored(pipe: Pipeline, leaves: Leaves) -> Leaves:
+    """This rank's part of each leaf in the stored dtype, by the last station; a whole leaf keeps its strides."""
+    found: Leaves = {}
+    for path, spec in pipe.stations[-1].gives.items():
+        x = leaves[path]
+        found[path] = (x.new_empty(spec.local_shape) if spec.in_parts else x).to(spec.stored_dtype)
+    return found
+
+
+def _ranks_of(world_size: int, rank: int) -> Ranks:
+    """The process groups that a rank of such a world would open, as sizes and ranks alone."""
+
+    def group(function: str, mesh: Any) -> Group:
+        size = world_size if mesh is None else mesh.size()
+        if world_size % size:
+            right = f"zf.plan(tx, params, world_size={size})"
+            why = f"{function} has a mesh of {size} ranks, which must divide the world"
+            raise ValueError(explain(f"plan(world_size={world_size})", why, right))
+        # Along an outer axis of a mesh, neighbours are as many ranks apart as the inner axes have ranks.
+        row = range(size) if mesh is None else ranks_of(mesh)
+        apart = row[1] - row[0] if size > 1 else 1
+        return Group(rank // apart % size, size)
+
+    return group
