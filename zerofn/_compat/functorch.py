@@ -14,7 +14,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 
 # ----------------------------------------------------------------------------------------------------------------------
-# torch.compile: functions that it does not trace, whether it runs, and classes that it takes as constants.
+# These functions ask torch.compile whether it is tracing, and mark functions that it must not trace and classes that
+# it takes as constants.
 
 
 # torch's pytree library, which the compiler traces.
@@ -113,7 +114,7 @@ def register_constant(cls: type) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Transforms of torch.func: which are under way, and the tensors that they have wrapped.
+# These functions ask torch.func which transforms are running, and unwrap the tensors that they have wrapped.
 
 
 # Wrapped tensors, and the levels of transforms.

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from .functorch import functorch, innermost
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tensors: their memory, their versions, and subclasses with or without memory.
+# These functions read the memory and the version of a tensor, and make subclasses of tensors with or without memory.
 
 
 # The `__torch_function__` of a subclass that only has a `__torch_dispatch__`.
@@ -193,7 +193,7 @@ def is_shape_only(x: Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Private attributes of modules, optimizers and their wrappers.
+# These functions read private attributes of modules, of optimizers and of their wrappers.
 
 
 # The code of `module(...)`, by which the frame of a call is found.
@@ -354,7 +354,7 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# torch's own operators and kernels, and the profiler.
+# These names are torch's own operators and kernels, and its profiler.
 
 
 # Horizontally fused kernels: the ones behind torch.optim's `fused` and `foreach`.

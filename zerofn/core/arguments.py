@@ -18,10 +18,10 @@ from .number_graphs import check_numbers
 from .transform import Schedule
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Arguments of public functions: what a number, a count, a flag, a dtype and a learning rate may be.
+# These functions check the arguments of public functions: numbers, counts, flags, dtypes and learning rates.
 #
-# Everything is checked where it is written, since a wrong number shows late or never: a loss scale that is infinite
-# in float32 skips every step, and a flag of "no" is true.
+# Each argument is checked where the user writes it, because a wrong number shows late or never: a loss scale that is
+# infinite in float32 skips every step, and a flag of "no" is true.
 
 
 LARGEST, TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
@@ -229,7 +229,7 @@ def check_needs(function: str, needs: Any, allowed: tuple[str, ...], why: str) -
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Metrics as Python's numbers.
+# `floats` turns metrics into Python numbers.
 
 
 def floats(metrics: Mapping[str, Any]) -> dict[str, float]:

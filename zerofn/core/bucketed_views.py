@@ -33,7 +33,7 @@ from .view import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Views of many leaves at once: leaves are put into buckets, with one collective for each bucket.
+# These functions apply views to many leaves at once. They pack leaves into buckets and make one collective per bucket.
 
 
 # Bytes of a bucket: a sixteenth of all leaves, so that buffers are small beside the model; but not so small that
@@ -109,9 +109,10 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Lik
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Road`: stored parameters through the views of a chain to the model, and gradients back.
+# `Road` takes stored parameters through the views of a chain to the model, and gradients back.
 #
-# Many leaves at once, in buckets, with one collective for each; leaf by leaf and differentiable it is `LeafView`.
+# It handles many leaves at once, in buckets, with one collective for each. `LeafView` is the differentiable form for
+# one leaf.
 
 
 def groups_of(stages: Sequence[View]) -> tuple[Group, ...]:
@@ -295,12 +296,12 @@ def _arriving(specs: Mapping[str, Spec], leaves: Sequence[Leaf], stored: Leaves)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Leaves sharded along two axes of a mesh: the second wire shards what the first has left of each leaf.
+# `ShardsOfShards` shards leaves along two axes of a mesh: the second wire shards what the first one left of each leaf.
 #
-# `shard(mesh["node"])` gives a rank a range of each leaf; a `reduce_scatter(mesh["nodes"])` behind it cuts that
-# range. A wire cuts whole leaves, so the second one is given the range as a leaf of its own: its rows, if it is of
-# whole rows, else a flat one. All ranks of the second wire have the same range, since axes of a mesh cross: what one
-# of them sends is what the others expect. Between the two wires a shard is flat.
+# `shard(mesh["node"])` gives a rank a range of each leaf, and a `reduce_scatter(mesh["nodes"])` behind it cuts that
+# range. A wire cuts whole leaves, so the second wire is given the range as a leaf of its own: as rows where the range
+# consists of whole rows, else flat. All ranks of the second wire have the same range, because the axes of a mesh
+# cross, so what one of them sends is what the others expect. Between the two wires a shard is flat.
 
 
 @dataclass(frozen=True)
@@ -417,10 +418,11 @@ def check_axes(reduced: Sequence[tuple[str, Group]]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters as other programs have them: what the model computes with, of each leaf the part that a rank stores.
+# These functions convert parameters between storage and other programs, shard by shard: they export what the model
+# computes with.
 #
-# What is stored goes through the views of one's own on its way out (`seen_part`), and back through their `store` on
-# its way in (`stored_part`). A cast is none of them: what is exported is in the dtype it is stored in.
+# A stored shard goes out through the user's views (`seen_part`), and comes back through their `store` (`stored_part`).
+# Casts are skipped: an exported tensor has the dtype in which it is stored.
 
 
 def seen_part(road: Road, stored: Tensor, leaf: Leaf) -> Tensor:

@@ -25,7 +25,7 @@ from .transform import Transform, TransformState, nothing_to_prepare
 from .view import no_view
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `chain`, and `guest`: transformations of other libraries in it.
+# `chain` composes transforms. `guest` wraps an optimizer of another library as one of them.
 
 
 @runtime_checkable
@@ -236,7 +236,7 @@ def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `masked` and `partition`: different leaves go to different transforms.
+# `masked` and `partition` send different leaves to different transforms.
 
 
 @transform

@@ -16,7 +16,7 @@ from ..kernels.recording import number
 from .layout import Layout, Leaves
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Norms of gradients for metrics: computed by the optimizer's kernel, or in a pass of their own.
+# `Norms` computes norms of gradients for metrics, in the optimizer's kernel or in a pass of their own.
 
 
 class Norms:
@@ -62,7 +62,7 @@ class Norms:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Context`, which every update half is given in a step, and `Prepared`, what it decides once per step.
+# Every update half is given a `Context` in each step. It decides a `Prepared` once per step.
 
 
 class Reduction(Protocol):

@@ -21,7 +21,8 @@ from .transform import Transform, TransformState, gives_parameters
 from .tree import Places, flatten, moved, of_leaves, overlaid, places, select
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How update halves are grouped: stretches that run bucket by bucket, and neighbours fused into one.
+# These functions group update halves: into stretches that run bucket by bucket, and neighbours that are fused into
+# one.
 
 
 States = dict[str, TransformState]
@@ -103,7 +104,8 @@ def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Metrics of transforms that a held or skipped step does not reach: the same names as after any other step.
+# A transform that a held or skipped step does not reach still reports metrics, under the same names as in any other
+# step.
 
 
 def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leaves, ctx: Context) -> None:
@@ -144,11 +146,11 @@ def standing(part: Transform, state: TransformState, params: Leaves, ctx: Contex
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Runs the update halves of a chain over a tree: stretch by stretch, each bucket by bucket.
+# `run` applies the update halves of a chain to a tree, stretch by stretch, and each stretch bucket by bucket.
 #
-# A stretch begins where a transform must see the whole tree (a norm, a search for overflow). Everything up to the
-# next such place treats leaves alone and is run bucket by bucket, so its temporaries are as large as one bucket,
-# however big the model is.
+# A stretch begins where a transform must see the whole tree (a norm, a search for overflow). All transforms up to the
+# next such place treat each leaf alone, so they run bucket by bucket. Their temporaries are then as large as one
+# bucket, however big the model is.
 
 
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
@@ -449,7 +451,7 @@ def finish(signal: Leaves | None, params: Leaves, emitted: bool | Tensor) -> Lea
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The metric `grad_norm`: the norm of the gradients that reach the optimizer, before any clipping.
+# The metric `grad_norm` is the norm of the gradients that reach the optimizer, before any clipping.
 
 
 def _prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:

@@ -21,17 +21,17 @@ from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatte
 from .wrapper_names import unwrapped_names, without_wrappers
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How a leaf is cut over ranks: by rows of its first dimension, as torch cuts a tensor into chunks.
+# A leaf is cut over ranks by rows of its first dimension, as torch cuts a tensor into chunks.
 #
-# So no row is split, a rank's shard is what torch calls `Shard(0)`, and nothing is padded: the last ranks' shards may
-# be shorter, or empty. A shard is still one range of the flattened leaf, which is what norms, checkpoints and the
-# counters of stochastic rounding need.
+# No row is split, so a rank's shard is what torch calls `Shard(0)`. Nothing is padded: the last ranks' shards may be
+# shorter, or empty. A shard is one range of the flattened leaf, which norms, checkpoints and the counters of
+# stochastic rounding need.
 #
-# A leaf with fewer rows than ranks would leave ranks without a shard: it is cut flat, into ranges of one length, and
-# a transform that needs rows or whole leaves gets it at an owner. The alternative is to cut it along its longest
-# dimension. Shards would then be strided, to be copied together before they are sent, and no range of the flattened
-# leaf; and no rank would have less to do. The largest rank over the mean, flat and by the longest dimension, of
-# BERT's token types, the positions of a ViT, a Swin's bias by distance, and a small tensor:
+# A leaf with fewer rows than ranks would leave ranks without a shard. It is cut flat, into ranges of one length, and a
+# transform that needs rows or whole leaves gets it at an owner. The alternative, to cut it along its longest
+# dimension, makes shards that are strided: they would have to be copied together before they are sent, and would be no
+# range of the flattened leaf. Nor would any rank have less to do. The largest rank over the mean, flat and by the
+# longest dimension, of BERT's token types, the positions of a ViT, a Swin's bias by distance, and a small tensor:
 #
 # >>> import torch
 # >>> def balance(shape, size):
@@ -112,11 +112,10 @@ def rows_between(shape: Sequence[int], low: int, high: int) -> tuple[int, ...] |
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How a tensor lies on the ranks along one axis of a mesh: torch's placements, and two of our own.
+# Placements say how a tensor lies on the ranks along one axis of a mesh: torch's three, and two of our own.
 #
-# `Replicate`, `Shard` and `Partial` are called, made and printed as torch's. They are records of our own, since
-# `import torch.distributed.tensor` takes as long as half of `import torch`, and a chain is surveyed on one process
-# too.
+# `Replicate`, `Shard` and `Partial` are called, made and printed like torch's. They are records of our own because
+# `import torch.distributed.tensor` takes half as long as `import torch`, and a chain is surveyed on one process too.
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,8 @@ AxisPlacement = Replicate | Shard | Partial | Flat | Owner
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What tensors that a transform keeps of a leaf are to the leaf: cut as it is, of a shape of their own, or neither.
+# `SlotForm` says how a tensor of a transform's state relates to its leaf: sharded like the leaf, of a shape of its
+# own, or neither.
 
 
 # As long as the leaf and cut with it; of one shape whatever the leaf is; neither.
@@ -211,15 +211,15 @@ def form_of(forms: FormsOfSlots, slot: str, below: str, path: str) -> str | None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where a leaf lies in a tensor that the model itself has cut over ranks (tensor parallelism).
+# `Within` says where a leaf lies in a tensor that the model itself has sharded (tensor parallelism).
 #
-# The chain does not know of such a cut: it is along another axis of ranks than those it reduces over, and all that
-# transforms and wires see is the part, a leaf of its own shape. What is of the whole tensor is said here: which
-# elements they are, and on which of several ranks that have the same ones they count.
+# The chain does not know of this sharding: it is along another mesh axis than those it reduces over, and transforms
+# and wires see the local shard as a leaf of its own shape. `Within` knows which elements of the full tensor they are,
+# and on which of several ranks that hold the same elements they count.
 #
-# The elements of the whole tensor are numbered box by box, as they lie on ranks. Where rows are cut that is the order
+# The elements of the full tensor are numbered box by box, as they lie on ranks. Where rows are cut, that is the order
 # of the tensor itself, so a checkpoint and the draws of stochastic rounding are those of one process. Where columns
-# are, the elements of one rank are a range all the same, and no two ranks have the same numbers.
+# are cut, the elements of one rank are still a range, and no two ranks have the same numbers.
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def joined(flat: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which tensors are parameters: those of a module, and why an entry of a tree is none.
+# These functions find the parameters of a module, and say why an entry of a tree is not a parameter.
 
 
 DISTRIBUTED = "a DTensor, which a model has and no tree: zf.attach(model, tx), or p.to_local() of each"
@@ -345,7 +345,7 @@ def check_own_memory(call: str, leaves: Mapping[str, Tensor]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Layout`: the structure of a parameter tree; `Leaf`: one parameter; `Placement`: how it lies over ranks.
+# `Layout` is the structure of a parameter tree, `Leaf` is one parameter, `Placement` is how a leaf lies over ranks.
 
 
 Leaves = dict[str, Tensor]

@@ -16,7 +16,8 @@ from .transform import TransformState
 from .tree import copied, flatten, map_overlaid, tree_keys, unflatten
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Copies between a device and the host in one direction, on CUDA on a stream of their own beside the computation.
+# `CopyQueue` copies between a device and the host in one direction. On CUDA it has its own stream beside the
+# computation.
 
 
 class PendingCopy:
@@ -69,10 +70,10 @@ class CopyQueue:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Offloaded state, copied to its parameters for an update and back, one bucket of leaves at a time.
+# `Conveyor` copies offloaded state to its parameters for an update and back, one bucket of leaves at a time.
 #
-# While one bucket is updated the next one is prefetched and the one before is copied back. On a GPU the three run at
-# once, in both directions of the bus; the device holds about three buckets of the state.
+# While one bucket is updated, the next one is prefetched and the one before is copied back. On a GPU the three run at
+# once, in both directions of the bus. The device holds about three buckets of the state.
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from .state import counter
 from .transform import ScalarOrSchedule, Transform, TransformState
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Arguments of an optimizer's formula, which updates one leaf, and of its kernel, which updates lists of leaves.
+# These types are the arguments of an optimizer's formula, which updates one leaf, and of its kernel, which updates
+# lists of leaves.
 
 
 Numbers = Mapping[str, Any]
@@ -120,7 +121,7 @@ class Given(NamedTuple):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Counts of updates of each leaf, and numbers derived from them, such as bias corrections.
+# These functions count the updates of each leaf, and derive numbers from the counts, such as bias corrections.
 
 
 # (updates of a leaf, rate, hyperparameters) -> numbers by name
@@ -192,7 +193,8 @@ def _wide(x: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels inside autograd: an `autograd.Function` with the kernel as forward and a hand-written backward.
+# A kernel runs inside autograd as an `autograd.Function`: the kernel is its forward, and its backward is written by
+# hand.
 #
 # Autograd saves the inputs of each operation of a formula, and its backward goes operation by operation: twenty-five
 # passes over memory for AdamW. The derivative as it is written on paper takes fifteen, and saves only parameters,
@@ -286,7 +288,7 @@ class _Pull(Function):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels under torch.func.vmap: called on a list of the leaves of all members of the batch.
+# Under torch.func.vmap a kernel is called once, on a list of the leaves of all members of the batch.
 
 
 Kernel = Callable[[LeafList], None]
@@ -375,7 +377,7 @@ def _lists(members: Members, given: Given) -> list[LeafList]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `optimizer`: a transform from a formula on one leaf, with counts of updates, a learning rate and kernels.
+# `optimizer` makes a transform of a formula for one leaf. It adds counts of updates, a learning rate and kernels.
 
 
 Slots = dict[str, Callable[[Tensor], Tensor]]

@@ -27,16 +27,16 @@ from .tree import flatten, of_leaves, overlaid, places, tree_keys, tree_map, unf
 from .view import Wire
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Owners: where leaves are cut over ranks, one rank for each leaf that updates it whole.
+# An owner is the one rank that updates a whole leaf, where leaves are sharded over ranks.
 #
-# Parameters stay cut. For an update the shards of a leaf's gradient and parameter travel to its owner, which runs the
-# transform on whole leaves as one process would, and the result travels back in shards. States live at the owner
-# alone. A matrix is worked on once in the whole job, and what travels is one all-to-all each way: a rank sends its
-# shards of others' leaves, and gets others' shards of its own. The alternative, to all-gather every leaf, sends as
-# many bytes times the number of ranks, and all ranks work on each leaf.
+# Parameters stay sharded. For an update the shards of a leaf's gradient and parameter travel to the owner. It runs the
+# transform on whole leaves, as one process would, and sends the result back in shards. Only the owner keeps the state.
+# Each matrix is computed once in the whole job, and the traffic is one all-to-all each way: a rank sends its shards of
+# others' leaves, and gets others' shards of its own. The alternative, to all-gather every leaf, sends as many bytes
+# times the number of ranks, and all ranks compute every leaf.
 #
-# With the shards each owner sends back a flag that says whether its function raised, so that all ranks raise in the
-# same step and none waits for another. First states are not sent back: there owners send the flag by itself.
+# With the shards each owner sends back a flag that says whether its function raised. So all ranks raise in the same
+# step, and none waits for another. First states are not sent back, so there owners send the flag by itself.
 
 
 IN_UPDATE = "an update of whole leaves that failed at their owner"
@@ -289,11 +289,11 @@ def owner_exchange(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> OwnerEx
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Derivatives through updates at owners: all ranks make the same collectives in backward, whatever they own.
+# Derivatives through updates at owners need the same collectives on every rank in backward, whatever a rank owns.
 #
-# What an owner has computed is a function of what it was sent, and that of a rank which owns nothing is none, so its
-# backward would leave out what others wait for. On every rank all results, pieces and states, are made functions of
-# all that the update was given: by a tensor without elements, which changes no number.
+# The result of a rank that owns nothing depends on none of its inputs, so its backward would leave out collectives
+# that others wait for. On every rank all results, pieces and states, are therefore made functions of all inputs of the
+# update. A tensor without elements is added, which changes no number.
 
 
 def nothing_of_all(values: Iterable[Any]) -> Tensor | None:
@@ -331,7 +331,7 @@ def hung_on(nothing: Tensor | None, state: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The form of a first state of leaves that this rank has not, or not whole: what `init` makes of leaves without
+# These functions find the shapes of the first state of leaves that other ranks have, by `init` on tensors without
 # memory.
 
 
@@ -367,11 +367,11 @@ def some_numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Transforms that need whole rows, where leaves are cut by rows: each rank updates its rows.
+# Transforms that need whole rows run on each rank's own rows, where leaves are cut by rows.
 #
-# Shards are flat; such a transform is handed this rank's rows of the leaf, of shape `(rows, ...)`, maybe none. What
-# it keeps of a leaf is stored flat, as all shards are, so its state must have the leaf's shape. A leaf whose state
-# has another (a number for each row, a tree) goes to an owner, and so does a leaf that is not cut by rows.
+# Shards are flat. Such a transform is given this rank's rows of the leaf, of shape `(rows, ...)`, maybe none. Its
+# state for a leaf is stored flat, as all shards are, so the state must have the leaf's shape. A leaf whose state has
+# another shape (a number for each row, a tree) goes to an owner, and so does a leaf that is not cut by rows.
 
 
 # By path: the shape of this rank's rows of a leaf.
@@ -426,10 +426,10 @@ def _reshaped_state(state: TransformState, shapes: Rows) -> TransformState:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Transforms that need whole leaves, where leaves are cut over ranks: each leaf is updated at its owner.
+# Transforms that need whole leaves run at owners, where leaves are sharded over ranks.
 #
-# Its state is at the owner alone. On other ranks that state has the same shape and no memory (one element, expanded),
-# so that the structure of a state is the same on all ranks.
+# Only the owner has the state. On other ranks that state has the same shape and no memory (one element, expanded), so
+# that states have the same structure on all ranks.
 
 
 def _may_be_owned(t: Transform) -> bool:

@@ -50,11 +50,11 @@ from .tree import tensors_of
 from .view import WIRE, Dtypes, Factor, IncompleteWire, LeafView, Ranks, View, Wire, cutting_wires
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Pipeline`: a chain resolved for one tree of parameters: its views and update halves there.
+# A `Pipeline` is a chain resolved for one tree of parameters: its views and its update halves for them.
 #
-# The views of a chain lie between three forms of a parameter. *Stored* is what the state keeps. *Resident* is what an
-# attached model holds between steps: full parameters under `reduce_scatter`, which all-gathers once a step, the
-# stored ones otherwise. *Seen* is what the model computes with.
+# A parameter has three forms, and the views of a chain lie between them. *Stored* is in the state. *Resident* is in an
+# attached model between steps: full under `reduce_scatter`, which all-gathers once a step, else the stored one. *Seen*
+# is what the model computes with.
 
 
 T = TypeVar("T")
@@ -314,7 +314,8 @@ def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions of a transform are called with arguments by position; one that takes others is refused by its name.
+# `check_signatures` refuses a transform whose functions do not take the positional arguments that they are called
+# with.
 
 
 def check_signatures(t: Transform) -> None:
@@ -342,7 +343,9 @@ def check_signatures(t: Transform) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Refusals where the model itself is cut over ranks (tensor parallelism), of which the chain does not know.
+# These functions refuse chains that cannot run where the model itself is sharded (tensor parallelism).
+#
+# The chain does not know of that sharding.
 
 
 TOGETHER = "zf.partition of the chain, by which parameters that are cut get an optimizer with needs='element'"
@@ -408,7 +411,8 @@ def check_model_parts(parts: Sequence[Transform], layout: Layout, where: str, at
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Resolves a chain for a tree of parameters: which views do something there, and how leaves lie over ranks.
+# `pipeline` resolves a chain for a tree of parameters: it finds which views have an effect, and how leaves lie over
+# ranks.
 
 
 def pipeline(

@@ -31,11 +31,11 @@ from .transform import TransformState
 from .view import View, Wire, cutting_wires
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the wires of ranks send must be of one length, or backends end the process: compared before a state is made.
+# Ranks compare the lengths of all messages before a state is made, because a backend ends the process on a mismatch.
 #
-# Nothing is sent to find it out: a wire is asked for its collectives on tensors without memory, over a group that is
-# silent. So it costs a run nothing but one more line in what ranks tell each other anyway at the start. What a wire
-# makes of what has come is looked at in the same way: of another length torch would refuse it where a model computes.
+# Nothing is sent to compute the lengths: each wire runs its collectives on tensors without memory, over a group that
+# sends nothing. A run pays one more line in the message that ranks exchange at the start anyway. What a wire makes of
+# received data is checked in the same way: with another length, torch would raise in the middle of the model.
 
 
 META = torch.device("meta")
@@ -187,7 +187,8 @@ def _gaps(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checks before a state is made: no NaN, and the same pipeline and parameters on all ranks.
+# Before a state is made, these functions check that parameters have no NaN, and that the pipeline and parameters are
+# the same on all ranks.
 
 
 def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
@@ -435,7 +436,7 @@ def _by_value(values: Sequence[str], group: Group) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Weights of micro-batches over ranks: their mean, and where they must be equal.
+# These functions average the weights of micro-batches over ranks, or check that they are equal.
 
 
 def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
@@ -494,12 +495,12 @@ def weight_in_batch(groups: Sequence[Group]) -> ValueError:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Initial values of parameters on the meta device: leaves are made one after the other by an initialiser.
+# An initialiser gives values to parameters on the meta device, one leaf after the other.
 #
-# A leaf is made whole, since torch's initialisers need it so (a fan, an orthogonal matrix), and freed once this rank
-# has taken its part. Its draws come from a generator that is seeded by `seed` and its path alone, so that they do not
-# depend on the number of ranks, on other leaves, or on the order in which they are made. With one generator for all
-# leaves, as in a constructor, each would depend on those before it.
+# A leaf is made whole, because torch's initialisers need it so (a fan, an orthogonal matrix), and freed once this rank
+# has copied its shard. The random numbers of a leaf come from a generator seeded by `seed` and the path alone. So they
+# do not depend on the number of ranks, on other leaves, or on the order of the leaves. With one generator for all
+# leaves, as in a constructor, each leaf would depend on those before it.
 
 
 Init = Callable[[str, Tensor], Any]

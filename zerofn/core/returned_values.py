@@ -20,10 +20,10 @@ from .layout import Layout, Leaves
 from .tree import Tree, apart, clone, flatten, moved, tensors_of, tree_keys, unflatten
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a transform gives and keeps has memory of its own: copies of what it shares with what is written later.
+# These functions copy the tensors that a transform returns, if they share memory with something that is written later.
 #
-# A gradient is its caller's, who may write into it or add the next one to it. Parameters are written in place, one
-# after the other, and so are states, by a step or when another one is loaded.
+# A gradient belongs to its caller, who may write into it or add the next one to it. Parameters and states are written
+# in place, one after the other, by a step or when another state is loaded.
 
 
 def own_start(given: list[Tree]) -> Tree:
@@ -146,10 +146,11 @@ def _overlaps(x: Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checks of what an update half returns: the leaves that it was handed, real, of their shapes, where they lie.
+# These functions check what an update half returns: the leaves that it was given, real, in their shapes, on their
+# device.
 #
-# A gradient of shape (1,) would be spread over its leaf by whatever follows, one that is left out would leave its
-# leaf as it is, and one without memory would do nothing: none of them with an error.
+# Otherwise a gradient of shape (1,) would be broadcast over its leaf by whatever follows, a missing one would leave
+# its leaf unchanged, and one without memory would do nothing, all without an error.
 
 
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
@@ -298,7 +299,7 @@ def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | N
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checks of gradients: structure and shapes of the parameters, dense, on their device and with memory.
+# These functions check gradients: structure and shapes of the parameters, dense, on their device and with memory.
 
 
 _IS_CPU = attrgetter("is_cpu")

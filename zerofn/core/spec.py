@@ -2,7 +2,7 @@
 
 Every transform says what it does to a `Spec`, or that it cannot stand where it does. A chain is checked when it is
 built, so that nothing runs in a wrong order; and once more for each kind of leaf when parameters and ranks are known
-(`stations.py`). These checks know no transform: each rule stands beside the transform that it belongs to.
+(`survey.py`). These checks know no transform: each rule stands beside the transform that it belongs to.
 """
 
 from __future__ import annotations

@@ -27,10 +27,11 @@ from .transform import TransformState
 from .tree import Place, Tree, flatten, is_by_path, places, register_global, tree_keys
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What has become of the memory of a state: given to the next one, or half written by a step that raised.
+# A mark says what has happened to the memory of a state: donated to the next one, or half written by a step that
+# raised.
 #
-# The mark is an attribute of the counter `micro_step`. Each state has that counter to itself; a batch of states and
-# the states that a step under `vmap` is given have one in common.
+# The mark is an attribute of the counter `micro_step`. Each state has a counter of its own; the states of a batch, and
+# those that a step under `vmap` is given, share one.
 
 
 class Fate(Enum):
@@ -72,7 +73,8 @@ def check_usable(micro_step: Tensor, where: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The tensors that transforms keep for one leaf, under the names of `torch.optim`: `opt.state[p]["exp_avg"]`.
+# `LeafTensors` shows the tensors that transforms keep for one leaf under the names of `torch.optim`:
+# `opt.state[p]["exp_avg"]`.
 
 
 class LeafTensors(MutableMapping[str, Any]):
@@ -223,7 +225,7 @@ def _items(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], An
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `State`: everything a run consists of, as one tree of tensors.
+# A `State` is everything a run consists of, as one tree of tensors.
 
 
 def counter(x: int = 0) -> Tensor:
@@ -472,7 +474,8 @@ register_pytree_node(State, lambda s: (list(_flatten(s)[0]), s.layout), lambda c
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Finds averages of parameters, as of `ema`, in the states of transforms, by the transform's name.
+# `averages_of` finds averages of parameters, as `ema` keeps them, in the states of transforms, by the transform's
+# name.
 
 
 def averages_of(state: State, of: str | None, where: str) -> Leaves:
@@ -510,9 +513,10 @@ def _averages(entries: dict[str, Any], leaves: Leaves) -> Leaves:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# States in classes that trees do not look into: refused where they have tensors.
+# These functions refuse a state whose tensors are in classes that trees do not look into.
 #
-# Nobody would copy, save, load or move those: a parameter that is kept in one is written by the next step.
+# Such tensors would not be copied, saved, loaded or moved, and a parameter that is kept in one is overwritten by the
+# next step.
 
 
 # What is not searched: it has no tensors, or is no part of a state.
@@ -587,7 +591,7 @@ def _right(kind: type, inside: list[str]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# States in which nobody could tell what belongs to a leaf: refused where a transform makes its first one.
+# These functions refuse a first state whose keys are ambiguous with paths of parameters.
 
 
 def check_state(name: str, state: Any, leaves: Leaves, paths: Collection[str]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from .transform import Transform, TransformState, no_state
 from .tree import Tree, flatten, is_by_path, tree_keys, unflatten
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Entry`: one tensor of a state, by name, and how it lies over ranks.
+# An `Entry` is one tensor of a state: its name, and how it lies over ranks.
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,12 +100,12 @@ class Entry:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the tensors in a transform's state belong to: its slot, the leaf, the place in the leaf's own tree; and whether
-# they lie along the leaf, element by element, and are cut as it is.
+# These functions find what each tensor of a transform's state belongs to: its slot, its leaf and its place in the
+# leaf's own tree; and whether it is sharded like the leaf, element by element.
 #
-# That is asked of `init`, which is handed leaves of two lengths, the long ones without memory: what is as long as the
-# leaf both times lies along it. What this rank has of a state would tell less: anything may happen to be as long as a
-# piece.
+# They ask `init`, which they call on leaves of two lengths, the long ones without memory: a tensor that is as long as
+# the leaf both times belongs to it element by element. This rank's state alone would tell less, because any tensor may
+# happen to be as long as a shard.
 
 
 # A length that no other tensor is likely to have; few rows of a wide leaf.
@@ -284,7 +284,7 @@ def _shape_or_none(x: Any) -> tuple[int, ...] | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A state as a flat list of named entries, for tables and checkpoints.
+# `entries` lists a state as flat, named entries, for tables and checkpoints.
 
 
 def before(e: Entry) -> int | None:

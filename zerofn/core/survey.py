@@ -29,7 +29,7 @@ from .tree import flatten, tree_keys, tree_map
 from .view import Dtypes, Factor, OnLeaf, View, Wire, no_view, same_tensor, summed_in
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checks of the order of transforms: when a chain is built, and when leaves and ranks are known.
+# These functions check the order of transforms: when a chain is built, and again when leaves and ranks are known.
 
 
 def check_order(parts: Sequence[Transform]) -> None:
@@ -132,15 +132,15 @@ def _more_than_pieces(t: Transform, inside: str) -> Iterator[tuple[str, Transfor
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The stations of a chain: what the gradient of each leaf is in front of every transform, and behind it.
+# `survey` finds what the gradient of each leaf is before and after every transform of a chain (its `Spec`).
 #
-# Three say something of it: the transform (`through`), its view (its wire, its dtypes, its factor), and the runner
-# (gradients reach the first update half in the dtype of gradients, unscaled). They are put together once, when
-# parameters and ranks are known. Where leaves lie, in which dtype they are summed, what a rank stores and what
-# `zf.plan` shows is read from here.
+# Three sources say something of it: the transform (`through`), its view (its wire, its dtypes, its factor), and the
+# executor (gradients reach the first update half unscaled, in the dtype of gradients). They are put together once,
+# when parameters and ranks are known. Placements, the dtypes of sums, what a rank stores and what `zf.plan` shows are
+# read from here.
 #
-# A transform may leave unsaid what its view says. What it says otherwise is refused: a `through` that promises
-# another dtype or place than there will be would let wrong orders pass.
+# A transform may leave unsaid what its view says. It may not contradict its view: a `through` that promises another
+# dtype or placement than there will be would let wrong orders pass.
 
 
 # Fields that no transform may change.
@@ -333,7 +333,7 @@ def _whole_at(spec: Spec, rank: int) -> Spec:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Refusals of views: what a chain cannot do with them, and what they would need more of than a rank has.
+# These functions validate views: dtypes, wires, shapes, and views that need whole leaves where a rank has a shard.
 
 
 def check_views(views: Sequence[View | None], layout: Layout) -> None:
@@ -367,7 +367,7 @@ def _check_all_touched(view: View, layout: Layout) -> None:
 
 
 def _check_spans(view: View, wire: Wire, layout: Layout) -> None:
-    """Each rank looks at its own; `wire_agreement.py` compares those of all ranks."""
+    """Each rank looks at its own; `rank_agreement.py` compares those of all ranks."""
     bad = []
     for leaf in layout.leaves:
         own: Any = wire.span(leaf)

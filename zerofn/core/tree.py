@@ -18,10 +18,11 @@ from .._compat.tensors import memories
 from .._errors import explain
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Trees of tensors: their paths, flat lists of their leaves, and functions over them. Only here is optree imported.
+# These functions work on trees of tensors: their paths, flat lists of leaves, maps over them. Only this file imports
+# optree.
 #
-# optree sorts dict keys and torch's own tree library does not, so no list of leaves ever crosses from one to the
-# other: everything inside zerofn is a `dict` from path to tensor.
+# optree sorts dict keys and torch's own tree library does not, so a list of leaves never passes from one to the other.
+# Everything inside zerofn is a `dict` from path to tensor.
 
 
 # A class registered under this optree namespace, or globally, is a node of a parameter tree.
@@ -252,10 +253,11 @@ def register_global(cls: type, flatten_fn: Callable, unflatten_fn: Callable) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a transform's state has of some leaves: taken out for a bucket, a leaf or an owner, and put back.
+# These functions take the entries of some leaves out of a transform's state, for a bucket, a leaf or an owner, and put
+# them back.
 #
-# A dict that stands below a name is by path if all of its keys are leaves' paths. It may stand at any depth, in
-# dicts, lists, tuples and other containers that are nodes of a tree, and may have names beside paths.
+# A dict inside a state is keyed by path if all of its keys are paths of leaves. It may stand at any depth, in dicts,
+# lists, tuples and other containers that are nodes of a tree, and may have names beside paths.
 
 
 class Place(Enum):

@@ -25,7 +25,7 @@ from ..ranks.group import Group
 from .layout import Layout, Leaf
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Dtypes`: in which dtypes parameters are stored and seen, and gradients reduced and accumulated.
+# `Dtypes` says in which dtypes parameters are stored and seen, and gradients are reduced and accumulated.
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ def summable(dtype: torch.dtype) -> torch.dtype:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `View`: how the model sees a stored leaf; `Wire`: how leaves travel between ranks.
+# A `View` says how the model sees a stored leaf. A `Wire` says how leaves travel between ranks.
 #
-# A `View` is a record of functions on one leaf. The runner never asks which transform a view belongs to. It reads
-# what the view says of itself: its wire, whether it changes dtypes alone, whether its output stays in the model
-# between steps.
+# A `View` is a record of functions on one leaf. The executor never asks which transform a view belongs to. It reads
+# what the view says of itself: its wire, whether it only changes dtypes, whether its output stays in the model between
+# steps.
 
 
 class Wire(Protocol):
@@ -297,10 +297,10 @@ def cutting_wires(views: Sequence[View]) -> tuple[Wire, ...]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The views of a leaf as one: composed here, for every route and stage.
+# These functions compose the views of one leaf, for every route and stage.
 #
-# `views` are in the order of their chain, from the model to storage. One collective for many leaves is
-# `coalesced_views.py`; differentiable it is `linear_map.LeafView`.
+# `views` are in the order of their chain, from the model to storage. `bucketed_views.py` makes one collective for many
+# leaves; `LeafView` is the differentiable form.
 
 
 def see(views: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
@@ -327,13 +327,12 @@ def store(views: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The boundary of a model: linear maps on inputs, parameters and outputs, in pairs of transposes.
+# The boundary of a model consists of linear maps on inputs, parameters and outputs, in pairs of transposes.
 #
 # Seen from outside, a model is a function with true gradients of any order, whatever loss scale or dtype is used
 # inside. On outputs (`leave`): identity forward, cotangent times S backward. On inputs (`enter`) and parameters
 # (`LeafView`): identity (or cast, or gather) forward, cotangent over S backward. The backward of each map is its
-# partner, whose backward is the first map again: if both had the same factor, second derivatives would carry S or
-# 1/S.
+# partner, whose backward is the first map again: if both had the same factor, second derivatives would carry S or 1/S.
 
 
 # (tensor with any leading batch dimensions, loss scale or None) -> tensor

@@ -39,7 +39,7 @@ from .state_dicts import LoadedStates, StateDicts
 from .steps import Steps
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How a model becomes plain again: by `opt.detach()`, and after an attach that has raised.
+# These functions turn a model back into a plain one: for `opt.detach()`, and after an attach that has raised.
 
 
 def leave(home: ResidentParams, steps: list[Callable[[], object]]) -> None:
@@ -113,7 +113,7 @@ def _cast_back(home: ResidentParams, error: BaseException) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What binds a model to a pipeline, from `attach` to `detach`.
+# An `Attachment` binds a model to a pipeline, from `attach` to `detach`.
 
 
 class Attachment:

@@ -28,7 +28,7 @@ from .masters import MasterWeights
 from .step_agreement import MARKS, StepAgreement
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Process groups of an attached model: what is sent in one of them waits for nothing in another.
+# An attached model has several process groups, so that collectives of one group do not wait for those of another.
 
 
 class Channels(NamedTuple):
@@ -74,10 +74,10 @@ def reduction(pipe: Pipeline) -> View | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Hooks on gradients as they arrive: on to be reduced, into the update, or left in `p.grad`.
+# Hooks take each gradient as it arrives: they reduce it, update its leaf at once, or leave it in `p.grad`.
 #
-# Under `reduce_scatter` and `all_reduce` they are reduced during backward; with `in_backward=True` each leaf is
-# updated at once. Otherwise they stay in `p.grad`.
+# Under `reduce_scatter` and `all_reduce` gradients are reduced during backward. With `in_backward=True` each leaf is
+# updated at once. Otherwise gradients stay in `p.grad`.
 
 
 @uncompiled
@@ -250,7 +250,7 @@ def _with_hooks(p: Tensor, g: Tensor) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The end of a micro-step of an attached model: gradients are collected, or dropped, on all ranks.
+# A `MicroStep` ends a micro-step of an attached model: it collects the gradients or drops them, on all ranks.
 
 
 class MicroStep:

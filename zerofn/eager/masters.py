@@ -17,15 +17,15 @@ from ..sharded.guarded_parameter import Writes, read, write, writes
 from .step_agreement import CurrentState
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters that are other tensors than what is stored of them: refreshed, and written back.
+# `MasterWeights` refreshes parameters whose stored form is another tensor, and stores what the user writes into them.
 #
-# Where `all_reduce` or `reduce_scatter` makes full parameters, these are gathered again after an update, one bucket
-# at a time. Where `precision(param_dtype=...)` follows one of them, the model holds full parameters in the compute
-# dtype and the state holds their masters. `model.load_state_dict`, `nn.init` and `p.data.clamp_()` write into the
-# copy, and the next update would overwrite that from the masters in silence. So what was written is stored: element
-# by element, for an element that was not written is more exact in its master.
+# Where `all_reduce` or `reduce_scatter` makes full parameters, they are all-gathered again after an update, one bucket
+# at a time. Where `precision(param_dtype=...)` follows one of them, the model has full parameters in the compute dtype
+# and the state has their masters. `model.load_state_dict`, `nn.init` and `p.data.clamp_()` write into the copy, and
+# the next update would overwrite it from the masters without an error. So writes are stored, element by element: an
+# element that was not written is more exact in its master.
 #
-# What NumPy writes by way of `p.detach().numpy()` counts no version, and is lost.
+# A write by NumPy through `p.detach().numpy()` changes no version counter, and is lost.
 
 
 class MasterWeights:
@@ -103,7 +103,8 @@ class MasterWeights:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One parameter of an attached model: its resident form, its stored form, and the dtype of `p.grad`.
+# These functions convert one parameter of an attached model between its resident and its stored form, and set the
+# dtype of `p.grad`.
 
 
 def to_resident(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:

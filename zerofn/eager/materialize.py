@@ -32,11 +32,12 @@ from .masters import to_resident
 from .optimizer import Optimizer
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Values for modules on the meta device, made by their own `reset_parameters`, one module after the other.
+# These classes compute values for modules on the meta device, with the modules' own `reset_parameters`, one module
+# after the other.
 #
-# What is made at once is a *unit*: the outermost module that has a `reset_parameters`, with all modules below it,
-# into which it may write too (`nn.MultiheadAttention` does). Within it modules are reset from the inside out, in the
-# order in which constructors run. Resets write into stand-ins, which become `Made`; the model stays as it is.
+# A *unit* is made at once: the outermost module that has a `reset_parameters`, with all modules below it, into which
+# it may write too (`nn.MultiheadAttention` does). Within it modules are reset from the inside out, in the order in
+# which constructors run. Resets write into stand-ins, which become `Made`; the model stays as it is.
 
 
 class Made(NamedTuple):
@@ -163,7 +164,7 @@ def _registered(module: nn.Module, name: str) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `materialize`: parameters of a model on the meta device are made, and each rank keeps its parts.
+# `materialize` makes the parameters of a model on the meta device. Each rank keeps its shards.
 
 
 def materialize(

@@ -25,7 +25,7 @@ from .resident_params import Start, from_values
 from .state_dicts import LoadedStates
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What an optimizer shows of its model: the state, counters, full parameters and averages.
+# `OptimizerBase` shows the state of the model: counters, full parameters and averages.
 
 
 def _not_assigned(name: str, why: str, right: str) -> AttributeError:
@@ -189,7 +189,7 @@ def _refuse_scaler(own: Attachment) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The optimizer that `zf.attach` returns, under the names of `torch.optim`.
+# `Optimizer` is what `zf.attach` returns. Its methods have the names of `torch.optim`.
 
 
 class Optimizer(OptimizerBase):
@@ -379,7 +379,7 @@ def _run_hooks(opt: Optimizer, method: str, when: str, *state_dict: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `attach`: a pipeline and a model that is trained by `loss.backward()`.
+# `attach` binds a pipeline to a model that is trained by `loss.backward()`.
 
 
 @kept_out_of_graphs(

@@ -41,7 +41,7 @@ from .masters import MasterWeights, put, to_resident
 from .step_agreement import CurrentState, StepAgreement, WholeParameters
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Other values in the place of parameters for a while: `opt.gathered()` and `opt.averaged()`.
+# `opt.gathered()` and `opt.averaged()` put other values in the place of the parameters for a while.
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def _write(state: State, leaves: Leaves) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# First states at `attach`, on all ranks or none; gradients from before become shards of their mean.
+# `attach` makes first states on all ranks or on none. Gradients from before `attach` become shards of their mean.
 
 
 class ExistingGradients:
@@ -253,12 +253,12 @@ def first_states(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `opt.state[p]` over ranks: shards of states, shown with the shape of the whole.
+# `ShardedStateViews` shows shards of states as `opt.state[p]`, with the shape of the full tensor.
 #
-# So a second moment stands beside `p.grad` as in one process, at every stage: what is elementwise runs on the shard,
-# and norms, indices and writes by index are those of the whole. What is cut and cannot be gathered here, for instance
-# along two axes of a mesh, refuses those. What an owner keeps whole is shown there as it is kept; on other ranks it
-# refuses them too, and what is elementwise has no effect.
+# So a second moment has the shape of `p.grad` as in one process, at every stage. Elementwise functions run on the
+# shard; norms, indices and writes by index are those of the full tensor. A sharded tensor that cannot be gathered
+# here, for instance along two axes of a mesh, refuses those. What an owner keeps whole is shown on that rank as it is;
+# on other ranks it refuses them too, and elementwise functions have no effect.
 
 
 ON_EVERY_RANK = "the same line on every rank, and what is done with its result on one"
@@ -332,11 +332,12 @@ def _origins(state: State, by: Gathering) -> dict[int, Origin]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The parameters of an attached model: stored form, resident form, and what goes between them.
+# `ResidentParams` keeps the parameters of an attached model: their stored form, their resident form, and the views
+# between the two.
 #
-# On one process the parameters of the model are the stored ones. Under `reduce_scatter` and `all_reduce` the model
-# keeps full parameters, whose gradients are reduced during backward, and which are gathered again after an update.
-# Under `shard` its parameters are flat shards.
+# On one process the parameters of the model are the stored ones. Under `reduce_scatter` and `all_reduce` the model has
+# full parameters. Their gradients are reduced during backward, and they are all-gathered again after an update. Under
+# `shard` the model's parameters are flat shards.
 
 
 _DATA, _DTYPE = attrgetter("data"), attrgetter("dtype")

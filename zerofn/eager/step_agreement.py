@@ -19,7 +19,7 @@ from ..sharded.guarded_parameter import writes
 from ..sharded.reducer import check_marks
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The state of an attached model in force: each step puts another one in its place.
+# `CurrentState` refers to the state of an attached model; each step replaces it.
 
 
 class CurrentState:
@@ -65,15 +65,15 @@ class CurrentState:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Writes by hand into whole parameters of which each rank stores a part: they must be equal on all ranks.
+# `WholeParameters` checks that writes by hand into full parameters, of which each rank stores a shard, are equal on
+# all ranks.
 #
-# Under `reduce_scatter` a model has whole parameters and each rank stores its part of them (behind `shard` along
-# another axis of a mesh, its part of a part). What is written on one rank alone (`if rank == 0:
-# model.load_state_dict(...)`) would become a mixture after the next step: the part of that rank new, those of the
-# others old. Each rank counts its own writes. At a step ranks tell each other whether any of them has written, and
-# only then are values compared. Updates within backward write into parts before a step: there they tell each other
-# with the first gradients, and compare what was there before the first update. What is written between that and the
-# step is not compared.
+# Under `reduce_scatter` a model has full parameters and each rank stores its shard of them (behind `shard` along
+# another axis of a mesh, a shard of a shard). A write on one rank alone (`if rank == 0: model.load_state_dict(...)`)
+# would become a mixture after the next step: that rank's shard new, the others' old. Each rank counts its own writes.
+# At a step ranks exchange whether any of them has written, and only then compare values. Updates within backward write
+# into shards before a step. There ranks exchange it with the first gradients, and compare the values from before the
+# first update. What is written between that and the step is not compared.
 
 
 class WholeParameters:
@@ -157,7 +157,7 @@ class WholeParameters:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What ranks compare at a step of an attached model: counts, boundaries, settings, and who has gradients.
+# Ranks compare these at a step of an attached model: counts, boundaries, settings, and which leaves have gradients.
 
 
 # Names of the numbers that must be equal on all ranks at every step.

@@ -29,7 +29,8 @@ from .resident_params import ResidentParams
 from .step_agreement import CurrentState
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The accumulation window of an attached model: when a step closes it, and whether its sum is divided.
+# `AccumulationWindow` says when a step closes the accumulation window of an attached model, and whether the sum is
+# divided.
 
 
 class AccumulationWindow:
@@ -114,7 +115,7 @@ def _counted(part: Transform, state: TransformState) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Steps of an attached model: gradients go through the update halves, and into the stored parameters.
+# `Steps` runs the steps of an attached model: gradients go through the update halves into the stored parameters.
 
 
 class Steps:

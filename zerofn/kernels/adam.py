@@ -32,10 +32,10 @@ from zerofn.kernels.rounding import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# AdamW on one tensor as plain torch operations, and eager and compiled torch running it over lists.
+# This is AdamW on one tensor as plain torch operations, and how eager and compiled torch run it over lists.
 #
-# Equal bits in every implementation restrict the formula to operations that IEEE 754 rounds in one way: ``addcmul``,
-# ``lerp`` and ``add(alpha=...)`` may fuse their product with their sum or not, and are avoided.
+# All implementations must give equal bits, so the formula has only operations that IEEE 754 rounds in one way.
+# ``addcmul``, ``lerp`` and ``add(alpha=...)`` may or may not fuse their product with their sum, and are avoided.
 
 
 # Elements handled at once by eager torch: temporaries of 256 KiB are reused by the allocator and stay in the
@@ -317,7 +317,8 @@ def run_compiled(leaves: Leaves, settings: Settings) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The C kernel of low-precision Adam over lists of leaves, once it has given the bits of eager torch.
+# `run_native` runs the C kernel of low-precision Adam over lists of leaves, once the kernel has given the bits of
+# eager torch.
 
 
 _EXACT = (torch.float32,) * 4
@@ -389,7 +390,7 @@ def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The number of an update, by which kernels of Adam correct moments: a whole number from 1.
+# `check_step` checks the number of an update, by which Adam corrects moments: a whole number from 1.
 
 
 def check_step(function: str, step: Any) -> None:
@@ -435,7 +436,8 @@ def check_step(function: str, step: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checks on lists of tensors before a fused kernel is called, and gradients in the layout of their parameters.
+# These functions check lists of tensors before a fused kernel is called, and give gradients the layout of their
+# parameters.
 
 
 # Read of every leaf in every step, and so from C.
@@ -474,25 +476,26 @@ def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Adam on low-precision storage, in place: fp32 arithmetic, and one rounding for each stored number.
+# Adam on low-precision storage works in place: in fp32 arithmetic, with one rounding for each stored number.
 #
-# One formula (`zerofn.kernels.adam`) is run in three ways: by eager torch, in chunks that stay in the cache;
-# by a C kernel with the same bits (`zerofn.kernels.native`), 10 to 20 times faster; by ``torch.compile`` on a GPU.
+# One formula runs in three ways: by eager torch, in chunks that stay in the cache; by a C kernel with the same bits
+# (`zerofn.kernels.native`), 10 to 20 times faster; by ``torch.compile`` on a GPU.
 #
-# How parameters and moments below float32 are stored, by ``rounding``:
+# ``rounding`` says how parameters and moments below float32 are stored:
 #
-# * ``"stochastic"``: parameters and second moments up or down at random, unbiased;
-# * ``"kahan"``: parameters to nearest, with what is lost carried in ``compensations``; second moments stochastically;
-# * ``"nearest"``: all to nearest. In bfloat16 that loses every update of the parameter below 1/512 of it, and with
-#   ``beta2 >= 0.996`` the second moment never shrinks.
+# * ``"stochastic"``: parameters and second moments are rounded up or down at random, unbiased;
+# * ``"kahan"``: parameters are rounded to nearest, and ``compensations`` carry what is lost; second moments are
+#   rounded stochastically;
+# * ``"nearest"``: all are rounded to nearest. In bfloat16 that loses every update of the parameter below 1/512 of it,
+#   and with ``beta2 >= 0.996`` the second moment never shrinks.
 #
-# First moments are rounded to nearest, which has a third of the error variance and, with ``beta1`` up to 0.98, no
-# trap; above it, stochastically, except under ``"nearest"``.
+# First moments are rounded to nearest, which has a third of the error variance and no trap with ``beta1`` up to 0.98.
+# Above it they are rounded stochastically, except under ``"nearest"``.
 #
-# Why the second moment is never rounded to nearest by default. With ``beta2 = 0.999`` a decay step takes away a
-# thousandth, and bfloat16 values are 1/256 to 1/128 apart: rounded to nearest, a bfloat16 second moment never
-# shrinks, and grows only by gradients large enough to reach the next value. It is stuck at its maximum and the
-# effective learning rate with it.
+# The second moment is never rounded to nearest by default. With ``beta2 = 0.999`` a decay step takes away a
+# thousandth, and bfloat16 values are 1/256 to 1/128 apart. Rounded to nearest, a bfloat16 second moment would never
+# shrink, and would grow only by gradients large enough to reach the next value. It would be stuck at its maximum, and
+# the effective learning rate with it.
 #
 # Sources: Kingma and Ba, "Adam", ICLR 2015 (section 2, the reordered form); Loshchilov and Hutter, "Decoupled Weight
 # Decay Regularization", ICLR 2019; Kahan, "Further remarks on reducing truncation errors", CACM 1965; Zamirai et al.,
@@ -710,10 +713,10 @@ def _run(implementation: str, leaves: Leaves, settings: Settings, plain: bool, n
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The C kernel of low-precision Adam as a custom operator, `zerofn::adam_`, for compiled graphs.
+# `zerofn::adam_` is the C kernel of low-precision Adam as a custom operator, for compiled graphs.
 #
-# The compiler cannot trace a call of C and would put the formula into the graph, whose generated code takes two to
-# three times as long. An operator it does not trace: its schema says which arguments are written, and that nothing is
+# The compiler cannot trace a call of C. It would put the formula into the graph, and the generated code takes two to
+# three times as long. It does not trace an operator: the schema says which arguments are written, and that nothing is
 # returned. One call has all leaves, since each call costs some 50 us.
 
 

@@ -20,12 +20,13 @@ from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.recording import operator
 
 # ----------------------------------------------------------------------------------------------------------------------
-# torch's fused Adam in C, for large fp32 leaves on CPU: the same bits, faster, with the norms of the gradients.
+# This is torch's fused Adam in C, for large fp32 leaves on CPU: the same bits, faster, with the norms of the
+# gradients.
 #
-# Such an update is bound by memory bandwidth. torch's kernel relies on the hardware prefetcher, which stops at each
-# page of 4 KiB; and the norm of the gradients, which metrics show, is a second pass over them. This kernel computes
-# both in one pass, with prefetch instructions. Without a C compiler torch's kernel is called, without a warning: it
-# is slower, and its bits are the same.
+# The update is bound by memory bandwidth. torch's kernel relies on the hardware prefetcher, which stops at each page
+# of 4 KiB, and the norm of the gradients for metrics is a second pass over them. This kernel computes both in one
+# pass, with prefetch instructions. Without a C compiler torch's kernel runs, and no warning is given: it is slower,
+# and its bits are the same.
 #
 # Source: Kingma and Ba, "Adam", ICLR 2015, in the order of operations of `torch._fused_adamw_`.
 
@@ -161,12 +162,13 @@ def _sample() -> list[list[Tensor]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# torch's fused Adam over lists of leaves, and as a custom operator, `zerofn::fused_adam_`, for compiled graphs.
+# `fused_update` runs torch's fused Adam over lists of leaves, and `zerofn::fused_adam_` is its custom operator for
+# compiled graphs.
 #
-# The formula puts a dozen operations for each leaf into a graph, and the compiler looks for pairs among all of them
-# that it can fuse: with many leaves it spends most of its time on AdamW. The operator is one node for all leaves.
-# With few leaves the formula makes the better graph: scaling of gradients is fused into its loop, while an operator
-# reads scaled gradients from memory.
+# The formula puts a dozen operations for each leaf into a graph. The compiler looks for pairs among all of them that
+# it can fuse, so with many leaves it spends most of its time on AdamW. The operator is one node for all leaves. With
+# few leaves the formula makes the better graph: scaling of gradients is fused into its loop, while an operator reads
+# scaled gradients from memory.
 
 
 # Number of leaves from which on the operator is used: it saves time of the compiler for a pass over the gradients.

@@ -29,12 +29,12 @@ from zerofn._errors import explain
 from zerofn.kernels.rounding import FORMAT, stride_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The directory of built libraries: only this user can write there, and checksums show damaged files.
+# Built libraries lie in a directory where only this user can write. Checksums show damaged files.
 #
-# A library that is damaged ends the process with a signal that Python cannot catch, and one that another user has put
-# there runs as this user. So the name of a library holds a checksum of its content, which is compared before it is
-# loaded; a file of another user, or one that others can write, is ignored; and a directory in which others can
-# replace files is not used.
+# A damaged library ends the process with a signal that Python cannot catch, and a library that another user has put
+# there runs as this user. So the name of a library has a checksum of its content, which is compared before loading. A
+# file of another user, or one that others can write, is ignored. A directory in which others can replace files is not
+# used.
 
 
 T = TypeVar("T")
@@ -210,7 +210,7 @@ def _tidy(where: Path, key: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Finds the C compiler and runs it under a time limit: a compiler that hangs must not hang training.
+# These functions find the C compiler and run it under a time limit: a compiler that hangs must not hang training.
 
 
 # Seconds for one library, which takes half of one.
@@ -355,14 +355,14 @@ def _wait(process: subprocess.Popen[bytes], name: str, said: int, end: float) ->
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The C kernels: built on first use with the system's compiler, kept on disk, and called.
+# C kernels are built on first use with the system's compiler, kept on disk, and called.
 #
-# The libraries lie in ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``; see `kernels.native_cache`). A
-# library's name has a hash of all that could change its code: source, compiler, flags, processor and dtypes. It is
-# built under a name of its own and renamed: processes building the same one at once each end with a whole file.
-# Importing this builds, reads and hashes nothing.
+# The libraries lie in ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``). A library's name has a hash of
+# all that could change its code: source, compiler, flags, processor and dtypes. It is built under a temporary name and
+# renamed, so processes that build the same library at once each end with a whole file. Importing this module builds,
+# reads and hashes nothing.
 #
-# C through ctypes, and not a torch extension: that needs torch's headers and half a minute, this a sixth of a second.
+# A torch extension would need torch's headers and half a minute to build; C through ctypes takes a sixth of a second.
 
 
 _FILES = ("native.c", "native_numbers.h", "native_sums.h", "native_threads.h")
@@ -636,7 +636,7 @@ def _check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Seque
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The numbers on which a C kernel is compared with torch before it is used.
+# Before a C kernel is used, it is compared with torch on these numbers.
 
 
 def sample(numel: int) -> list[list[Tensor]]:

@@ -24,12 +24,13 @@ from .._compat.functorch import (
 from .._compat.tensors import foreach_mul
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether autograd, torch.func or torch.compile records a computation: decides between formula and kernel.
+# These functions ask whether autograd, torch.func or torch.compile records a computation. The answer decides between
+# formula and kernel.
 #
 # An update is a formula. A fused, in-place or C kernel gives the same numbers faster, but cannot be recorded: torch's
 # fused Adam under `torch.func.grad` has a derivative of zero without an error, a write in place has no batching rule
-# under `vmap`, and a C function cannot be traced. So kernels run where nothing records, which these functions decide
-# for all of them. Where something records a kernel runs only if it has a hand-written derivative or batching rule.
+# under `vmap`, and a C function cannot be traced. So kernels run where nothing records; where something does, a kernel
+# runs only if it has a hand-written derivative or batching rule.
 
 
 def recorded(values: Iterable[Any] = ()) -> bool:
@@ -143,7 +144,8 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kernels as custom operators, `zerofn::...`, for compiled graphs: the schema says which arguments they write.
+# `operator` registers a kernel as a custom operator, `zerofn::...`, for compiled graphs. Its schema says which
+# arguments it writes.
 
 
 _LIBRARY = torch.library.Library("zerofn", "FRAGMENT")
@@ -165,10 +167,11 @@ def operator(schema: str, run: Callable[..., None]) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Terms of optimizers' formulas, such as `x + factor * a * b`, as one operation where the factor is a number.
+# These functions compute terms of optimizers' formulas, such as `x + factor * a * b`, as one operation where the
+# factor is a number.
 #
-# One operation instead of three reads memory once, and autograd saves its inputs, not the intermediate products. A
-# factor that is a tensor, a rate that is learned or differs along a batch, has no such operation.
+# One operation instead of three reads memory once, and autograd saves its inputs, not the intermediate products. No
+# such operation exists for a factor that is a tensor: a learned rate, or one that differs along a batch.
 
 
 def once(*numbers: Any) -> tuple[Any, ...]:

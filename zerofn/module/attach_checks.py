@@ -18,7 +18,7 @@ from ..core.view import Dtypes
 from ..core.wrapper_names import buffers_in, modules_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checks of a model when it is attached, and that it has not changed since.
+# These functions check a model when it is attached, and check later that it has not changed since.
 
 
 # What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters.
@@ -250,7 +250,7 @@ def check_memory(params: dict[str, Tensor]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Buffers of a model that are cast to other dtypes for as long as it is attached.
+# These functions cast buffers of a model to other dtypes for as long as it is attached.
 
 
 def dtypes_of_buffers(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype]:

@@ -39,7 +39,7 @@ from .nested_tensors import map_outputs
 from .scaled_checks import RETURNED, SHOWN, AttributeTensors, HookedOutput, OutputTracker, check_closed
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The calls of an attached model that are under way, in each thread that calls it.
+# `ThreadState` knows which calls of an attached model are running, in each thread that calls it.
 
 
 Seen = dict[str, tuple[Tensor, Tensor, Region | None]]
@@ -127,7 +127,7 @@ class CalledTogether:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ranges of the sequence numbers of autograd nodes that were made during calls of a model.
+# `NodeRanges` keeps ranges of the sequence numbers of autograd nodes that calls of a model have made.
 
 
 # The last calls, of some two hundred bytes each: more than a backward goes through. A graph of an earlier call is taken
@@ -193,7 +193,7 @@ class NodeRanges:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The parameters of an attached model as its forward sees them: one view of each in a call of the model.
+# `ParameterViews` gives a model's forward one view of each parameter per call.
 
 
 class ParameterViews:
@@ -320,7 +320,7 @@ def _only_cast(view: LeafView, given: Tensor, stages: Sequence[View]) -> LeafVie
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The boundary of an attached model: casts and loss scale where inputs enter it and outputs leave it.
+# `ModelBoundary` casts and scales where inputs enter an attached model and outputs leave it.
 
 
 def take_back(actions: list[Callable[[], object]]) -> None:
@@ -342,7 +342,7 @@ class ModelBoundary:
         forms: by path, which DTensor forward has in place of a local parameter.
 
     Attributes:
-        node_kinds: of autograd nodes by class, as far as `backward_graph_search` has met them.
+        node_kinds: of autograd nodes by class, as far as the search of `scaled_checks` has met them.
         blocks: ids of the modules whose graphs are walked when a call ends.
         end_hooks, show_hooks: by id of a module, the numbers of the hook that ends its calls, and of the hook before
             the user's, which gives them an outer output.

@@ -39,13 +39,13 @@ from .nested_tensors import map_tensors, tensors_in
 from .scaled_checks import HookedOutput, check_hooks_of_call
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A module's dict of parameters that gives views of them while the model is being called.
+# `ParameterViewDict` is a module's dict of parameters that returns views of them while the model is being called.
 #
-# `module.weight` is looked up in the module's dict of parameters. This dict takes its place. Inside a call of the
-# attached model it gives the differentiable view of the stored parameter: cast forward, unscaled backward. Whoever
-# walks it outside of a call (`parameters()`, `state_dict()`, `to()`) finds the stored parameters. To exchange the
-# values for the time of a call would miss what activation checkpointing recomputes in backward, after the call. To
-# exchange the module's class would break pickle.
+# Python looks up `module.weight` in the module's dict of parameters, and this dict takes its place. Inside a call of
+# the attached model it returns the differentiable view of the stored parameter: cast forward, unscaled backward.
+# Outside of a call, code that walks it (`parameters()`, `state_dict()`, `to()`) finds the stored parameters.
+# Exchanging the values for the time of a call would miss what activation checkpointing recomputes in backward, after
+# the call. Exchanging the module's class would break pickle.
 
 
 class ParameterViewDict(dict):
@@ -127,11 +127,11 @@ def _seen(parameters: ParameterViewDict, name: str, stored: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Containers of parameters that forward builds, such as a slice of an `nn.ParameterList`: they hold views too.
+# `ContainerHook` puts views into containers of parameters that forward builds, such as a slice of an
+# `nn.ParameterList`.
 #
-# torch's containers make an `nn.Parameter` of every tensor that is none. Made of a view it would be a leaf on the
-# view's memory, and what is computed with it would bring the model's parameter no gradient. torch asks a hook what to
-# register.
+# torch's containers turn every tensor that is no parameter into an `nn.Parameter`. Made of a view, it would be a leaf
+# on the view's memory, and the model's parameter would get no gradient from it. torch asks a hook what to register.
 
 
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
@@ -195,7 +195,8 @@ def _refused(module: nn.Module, name: str) -> RuntimeError:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Notes on errors that the forward of an attached model raises: what has changed, and which dtypes meet in it.
+# These functions add notes to errors that the forward of an attached model raises: what has changed, and which dtypes
+# meet in it.
 
 
 # In torch's messages about two dtypes that it does not promote, which differ from kernel to kernel.
@@ -282,7 +283,7 @@ def _add_several(error: BaseException, pipe: Pipeline, where: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Writes of a model's forward into parameters that are copies there: stored, or refused.
+# Where the model's parameters are copies, these functions store what its forward writes into them, or refuse it.
 
 
 # Of what is seen of a parameter. By functions of C.
@@ -357,7 +358,7 @@ def _check_leaves(seen: Seen) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Forward hooks of an attached model: where its calls begin and end, and which of them is the outermost.
+# Forward hooks of an attached model find where its calls begin and end, and which call is the outermost.
 
 
 # fmt: off

@@ -83,7 +83,7 @@ def label(
             wrap_existing_hooks(p, undo)
     hook_state_dicts(model, params, pipe, units, forms, pieces, undo)
     # DistributedDataParallel is to ignore all parameters: it would copy the first rank's parts to all ranks. It then
-    # refuses a model that has no parameters for it. No list, in which `leaked_tensors` would look for tensors.
+    # refuses a model that has no parameters for it. No list, in which `scaled_checks` would look for tensors.
     _put(undo, model, IGNORED_BY_DDP, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
 
 

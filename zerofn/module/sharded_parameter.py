@@ -57,7 +57,8 @@ from ..sharded.parameter import origin_of as of_part
 from .tensor_parallel import shown_gradients
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Refusals of sharded parameters: other memory, copies, and views that look for the edge of a graph.
+# These functions refuse what a sharded parameter cannot do: take other memory, be copied, or give views that look for
+# the edge of a graph.
 
 
 def refuse_edge(name: str, path: str) -> NoReturn:
@@ -117,18 +118,17 @@ def refuse_copy(how: str) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sharded parameters that are used outside of the model's calls: in a penalty, in a loss defined elsewhere.
+# A sharded parameter can be used outside of the model's calls: in a penalty, or in a loss defined elsewhere.
 #
-# Under `shard` a parameter of an attached model holds this rank's flat part, and `w.norm()` of that would be a wrong
-# number with a wrong gradient, without a word. So what is computed from a parameter is computed from the full one,
-# gathered for it in the dtype that it is stored in. `p.data`, `p.grad` and `p.detach()` are the part that is stored
-# (`sharded.part`). A write into the parameter writes into that part: this rank keeps its rows
-# (`sharded.part_writes`). `p.shape`, `p.numel()` and `print(p)` are those of the whole, without a gather; to this
-# package they are the part's.
+# Under `shard` a parameter of an attached model holds this rank's flat shard, and `w.norm()` of the shard would be a
+# wrong number with a wrong gradient, without an error. So a computation with the parameter gathers the full one, in
+# the dtype in which it is stored. `p.data`, `p.grad` and `p.detach()` are the stored shard (`sharded.parameter.Part`).
+# A write into the parameter writes into the shard: this rank keeps its rows. `p.shape`, `p.numel()` and `print(p)`
+# show the full shape without a gather. Code of this package sees the shard's own.
 #
-# A subclass, since torch asks only the class of a tensor (`__torch_function__`) before a function runs on it. The
-# parameter stays the object it was, as hooks, ties and `p.grad` require. To give out the full tensor where the module
-# is asked for its `weight` would be simpler, but `model.weight.grad` would always be `None`.
+# This is a subclass because torch asks only the class of a tensor (`__torch_function__`) before a function runs on it.
+# The parameter stays the same object, as hooks, ties and `p.grad` require. Returning the full tensor for the module's
+# attribute `weight` would be simpler, but then `model.weight.grad` would always be `None`.
 
 
 # Functions that look at a tensor, make one of its dtype and device, or treat it as the leaf of a graph.

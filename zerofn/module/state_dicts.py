@@ -23,14 +23,14 @@ from .boundary import ModelBoundary
 from .forward_hooks import Hook
 
 # ----------------------------------------------------------------------------------------------------------------------
-# State dicts of a sharded model: guarded parts, DTensors for torch's DCP, and loading of full tensors.
+# State dicts of a sharded model have guarded shards. torch's DCP gets DTensors, and full tensors can be loaded.
 #
-# The tensors of `model.state_dict()` are this rank's flat parts. They serve within the run (the best weights so far,
-# put back by `load_state_dict`), but in a file they are of no use, and who finds that out has lost the model. So
-# saving them is refused. To gather instead would hang the many programs that save on one rank alone. Full tensors can
-# be loaded: each rank takes its part. The functions of `torch.distributed.checkpoint.state_dict`, which every rank
-# calls, are given DTensors of the leaves' shapes, cut by rows, of what the model sees. Where ranks have other parts
-# than torch would give them, or what is stored is seen through a view of one's own, the leaf is gathered first.
+# The tensors of `model.state_dict()` are this rank's flat shards. They serve within the run (the best weights so far,
+# put back by `load_state_dict`). In a file they are useless, and who finds that out has lost the model, so saving them
+# is refused. Gathering instead would hang the many programs that save on one rank alone. Full tensors can be loaded:
+# each rank takes its shard. The functions of `torch.distributed.checkpoint.state_dict`, which every rank calls, get
+# DTensors of the full shapes, sharded by rows, of what the model sees. A leaf is gathered first where ranks have other
+# rows than torch would give them, or where the user's view lies between the stored and the seen parameter.
 
 
 # The module of `get_model_state_dict`, which may not be loaded.
@@ -154,11 +154,11 @@ def hook_state_dicts(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# State dicts of a model whose parameters are seen through views of one's own: they have what the model computes with.
+# State dicts of a model that sees its parameters through the user's views have what the model computes with.
 #
-# Its parameters are what is stored. In `model.state_dict()` stand copies of what is seen, and what `load_state_dict`
-# is given goes through `store`: a file has the same numbers at every stage, and in a plain model. Where parameters
-# are parts it is `sharded_state_dict`.
+# The model's parameters are the stored ones. `model.state_dict()` has copies of the seen ones, and `load_state_dict`
+# passes its values through `store`. So a file has the same numbers at every stage and in a plain model. Sharded
+# parameters have their own functions, above.
 
 
 def hook_seen_state_dicts(

@@ -33,11 +33,11 @@ from ..sharded.parameter import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A model of torch's tensor parallelism: plain local parameters stand in for its DTensors while it is attached.
+# While a model of torch's tensor parallelism is attached, plain local parameters stand in for its DTensors.
 #
-# `parallelize_module` makes DTensors of the parameters of a model, over one axis of a mesh. The library works on
-# plain tensors, over another axis. So each parameter is exchanged for one on the same memory, which forward has as
-# the DTensor that it was; `opt.detach()` puts the old objects back.
+# `parallelize_module` makes the parameters of a model DTensors, over one axis of a mesh. The library works on plain
+# tensors, over another axis. So each parameter is exchanged for a local one on the same memory, and forward sees the
+# DTensor that it was. `opt.detach()` puts the old objects back.
 
 
 class DistributedModel:
@@ -181,15 +181,15 @@ def _refuse(g: Tensor) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Parameters that were DTensors: plain local tensors to this package, DTensors to everybody else.
+# A `DTensorParameter` is a plain local tensor to this package, and a DTensor to everybody else.
 #
-# Whoever looks at such a parameter, computes with it or writes into it has the DTensor that it was, over the same
+# User code that reads such a parameter, computes with it or writes into it gets the DTensor that it was, over the same
 # memory: `p.shape`, `p.norm()`, `p.mul_(2)`, `p.grad` and `model.state_dict()` are as before `zf.attach`. Under
-# `shard` a rank has a flat part of its local tensor: who looks has that part, who computes has the DTensor of what is
-# gathered, and writes are refused.
+# `shard` a rank has a flat shard of its local tensor: reading gives that shard, computing gives the DTensor of the
+# gathered tensor, and writing is refused.
 #
-# A subclass, since torch asks only the class of a tensor (`__torch_function__`) before a function runs on it. To
-# leave DTensors where they are would take a case in every function of the package that touches a parameter.
+# This is a subclass because torch asks only the class of a tensor (`__torch_function__`) before a function runs on it.
+# Keeping the DTensors would take a case in every function of the package that touches a parameter.
 
 
 # Functions and attributes of the leaf of a graph, which runs them on the local tensor.

@@ -46,7 +46,7 @@ from ..sharded.lazy_tensor import settled
 from .linearize import check_graph, linearize
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A function of trees, evaluated at the parameters of a state, and its pullback.
+# `evaluate` runs a function of trees at the parameters of a state, and returns its pullback.
 
 
 # From one cotangent for each output that has one to gradients by path, and the cotangents of the inputs as trees.
@@ -132,7 +132,7 @@ def _shape(x: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A state from parameters, the parameters of a state, and the pipeline that the two belong to.
+# `init` makes a state of parameters. These functions also find the parameters of a state, and the pipeline of both.
 
 
 @outside_of_graphs
@@ -300,7 +300,7 @@ def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `bind`, `vjp` and `update`: a function of stored parameters, its pullback, and one micro-step.
+# `bind` makes a function of stored parameters, `vjp` its pullback, and `update` one micro-step.
 
 
 @outside_of_graphs
@@ -523,7 +523,7 @@ def lost_graphs(pipe: Pipeline, record: bool, create_graph: bool | None, weight:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `gather` and `global_norm`: a tree that is cut over ranks as the parameters are, whole, and its norm.
+# `gather` makes a tree full that is sharded like the parameters. `global_norm` computes the norm of such a tree.
 
 
 @kept_out_of_graphs(RESOLVES, "zf.gather(tx, state, tree), outside of what is compiled")

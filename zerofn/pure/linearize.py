@@ -29,7 +29,8 @@ from zerofn.sharded.lazy_tensor import Lazy
 from zerofn.sharded.units import SMALL, UnitPlans
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A function evaluated at the parameters of a state, and its pullback: by plain autograd or by torch.func.
+# `linearize` evaluates a function at the parameters of a state and returns its pullback, by plain autograd or
+# torch.func.
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -231,14 +232,14 @@ def _alias(x: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The pure route under `shard`: parameters all-gathered on use, and gradients reduce-scattered.
+# Under `shard` the pure route all-gathers parameters on use, and reduce-scatters gradients.
 #
-# Each leaf that `fn` is given is a `Lazy`, which is all-gathered when something is computed with it. What autograd
-# saves for backward is a `Lazy` too and is gathered again in backward. So nothing has to be packed: saved-tensor
-# hooks, which the eager route needs for plain parameters, would not allow torch.func inside of `fn`.
+# Each leaf that `fn` is given is a `Lazy`. It is all-gathered when something is computed with it. What autograd saves
+# for backward is a `Lazy` too, and is gathered again in backward. So nothing has to be packed: saved-tensor hooks,
+# which the eager route needs for plain parameters, would not allow torch.func inside of `fn`.
 #
-# Autograd adds up the cotangents of all uses of a leaf. As soon as those of a whole block are complete they are
-# reduce-scattered to this rank's shards.
+# Autograd adds up the cotangents of all uses of a leaf. As soon as those of a whole block are complete, they are
+# reduce-scattered.
 
 
 # An element of a list that is one tensor of at most so many elements is no unit of its own: each gather has a latency.

@@ -27,7 +27,8 @@ from ..core.tree import Tree, flatten, unflatten
 from ..core.uncompiled import kept_out_of_graphs
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a function depends on beside its arguments, random numbers and autocast, for running it again later.
+# An `Ambient` keeps what a function depends on besides its arguments, random numbers and autocast, to run it again
+# later.
 
 
 class Ambient:
@@ -63,7 +64,7 @@ class Ambient:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `unroll`: many steps as one function, whose derivative keeps few of the states in between.
+# `unroll` makes one function of many steps. Its derivative keeps few of the states in between.
 
 
 # Tensors in, tensors out: those that can be differentiated, and the others.

@@ -26,7 +26,8 @@ from .group import Group
 _stores: Any = dist
 
 
-# ------------------------------------------------------------------------------------- process groups
+# ----------------------------------------------------------------------------------------------------------------------
+# These functions choose a backend, and open and close process groups.
 
 
 def default_backend(local_ranks: int) -> str:
@@ -143,7 +144,8 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
     return sorted(dist.get_process_group_ranks(mesh.get_group()))
 
 
-# ---------------------------------------------------------------------------------------- collectives
+# ----------------------------------------------------------------------------------------------------------------------
+# These functions are the collectives of `torch.distributed`, by their names in each version of torch.
 
 
 # With `async_op=True` these return torch's work handle; without it the compiler has a node for each.
@@ -234,7 +236,8 @@ def no_collectives() -> Iterator[None]:
             setattr(dist, name, function)
 
 
-# ---------------------------------------------------------------------------------------- checkpoints
+# ----------------------------------------------------------------------------------------------------------------------
+# `torch.distributed.checkpoint` is imported on first use.
 
 
 def checkpoint_library() -> Any:

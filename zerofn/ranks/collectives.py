@@ -19,7 +19,7 @@ from .group import Group
 from .process_groups import FAILED, FINISHED, Waiting, begun, presence
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Work handles of collectives: a wait is a range of the profiler, and an error if a peer never comes.
+# Work handles of collectives make each wait a range of the profiler, and raise if a peer never comes.
 
 
 # A rank that has waited so long in a collective of gloo looks whether its peers are still there.
@@ -169,12 +169,13 @@ def _quietly(ask: Callable[..., Any], *given: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Collectives into given buffers: all-gather, reduce-scatter, all-reduce, all-to-all, with traffic counted.
+# These functions run collectives into given buffers: all-gather, reduce-scatter, all-reduce, all-to-all. They count
+# traffic.
 #
-# Sums only: an average is the caller's division *before* the sum, where fp16 cannot overflow.
+# They only sum: to average, the caller divides *before* the sum, so that fp16 does not overflow.
 #
 # In a graph of the compiler they are nodes that give the same numbers. Python does not run with the graph, so there
-# they are not counted, and a wait does not look for peers. `async_op` does nothing there: the compiler orders
+# they are not counted, and a wait does not look for peers. `async_op` has no effect there: the compiler orders
 # collectives.
 
 

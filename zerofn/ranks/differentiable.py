@@ -21,9 +21,9 @@ from .collectives import all_gather_into, all_reduce_, exchange_into, gather_num
 from .group import Group
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ranks compare shapes and dtypes before a collective of the user's: on a mismatch backends end the process.
+# Ranks compare shapes and dtypes before a collective of the user's, because backends end the process on a mismatch.
 #
-# That is one message of three numbers each. Collectives of a pipeline need none: its ranks have agreed on all shapes
+# Each rank sends one message of three numbers. Collectives of a pipeline need none: its ranks agreed on all shapes
 # when it was made.
 
 
@@ -96,7 +96,7 @@ def _differences(op: str, mine: tuple[str, tuple[int, ...], str, Leaves], group:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Differentiable collectives: pairs of Functions, each the backward of the other, with `jvp` and `vmap` rules.
+# Differentiable collectives are pairs of Functions, each the backward of the other, with `jvp` and `vmap` rules.
 #
 # Nothing simpler is right. A raw collective inside `backward` has no derivative of its own: a Hessian-vector product
 # through it is silently wrong. `generate_vmap_rule` and torch's functional collectives fail or return garbage under
@@ -347,7 +347,7 @@ def check_axis(x: Tensor, size: int, what: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Differentiable collectives of many leaves: one call per dtype, where one per leaf costs a latency each.
+# These functions run one differentiable collective per dtype over many leaves. One per leaf would cost a latency each.
 
 
 Tree = Mapping[str, Tensor]
@@ -491,7 +491,7 @@ def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | Non
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `all_to_all`: a tensor cut over ranks along one dimension becomes whole there, and is cut along another.
+# `all_to_all` gathers a tensor along the dimension in which it is sharded, and shards it along another.
 
 
 def balanced(length: int, size: int) -> list[int]:
@@ -614,13 +614,14 @@ def exchange(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Batches of `torch.func.vmap` over ranks: refused if lengths differ, or if `hessian` or `jacfwd` made them.
+# These functions refuse batches of `torch.func.vmap` whose lengths differ over ranks, or that `hessian` or `jacfwd`
+# made.
 #
-# A vector in the layout of a sharded state is cut over ranks as the state is. A batch of such vectors is sent member
-# by member: member i of every rank together. `jacfwd`, `hessian` and `jacrev` of a gradient make a batch on each
-# rank, the basis vectors of this rank's shard. Member i of two ranks would be two basis vectors in one, and the
-# result a sum of two columns. Such a batch differs from others in its numbers alone, so these are read: one pass over
-# a batch, and one small message.
+# A vector in the layout of a sharded state is sharded like the state. A batch of such vectors is sent member by
+# member: member i of every rank together. `jacfwd`, `hessian` and `jacrev` of a gradient make a batch on each rank,
+# the basis vectors of this rank's shard. Member i of two ranks would be two basis vectors in one, and the result a sum
+# of two columns. Such a batch differs from others in its numbers alone, so these are read: one pass over a batch, and
+# one small message.
 
 
 PRODUCTS = """products with vectors that are laid out as state.params is, alone or under vmap:

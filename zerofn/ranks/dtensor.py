@@ -15,7 +15,7 @@ from .backend import world
 from .group import Group
 
 # ----------------------------------------------------------------------------------------------------------------------
-# DTensor parameters, as tensor parallelism makes them: to local tensors and back.
+# These functions convert DTensor parameters, as tensor parallelism makes them, to local tensors and back.
 
 
 CUT = "parallelize_module(model, mesh['tp'], plan) along one axis of a mesh, and zf.attach of that"
@@ -137,7 +137,8 @@ def _placed(x: Any, form: Form) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Shards as DTensors, which torch's checkpoints reshard for other numbers of ranks, and DTensors as tensors.
+# These functions show shards as DTensors, which torch's checkpoints reshard for other numbers of ranks, and DTensors
+# as tensors.
 
 
 def as_dtensors(

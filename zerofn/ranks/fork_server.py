@@ -30,7 +30,7 @@ from zerofn._errors import explain
 from zerofn.ranks.process_groups import finished, initialize, settle
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions, arguments and results between the caller of `launch` and its ranks, and the files that carry them.
+# These functions send functions, arguments and results between the caller of `launch` and its ranks, in files.
 
 
 def pickler() -> Any:
@@ -103,7 +103,8 @@ def read(fd: int, start: int = 0) -> bytes:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The process of a rank that `launch` forked: it runs the function, and sends its result or its traceback.
+# `run_rank` is the process of a rank that `launch` forked: it runs the function, and sends its result or its
+# traceback.
 
 
 NOTE = 16  # bytes before the text of a note: kind and time
@@ -212,7 +213,8 @@ def adopt_orphans() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The loop of the fork server: it forks ranks, sends their exit codes, and kills ranks whose caller has ended.
+# `serve` is the loop of the fork server: it forks ranks, sends their exit codes, and kills ranks whose caller has
+# ended.
 
 
 NUMBER = struct.Struct("q")
@@ -388,19 +390,17 @@ def _send(rank_control: socket.socket, number: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The caller's end of the fork server: the process, started once, that ranks are forked from.
+# `server` starts the fork server, once, in a process of its own; ranks are forked from it.
 #
-# The server has imported torch and done nothing with it; it runs `fork_loop`. A launch of two ranks takes 0.03 s,
-# after 2 s for the first. Rejected alternatives:
+# The server has imported torch and done nothing with it; it runs `serve`. A launch of two ranks takes 0.03 s, after 2
+# s for the first. Rejected alternatives:
 #
 # * `spawn` takes 1.7 s for every launch;
 # * `fork` of the caller breaks once the caller has run a backward, whose thread pool does not survive a fork, or has
 #   used a GPU;
-# * the forkserver of the standard library is as fast, but runs `__main__` again in every rank (a script without a
-#   guard
-#   starts itself over, pytest imports itself), takes the environment and the standard streams of the moment when it
-#   was
-#   started (a notebook or pytest has replaced them since), and leaves ranks running when the caller is killed.
+# * the forkserver of the standard library is as fast, but it runs `__main__` again in every rank (a script without a
+#   guard starts itself over, pytest imports itself). It keeps the environment and the standard streams from when it
+#   was started (a notebook or pytest has replaced them since), and leaves ranks running when the caller is killed.
 
 
 class _Server:

@@ -21,15 +21,14 @@ from .backend import default_backend
 from .fork_server import NOTE, NUMBER, load, main_file, pack, read, server, store_path, unnamed_file
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The caller's side of one `launch`: it starts ranks, waits for them, and raises what the first one raised.
+# The caller's side of one `launch` starts ranks, waits for them, and raises what the first one raised.
 #
-# There are two sockets for each rank, so that if any process ends the others do:
+# Each rank has two sockets, so that if any process ends the others do:
 #
 # * `control`, between server and caller: the server sends the rank's pid, later its exit code. When the caller's end
-#   closes, also since the caller died, the server kills the rank's process group.
+#   closes, also because the caller died, the server kills the rank's process group.
 # * `gate`, between rank and caller: the rank sends "finished", and ends when all have and the caller says so. A rank
-#   that
-#   ended earlier would close sockets that the others still use.
+#   that ended earlier would close sockets that the others still use.
 
 
 # Seconds to wait for the rank that failed first, after one that may have failed because of it; a busy machine is slow.
@@ -246,7 +245,7 @@ def _signal_name(number: int) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `launch`: run a function on a few local ranks, from a script, a test or a notebook.
+# `launch` runs a function on a few local ranks, from a script, a test or a notebook.
 
 
 __all__ = ["RankError", "RankTimeout", "launch"]

@@ -29,11 +29,11 @@ from .backend import world
 from .group import Group
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Where the other ranks are, asked in a wait that has become long: from the job's store, and from /proc.
+# A rank that has waited long finds out where the other ranks are, from the job's store and from /proc.
 #
 # A collective does not tell which ranks have not come to it. So a rank that waits for more than a moment writes into
-# the store what it waits in, and a rank that waits for that one can read that it will never come. A short wait does
-# nothing of this. No rank has a thread for it: a thread would have to end before the interpreter does.
+# the store which call it waits in, and a rank that waits for that one can read that it will never come. A short wait
+# does nothing of this. No rank has a thread for it: a thread would have to end before the interpreter does.
 
 
 PROC = Path("/proc")  # of Linux; elsewhere only what is in the store is known
@@ -72,7 +72,7 @@ class Presence:
 
     def __init__(self, store: Any, rank: int):
         self.store, self.rank = store, rank
-        # By channel: how many calls of `rendezvous.together` this rank has made.
+        # By channel: how many calls of `together` this rank has made.
         self.calls: Counter[str] = Counter()
         self.machine, self.pid, self.started = _this_process()
         store.set(f"process/{rank}", json.dumps([self.machine, self.pid, self.started]))
@@ -178,7 +178,8 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The groups that are open in this process, which models use each, and the last collective begun on each.
+# The registry has the groups that are open in this process, the models that use each, and the last collective begun on
+# each.
 
 
 class _Registry:
@@ -308,18 +309,18 @@ def begun() -> dict[str, int]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Calls that all ranks must make together: before they send anything, they meet in the job's store.
+# Ranks meet in the job's store before they send anything, in calls that all of them must make together.
 #
-# People write `if rank == 0: zf.save(...)`, and a collective would wait for half an hour without a word. In the store
-# a rank that waits can see where the others are, and can give the call up without leaving half a collective behind.
-# The price is a few messages to the store for each such call, and none for a step.
+# People write `if rank == 0: zf.save(...)`, and a collective would then wait for half an hour without a word. In the
+# store a waiting rank can see where the others are, and can give the call up without leaving half a collective behind.
+# Each such call costs a few messages to the store, and no step costs any.
 #
 # Each call is decided once, in the store: it goes ahead when all ranks have come to it, or the first rank that sees
 # that they will not gives it up. A rank that comes to a call which was given up goes on to the next one of these
 # ranks, so that ranks which catch the error meet again afterwards.
 #
-# A rank that is late and one that never comes look alike while they compute. A rank that is seen to compute is waited
-# for; one that is not, for `LIMIT` seconds.
+# A rank that is late and one that never comes look alike while they compute. Others wait for a rank that is seen to
+# compute; for one that is not, they wait `LIMIT` seconds.
 
 
 SETTING = "ZEROFN_TOGETHER_TIMEOUT"
@@ -485,7 +486,7 @@ class _Call:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The groups of an attached model: closed when it is detached, and when `attach` fails.
+# A `Lease` holds the groups of an attached model. They are closed when it is detached, and when `attach` fails.
 #
 # A group that one rank closes breaks what another rank still sends to it. So all ranks of the job meet first, when
 # each has sent all that it will. If they do not meet, groups stay open.
@@ -528,7 +529,8 @@ def lease() -> Iterator[Lease]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A thread for work beside training, such as an asynchronous save; the interpreter waits for it at its end.
+# `Background` is a thread for work beside training, such as an asynchronous save. The interpreter waits for it at
+# exit.
 
 
 class Background(threading.Thread):
@@ -568,7 +570,7 @@ def settle() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Process groups of the library's own: opened once for each mesh and purpose, and closed in order.
+# The library has process groups of its own, opened once for each mesh and purpose, and closed in order.
 #
 # Every rank must open them in the same order, which `torch.distributed.new_group` demands. Groups of different
 # purposes are different channels, whose collectives do not wait for each other.

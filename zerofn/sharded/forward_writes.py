@@ -19,9 +19,9 @@ from ..core.layout import Leaf, Leaves
 # ----------------------------------------------------------------------------------------------------------------------
 # Writes into full parameters under `shard` are stored in the shards, and compared over ranks.
 #
-# Each rank stores its own rows. These fit together if all ranks write the same numbers, which a checksum of the full
-# parameter compares at the step. Where the full parameter has another dtype than the shard, only elements that were
-# written are stored.
+# Each rank stores its own rows. The rows fit together if all ranks write the same numbers, which a checksum of the
+# full parameter compares at the step. Where the full parameter has another dtype than the shard, only elements that
+# were written are stored.
 
 
 _SHAPE = attrgetter("shape")
@@ -165,11 +165,10 @@ def checksum(x: Tensor) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Full parameters that were freed here while user code still has them: later writes are found and stored.
+# `FreedCopies` watches full parameters that were freed here while user code still has them, and stores later writes.
 #
-# User code may have a full parameter after its unit was freed (`torch._foreach_mul_` of a list of many blocks'
-# parameters). It is looked at as long as user code has it, at most to the end of the call, so memory use does not
-# grow.
+# User code may keep a full parameter after its unit was freed (`torch._foreach_mul_` of a list of many blocks'
+# parameters). It is watched as long as user code has it, at most to the end of the call, so memory use does not grow.
 
 
 # A storage is one Python object for as long as anybody has a tensor on it.
@@ -263,12 +262,12 @@ def flat_memory(ref: StorageRef, dtype: torch.dtype) -> Tensor | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a model writes into its own parameters in forward, under `shard`: found, and stored.
+# `ForwardWrites` finds what a model's forward writes into its own parameters under `shard`, and stores it.
 #
-# Forward is given full parameters from an all-gather. A momentum encoder, a codebook or a clamp writes into them, and
-# the write would be lost when they are freed. It is found when they are freed, by comparing this rank's rows with
-# those that were gathered: one pass over 1/N of the parameter and no collective. A version count alone would cost
-# less, but `w.data`, NumPy and `foreach` over `w.data` escape it.
+# Forward gets full parameters from an all-gather. A momentum encoder, a codebook or a clamp writes into them, and the
+# write would be lost when they are freed. It is found at that moment, by comparing this rank's rows with the gathered
+# ones: one pass over 1/N of the parameter and no collective. A version count alone would cost less, but `w.data`,
+# NumPy and `foreach` over `w.data` escape it.
 
 
 class GivenViews:

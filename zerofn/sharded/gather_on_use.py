@@ -45,7 +45,7 @@ from .lazy_tensor import Lazy
 from .units import UnitCollectives, UnitPlans
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which units have full parameters now, at most two, and how often each parameter has changed.
+# `GatheredUnits` knows which units have full parameters now, at most two, and how often each parameter has changed.
 
 
 # Units that have full parameters at the same time: the one that is used, and the next.
@@ -218,9 +218,9 @@ def updating(gathered: GatheredUnits, places: Collection[tuple[int, int]]) -> It
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Collectives of units in an order that all ranks agree on, with the next unit's all-gather begun early.
+# `UnitRounds` runs the collectives of units in an order that all ranks agree on, and prefetches the next unit.
 #
-# Before a collective each rank tells the others which one it wants, and takes part in those that they want
+# Before a collective each rank tells the others which one it wants, and joins those that they want
 # (`ranks.ordered_collectives`). A model mostly needs the same units in the same order as the last time, so the next
 # unit is gathered while the last one computes (prefetch).
 
@@ -391,7 +391,8 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A rank without anything to send takes part until all are done: after a call, after a backward, and at a step.
+# `Rests` is the join: a finished rank keeps joining others' collectives, after a call, after a backward, and at a step
+# (cf. torch's Join).
 
 
 KEPT = "how much of their gradients has come since they were last cleared"
@@ -468,12 +469,12 @@ class Rests:
 # ----------------------------------------------------------------------------------------------------------------------
 # Parameters are gathered when they are used, freed when the next ones are, and gathered again in backward.
 #
-# A *unit* is the parameters that are gathered together (`unit_assignment`). Two units have full parameters at a time:
-# the one that is used, and the next.
+# A *unit* is the parameters that are gathered together (`units.split`). Two units have full parameters at a time: the
+# one in use, and the next.
 #
-# What an operation saves of a full parameter for backward is a note, from which backward gathers the unit again
-# (`saved_tensors`). So no full parameter outlives its use and nothing is computed twice. No storage is resized to
-# free a tensor that user code may hold: a later use would read memory that is gone.
+# What an operation saves of a full parameter for backward is a note, from which backward gathers the unit again. So no
+# full parameter outlives its use and nothing is computed twice. No storage is resized to free a tensor that user code
+# may hold: a later use would read memory that is gone.
 
 
 class Units:
@@ -701,13 +702,13 @@ def check_alone(unit: list[Leaf], gs: tuple[Tensor | None, ...]) -> None:
 #
 # So no full parameter outlives its use: backward gathers it again. At the end of a block's call its graph is walked,
 # and full parameters among saved tensors are exchanged for notes (`Walks`). Saved-tensor hooks around the call would
-# do so at once, but while there are any torch refuses `torch.func.grad`, `vjp` and `jacrev`. Where the user has such
-# hooks around the call, of a checkpoint or of `save_on_cpu`, torch refuses these anyway, and ours are put inside of
-# them (`noting`), or a checkpoint would hold all parameters that it repeats. Torch runs only the hooks that were
-# entered last, so ours hand on to the user's what is no parameter.
+# do so at once, but under such hooks torch refuses `torch.func.grad`, `vjp` and `jacrev`. Where the user has such
+# hooks around the call, of a checkpoint or of `save_on_cpu`, torch refuses these anyway. Ours are then put inside of
+# them (`noting`), or a checkpoint would hold all parameters that it recomputes. torch runs only the hooks that were
+# entered last, so ours pass tensors that are no parameters on to the user's.
 #
 # Saved tensors that no walk reaches stay full parameters, and are freed with the graph: the numbers are right, and
-# memory holds them longer. These are those of a loss that a block keeps in an attribute, of writes into views of
+# memory holds them longer. These are tensors of a loss that a block keeps in an attribute, of writes into views of
 # activations that multiply by a parameter, and of C++ nodes. Where another module than its own computes with a
 # parameter, it is saved until that module's call ends.
 

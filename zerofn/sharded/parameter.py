@@ -26,7 +26,7 @@ from ..core.view import Wire, over_ranks
 from ..ranks.dtensor import by_rows, distributed_class, is_distributed, mesh_of_group, replicated
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Kinds of torch functions on a part: elementwise, asking for sizes, reshaping, writing, computing, ...
+# Each torch function on a sharded tensor has a kind: elementwise, asking for sizes, reshaping, writing, computing, ...
 
 
 class Kind(enum.Enum):
@@ -165,9 +165,10 @@ def dtype_in(args: tuple, kwargs: dict) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Views of a gathered whole refuse writes, which would be lost.
+# Views of a gathered full tensor refuse writes, which would be lost.
 #
-# In torch `p.grad[0].zero_()` writes into the gradient through a view. Of a part the row is gathered, and is no view.
+# In torch `p.grad[0].zero_()` writes into the gradient through a view. Of a sharded gradient the row is gathered, and
+# is no view.
 
 
 PLAIN = Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
@@ -221,14 +222,14 @@ def _is(x: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# All-gather of parts of a sharded leaf, or of several concatenated leaves, in the user's code.
+# These functions all-gather shards of a leaf, or of several concatenated leaves, in the user's code.
 #
-# Unlike a parameter, a gradient or what the user has computed of one cannot be sent by a rank that has not come to
-# the same line. So ranks meet first (`Rounds.meet`): a rank that asks alone raises, and all raise where they have
-# come to different lines.
+# A rank can join the gather of a parameter at any line. It cannot join that of a gradient or of a result before it has
+# computed it. So ranks meet first (`Rounds.meet`): a rank that asks alone raises, and all raise where they have come
+# to different lines.
 #
-# The derivative of this gather is the mean over ranks of the cotangents, cut: every rank computes the same from the
-# whole, so a sum over ranks would count it once for each rank. Each of the two is the other's derivative.
+# The derivative of this gather averages the cotangents over ranks and shards the mean. Every rank computes the same
+# from the full tensor, so a sum over ranks would count it once per rank. Each of the two is the other's derivative.
 
 
 # Dtypes of so many bytes that every backend sends. Others, of integers, travel as these.
@@ -387,7 +388,7 @@ class MeanOfWholes(Function):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Origin`: which leaf a part is of, and how the whole is gathered; refusals where it cannot be gathered.
+# An `Origin` says which leaf a shard is of, and how to gather it. These functions refuse where it cannot be gathered.
 
 
 # The method that asks for the whole by name, which a hook may do.
@@ -576,7 +577,8 @@ def _fits(shape: torch.Size, whole: torch.Size) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Arguments of torch functions: tensors in lists, columns of `foreach` functions, wholes in the place of parts.
+# These functions read arguments of torch functions: tensors in lists, columns of `foreach` functions, gathered tensors
+# in the place of shards.
 
 
 FOREACH = "_foreach_"
@@ -637,7 +639,7 @@ def side_by_side(args: tuple) -> Iterator[tuple]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions of wholes: parts are gathered, and what is written into a whole is stored in the part.
+# These functions run a torch function on gathered full tensors, and store in the shard what it writes into one.
 
 
 # The module of all-reduces, broadcasts and the like.
@@ -693,9 +695,10 @@ def _store(part: Tensor, whole: Tensor, of: Origin, name: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sizes, strides and `print` of a part: those of the whole, without a gather, so one rank may ask alone.
+# Sizes, strides and `print` of a sharded tensor are those of the full one, without a gather, so one rank may ask
+# alone.
 #
-# Strides are those of the gathered whole: contiguous.
+# Strides are contiguous, as in the gathered tensor.
 
 
 # What is asked most often, answered without a meta tensor.
@@ -728,14 +731,14 @@ def printed(x: Tensor, of: Origin) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Torch functions of parts, by kind: elementwise ones give a part; others gather and give a plain tensor.
+# Elementwise torch functions of sharded tensors give a sharded tensor. Others gather, and give a plain tensor.
 #
-# An elementwise function runs on this rank's shard where all parts among its arguments are cut alike. Beside a tensor
-# of the whole's shape, and for all other functions (`g.norm()`, `g1 @ g2`, `g.view(-1)[i]`), parts are gathered
-# first, and the result is a plain tensor, the same on all ranks. `foreach` functions that gather go through their
-# lists one by one, so that two wholes are in memory at a time and not a model.
+# An elementwise function runs on this rank's shard if all sharded arguments have the same rows. Beside a tensor of the
+# full shape, and for all other functions (`g.norm()`, `g1 @ g2`, `g.view(-1)[i]`), shards are gathered first, and the
+# result is a plain tensor, the same on all ranks. `foreach` functions that gather go through their lists one by one,
+# so that two full tensors are in memory at a time, and not a model.
 #
-# A handler takes the function, its name, its arguments, and what gives the origin of a part.
+# A handler takes the function, its name, its arguments, and a function that gives the origin of a shard.
 
 
 # Memory formats that a flat shard cannot have.
@@ -984,12 +987,12 @@ def _unknown(name: str, *origins: Origin) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions that write into a part: elementwise into the shard, others into the gathered whole.
+# Functions that write into a sharded tensor write elementwise into the shard, or else into the gathered full tensor.
 #
-# Beside the part may stand a part that is cut alike, a number, or a tensor that broadcasts to the whole, of which
-# this rank takes its rows: `p.grad.mul_(mask)`, `p.data.copy_(full)`, `p.add_(g / g.norm())`. What writes by index,
-# along a dimension or at random (`p.grad[0] = 0`, `p.renorm_(2, 0, 1)`, `p.normal_()`) writes into the whole, as in
-# one process.
+# Other operands of an elementwise write may be tensors sharded alike, numbers, or tensors that broadcast to the full
+# shape, of which this rank takes its rows: `p.grad.mul_(mask)`, `p.data.copy_(full)`, `p.add_(g / g.norm())`. Writes
+# by index, along a dimension or at random (`p.grad[0] = 0`, `p.renorm_(2, 0, 1)`, `p.normal_()`) go to the full
+# tensor, as in one process.
 
 
 def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
@@ -1114,14 +1117,13 @@ def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Gradient hooks on sharded parameters may compute what is linear, so that the step is that of other stages.
+# Gradient hooks on sharded parameters may compute only linear functions, so that the step equals that of other stages.
 #
-# At other stages a hook is given this rank's own gradient, and what it returns is averaged over ranks. Under `shard`
-# gradients are averaged as they leave a block, and a hook is given this rank's part of the mean. A sum, a product
-# with a mask or a parameter commutes with the mean, so the step is the same. A clamp, a sign, a square or a
-# comparison does not, and the step would silently be another one. It is refused in the hook, and later for what the
-# hook kept. To run hooks before the reduction would need the full gradients of all blocks in memory, which `shard` is
-# there to avoid.
+# At other stages a hook gets this rank's own gradient, and its result is averaged over ranks. Under `shard` gradients
+# are averaged as they leave a block, and a hook gets this rank's shard of the mean. A sum, a product with a mask or a
+# parameter commutes with the mean, so the step is the same. A clamp, a sign, a square or a comparison does not, and
+# the step would silently be another one. It is refused in the hook, and later for what the hook kept. Running hooks
+# before the reduction would need the full gradients of all blocks in memory, which `shard` is there to avoid.
 
 
 # The position of an argument that is given by name.
@@ -1168,12 +1170,12 @@ def check_linear(name: str, kwargs: dict, places: dict[int, Origin]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# DTensors beside parts: `p.copy_(x)`, `p.grad.mul_(x)`, `p.grad = x` with a DTensor `x`.
+# DTensors may be operands beside sharded tensors: `p.copy_(x)`, `p.grad.mul_(x)`, `p.grad = x` with a DTensor `x`.
 #
-# A DTensor that is cut over the same ranks in the same rows is a part: its local tensor is taken, and nothing is
-# sent. One that is placed otherwise (`Replicate`, `Shard(1)`, `Partial`) is gathered by its own `full_tensor()`, once
-# all ranks have come to the line. One of other ranks is refused. A function that writes into a DTensor is given
-# wholes of parts.
+# A DTensor that is sharded over the same ranks in the same rows is taken by its local tensor, and nothing is sent. One
+# with another placement (`Replicate`, `Shard(1)`, `Partial`) is gathered by its own `full_tensor()`, once all ranks
+# have come to the line. One of other ranks is refused. A function that writes into a DTensor gets the gathered full
+# tensors.
 
 
 def exchanged(
@@ -1275,17 +1277,17 @@ def check_plain(x: Any, how: str, path: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Part`: this rank's shard as a tensor of the global shape. Elementwise functions run on it, others gather.
+# A `Part` is this rank's shard as a tensor of the global shape. Elementwise functions run on it, others gather.
 #
-# Under `shard` these are parts: `p.data`, `p.detach()`, `p.grad`, what `torch.autograd.grad` returns, what a hook on
-# `p` is given and what `model.state_dict()` has. `opt.state[p]` has them behind `reduce_scatter` too. A part holds
-# this rank's flat shard, and has the sizes and strides of the whole (`global_shape`). Elementwise functions (a decay,
-# a clamp, a difference, an average of parts) run on the shard (`torch_functions`). Reductions, products, indices and
-# functions of a part and a full tensor gather it, and all ranks have the same plain result. What writes keeps this
-# rank's rows of the result (`part_writes`). To gather is a collective in the middle of the user's code: a rank that
-# calls it alone raises. Within backward, where ranks may come to it in different orders, it is refused.
+# Under `shard` these are Parts: `p.data`, `p.detach()`, `p.grad`, the results of `torch.autograd.grad`, the arguments
+# of a hook on `p`, and the tensors of `model.state_dict()`. Behind `reduce_scatter` those of `opt.state[p]` are too. A
+# Part holds this rank's flat shard, and has the sizes and strides of the full tensor. Elementwise functions (a decay,
+# a clamp, a difference, an average of Parts) run on the shard. Reductions, products, indices and functions of a Part
+# and a full tensor gather it, and all ranks get the same plain result. A function that writes keeps this rank's rows
+# of the result. A gather is a collective in the middle of the user's code: a rank that calls it alone raises. Within
+# backward, where ranks may come to it in different orders, it is refused.
 #
-# Torch's DTensor answers the same need, but `w.norm().item()`, `w.max().item()` and `bool(isnan(g).any())` of one are
+# torch's DTensor answers the same need, but `w.norm().item()`, `w.max().item()` and `bool(isnan(g).any())` of one are
 # silently of this rank alone, `p.data = x` has no effect, `normal_` under one seed gives all ranks the same rows, a
 # full tensor beside it is an error, and clipping by the largest element hangs where a rank has no rows.
 #

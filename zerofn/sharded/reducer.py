@@ -113,7 +113,7 @@ def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None
 # The end of a backward cannot be observed: an unused parameter never fires, checkpointing nests backwards, a kept
 # graph runs again. So nothing here waits for it. A bucket is sent once all of its leaves have a gradient and the
 # bucket before it was sent; `settle` sends the rest. A *round* is one pass over all buckets, with the oldest waiting
-# gradient of each leaf. Gradients of later backwards queue. To add them up first would save messages, but how many
+# gradient of each leaf. Gradients of later backwards queue. Adding them up first would save messages, but how many
 # have come by then depends on timing, and so would the last bits of the sum. All ranks must make the same number of
 # rounds. The first one needs no agreement, since `settle` always completes it. Before every further one ranks tell
 # each other whether they want it. Nobody waits long for the answer before `settle`: another rank may be in a
@@ -303,12 +303,13 @@ def _drop_oldest(pending: dict[str, deque[Tensor]], leaves: Sequence[Leaf]) -> N
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What torch keeps in `p.grad` between steps, where gradients are reduced in backward and `p.grad` is `None`.
+# `UnclearedGradients` imitates what torch keeps in `p.grad` between steps, where gradients are reduced in backward and
+# `p.grad` is `None`.
 #
 # In torch a loop that never clears gradients adds them up. Here those of the last step are gone, and the second step
-# is refused. To keep them would silently add up gradients for a loop that clears behind `if p.grad is not None:`.
-# `zero_grad(set_to_none=False)` leaves zeros in torch, with which momentum and decay go on for a leaf that no
-# backward reaches: a step is given zeros for it.
+# is refused. Keeping them would silently add up gradients for a loop that clears behind `if p.grad is not None:`.
+# `zero_grad(set_to_none=False)` leaves zeros in torch, with which momentum and decay go on for a leaf that no backward
+# reaches: a step is given zeros for it.
 
 
 class UnclearedGradients:

@@ -15,9 +15,9 @@ from ..core.layout import Leaf, Leaves
 from ..core.view import View, Wire, over, pull, see, summed_in
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the collectives of each unit carry: leaves by bucket, dtypes, and the views on both sides.
+# `UnitPlans` knows what the collectives of each unit carry: leaves by bucket, dtypes, and the views on both sides.
 #
-# All of it follows from the pipeline, so the pure route, which makes new `Units` in every evaluation, finds it once.
+# All of it follows from the pipeline. The pure route makes new `Units` in every evaluation, so it is computed once.
 
 
 NO_LIMIT = 1 << 62
@@ -105,7 +105,7 @@ class UnitPlans:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The collectives of one unit: all-gather of shards to full parameters, reduce-scatter of full gradients.
+# `UnitCollectives` runs the collectives of one unit: all-gather of shards, reduce-scatter of full gradients.
 
 
 NOTHING = type(None)
@@ -207,7 +207,7 @@ class UnitCollectives:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which parameters are gathered together: those of a block, or small neighbours outside of all blocks.
+# `split` puts parameters into units: those of a block, or small neighbours outside of all blocks.
 #
 # A block is an element of one of the model's outermost `ModuleList`, `Sequential` or `ModuleDict`.
 

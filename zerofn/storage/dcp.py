@@ -25,13 +25,13 @@ from . import files as _manifest
 from .files import Lock, ManifestWriter, create, damaged, make_directory, open_regular, sync_directory
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What reader and writer share: pieces of flat tensors for `torch.distributed.checkpoint` (DCP), and checksums.
+# Reader and writer share these: pieces of flat tensors for `torch.distributed.checkpoint` (DCP), and checksums.
 #
-# DCP's planners, its data files and its handling of errors on some ranks are used as they are. Its `.metadata` is
-# not: that is a pickle, read with `pickle.load`, so opening a checkpoint would run code. What it would contain is in
-# `zerofn.json`, with a checksum of every piece. Data files are read with `weights_only`.
+# DCP's planners, its data files and its handling of errors on some ranks are used unchanged. Its `.metadata` is not
+# used: it is a pickle, read with `pickle.load`, so opening a checkpoint would run code. `zerofn.json` has the same
+# content, and a checksum of every piece. Data files are read with `weights_only`.
 #
-# Imported at the first save or load, since DCP takes 0.7 s to import.
+# This is imported at the first save or load, since DCP takes 0.7 s to import.
 
 
 dcp = checkpoint_library()
@@ -96,7 +96,7 @@ def first_error(error: Any) -> BaseException:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reads a checkpoint: places of tensors from the manifest, checksums before data, no pickle that runs code.
+# The reader loads a checkpoint: places of tensors from the manifest, checksums before data, no pickle that runs code.
 
 
 Choose = Callable[[dict[str, Any]], dict[str, Piece]]
@@ -231,7 +231,8 @@ def load_pieces(directory: Path, group: Group, choose: Choose, renamed: Renamed 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Writes a checkpoint: every rank its data files, the first rank the manifest; it alone removes files.
+# The writer saves a checkpoint: every rank writes its data files. The first rank writes the manifest, and it alone
+# removes files.
 
 
 # Which checkpoint is there after a save that failed.

@@ -21,7 +21,8 @@ from typing import Any, BinaryIO
 from .._errors import explain
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Opening files safely: new ones exclusively, existing ones without blocking on pipes; fsync of directories.
+# These functions open files safely: new ones exclusively, existing ones without blocking on pipes. They fsync
+# directories.
 
 
 # Errors of a system that cannot fsync a directory, or allows nobody to. Any other means that the disk is failing.
@@ -81,7 +82,7 @@ def discard(path: Path) -> OSError | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# An flock on a directory: released when its process dies, and never left behind by an interrupt.
+# `Lock` is an flock on a directory. It is released when its process dies, and an interrupt never leaves it behind.
 
 
 PATIENCE = 300.0  # seconds that a save waits for another save or load in the same directory
@@ -149,7 +150,7 @@ class Lock:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The manifest of a checkpoint: one JSON file; replacing it is the moment at which a save takes effect.
+# The manifest of a checkpoint is one JSON file. A save takes effect at the moment when it replaces the manifest.
 #
 # A checkpoint is a directory of data files and `zerofn.json`, the manifest. Each save writes data files under new
 # names. When all are on disk, the manifest that names them replaces the old one atomically, and only then are the old
@@ -322,7 +323,7 @@ def remove_files(directory: Path, which: Callable[[str], bool]) -> list[OSError]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One file, replaced atomically by what a library writes to a path in a temporary directory.
+# `replace_file` lets a library write to a path in a temporary directory, and then replaces one file atomically.
 
 
 SUFFIX = ".tmp"

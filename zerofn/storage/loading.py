@@ -45,7 +45,7 @@ from .saving import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `load(strict=False)`: what fits is loaded, the pipeline makes the rest anew, and a report says which.
+# `load(strict=False)` loads what fits, and the pipeline makes the rest anew. A report says which is which.
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def groups_by_name(opt: Optimizer, saved: list[dict[str, Any]] | None) -> list[d
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Loads an open accumulation window on another number of ranks: unreduced gradient sums are averaged.
+# An open accumulation window can be loaded on another number of ranks: its unreduced gradient sums are averaged.
 
 
 def share_windows(
@@ -196,7 +196,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `load`: read a checkpoint into a state of the same pipeline, or what fits of another pipeline's.
+# `load` reads a checkpoint into a state of the same pipeline, or what fits of another pipeline's.
 
 
 @overload

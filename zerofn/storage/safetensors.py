@@ -33,7 +33,7 @@ from .files import replace_file
 from .saving import buffers_of, checkpoint_group, load_with_buffers, raise_on_all_ranks, state_of, wait_for_all_ranks
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `export_safetensors`: the full model in one file of the safetensors format.
+# `export_safetensors` writes the full model into one file of the safetensors format.
 
 
 @kept_out_of_graphs("it writes a file", "zf.export_safetensors(path, state), outside of what is compiled")
@@ -162,7 +162,7 @@ def _gather(e: Entry, group: Group) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `load_safetensors`: read a file of the safetensors format, each rank only the rows that it stores.
+# `load_safetensors` reads a file of the safetensors format. Each rank reads only the rows that it stores.
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")

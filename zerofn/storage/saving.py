@@ -34,7 +34,7 @@ from .files import ROW_MAJOR, absolute_path
 from .tables import dtype_name
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The ranks that save and load a state together, and checks that what they have fits together.
+# These functions find the ranks that save and load a state together, and check that their states fit together.
 
 
 MAX_COMPARED = 4096  # elements of a tensor that is compared between ranks
@@ -119,7 +119,7 @@ def check_replicas(state: State, group: Group) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Persistent buffers of a module, such as running means: in a checkpoint of `opt` and in no state.
+# Persistent buffers of a module, such as running means, are in a checkpoint of `opt` and in no state.
 
 
 OWNER = "buffers"
@@ -223,7 +223,7 @@ def _expanded(x: Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Saving`: a checkpoint that a thread writes from copies in host memory while training goes on.
+# A `Saving` is a checkpoint that a thread writes from copies in host memory while training goes on.
 
 
 class Saving:
@@ -325,7 +325,7 @@ def check_once(check: Callable[[], None]) -> Callable[[], None]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Compares the manifest of a checkpoint with a state: names, shapes, dtypes and the order of elements.
+# These functions compare the manifest of a checkpoint with a state: names, shapes, dtypes and the order of elements.
 
 
 def saved_name(e: Entry, copy: int | None) -> str:
@@ -440,7 +440,7 @@ def misfit_message(directory: Any, bad: list[tuple[str, str]]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `save`: write a state to disk, each tensor by its path, so that any number of ranks can load it.
+# `save` writes a state to disk, each tensor by its path, so that any number of ranks can load it.
 
 
 # Types besides tensors that a transform of another library may have in its state.

@@ -42,7 +42,7 @@ from ..ranks.backend import ranks_of
 from ..ranks.group import Group
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Formatting for tables: bytes, dtypes, paths that differ in numbers only, and aligned columns.
+# These functions format tables: bytes, dtypes, paths that differ in numbers only, and aligned columns.
 
 
 def format_bytes(size: float) -> str:
@@ -102,7 +102,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The stations of a chain as a table, with the ZeRO stage, bytes of gradients and bytes sent for a step.
+# `StationsTable` shows the stations of a chain with the ZeRO stage, bytes of gradients, and bytes sent in a step.
 
 
 MAX_KINDS = 6  # of leaves of one station that have a line each
@@ -280,7 +280,7 @@ def _kinds(rows: list[StationRow]) -> Iterator[tuple[str, ...]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `describe`: what a state holds and what that costs, as a table.
+# `describe` shows in a table what a state holds and what that costs.
 
 
 MAX_LINES = 12  # of one slot; a tree may have 500 leaves with unlike names
@@ -457,7 +457,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `plan`: tables of a state, of gradients and of bytes sent, before anything is allocated.
+# `plan` makes tables of a state, of gradients and of bytes sent, before anything is allocated.
 
 
 @kept_out_of_graphs("it makes a table and no numbers", "zf.plan(tx, params), outside of what is compiled")

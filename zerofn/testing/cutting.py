@@ -31,7 +31,7 @@ from ..transforms.wires import Sharding
 from .trees import random_like
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What every law of `check_transform` is given: a transform, the pipeline it is checked in, and parameters.
+# Every law of `check_transform` gets a `Case`: a transform, the pipeline in which it is checked, and parameters.
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,10 @@ def completed(tx: Transform) -> Transform:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A pipeline over pieces of leaves in one process: what each rank of a cut would compute, without ranks.
+# These functions run a pipeline over shards of leaves in one process: what each rank would compute, without ranks.
 #
-# Numbers of the whole tree (a norm, an overflow) are recorded in the run over whole leaves and returned in the runs
-# over pieces, in place of a reduction over ranks. So no sum is made in another order.
+# Numbers of the whole tree (a norm, an overflow) are recorded in the run over full leaves, and returned in the runs
+# over shards in place of a reduction over ranks. So no sum is made in another order.
 
 
 # By path: the flat range of a leaf that a rank holds.

@@ -50,7 +50,7 @@ from .cutting import (
 from .trees import assert_trees_close, assert_trees_equal, difference, random_like, sample_params
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether a transform does what its `Facts` say: each fact is compared with what the update half gives.
+# `check_facts` compares each of a transform's `Facts` with what its update half returns.
 
 
 # How far parameters are moved to tell new parameters, which move along, from gradients, which do not.
@@ -212,7 +212,7 @@ def _same(a: Tree, b: Tree) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Whether gradients behind each transform have the dtype and the placement that the chain's stations say.
+# `check_places` and `check_dtypes` compare gradients behind each transform with the `Spec` of the chain's survey.
 
 
 RIGHT = "a `through` that says what its transform does: spec.to(dtype), spec.placed(Shard(0))"
@@ -284,7 +284,7 @@ def _wrong_dtypes(says: Mapping[str, Spec], out: Leaves) -> dict[str, str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Laws of view halves: law 4, law 11 for views, and that a view without a wire talks to no other rank.
+# `check_views` checks the laws of view halves: law 4, law 11 for views, and that a view without a wire sends nothing.
 
 
 # Units in the last place between a view after its store and the identity, and of an inner product that has n terms.
@@ -453,7 +453,7 @@ def _piece(x: Tensor, leaf: Leaf, spans: Mapping[str, tuple[int, int]], needs: s
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The laws that every transform obeys, as one check.
+# `check_transform` checks all laws that every transform obeys.
 
 
 def check_transform(tx: Any, params: Tree = None) -> None:
