@@ -737,6 +737,8 @@ def from_deepspeed(
     config: Mapping[str, Any] | str | os.PathLike[str],
     values: Any = None,
     optimizer: Callable[..., Transform] | None = None,
+    *,
+    auto: Any = None,
 ) -> Transform:
     """The pipeline that a DeepSpeed configuration describes; `print` shows what one would write by hand.
 
@@ -766,9 +768,13 @@ def from_deepspeed(
         optimizer: where the configuration has no such block: a function that makes the optimizer, such as `zf.adamw`
             or `functools.partial(zf.lion, weight_decay=0.1)`. It is called with `lr`, the schedule of the `scheduler`
             block, or without arguments if there is none; `offload_optimizer` is put around what it returns.
+        auto: the former name of `values`. It does the same.
+
+    Warns:
+        DeprecationWarning: `auto` is given.
 
     Raises:
-        TypeError: `config`, `values` or `optimizer` of another kind.
+        TypeError: `config`, `values` or `optimizer` of another kind; both `values` and `auto`.
         ValueError: unknown or unsupported keys, each with its path and what to use instead; batch sizes
             that contradict each other; an "auto" without a value, or a value where there is no "auto".
 
@@ -786,6 +792,8 @@ def from_deepspeed(
         why = "the schedule of the configuration is its lr, so it is made by a function"
         right = "from_deepspeed(config, optimizer=zf.adamw), or functools.partial(zf.adamw, weight_decay=0.1)"
         raise TypeError(explain(f"from_deepspeed(config, optimizer={optimizer!r})", why, right))
+    if auto is not None:
+        values = _former_values(auto, values)
     reader = ConfigReader(config, values)
     every = _batches(reader)
     stage = reader.take("zero_optimization.stage", 0, one_of(0, 1, 2, 3))
@@ -806,6 +814,18 @@ def from_deepspeed(
     }
     clip = clip_by_global_norm(clipping) if clipping else None
     return chain(*(t for t in (*orders[stage], clip, built) if t is not None))
+
+
+def _former_values(auto: Any, values: Any) -> Any:
+    """The values that were given under their former name."""
+    right = "from_deepspeed(config, values=...)"
+    if values is not None:
+        wrong, why = "from_deepspeed(config, values=..., auto=...)", "auto is the former name of values"
+        raise TypeError(explain(wrong, why, f"{right}, with all of them"))
+    why = "auto is called values now; the former name still does the same, and will go in a later release"
+    message = explain("from_deepspeed(config, auto=...)", why, right)
+    warnings.warn(message, DeprecationWarning, stacklevel=users_line())
+    return auto
 
 
 def _batches(reader: ConfigReader) -> int:
