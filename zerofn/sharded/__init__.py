@@ -1,1 +1,1 @@
-"""Parameters that come and go, gradients that leave."""
+"""Sharded parameters: all-gathered on use, with gradients reduced in buckets during backward."""

@@ -1,4 +1,4 @@
-"""What a block's forward wrote into its parameters, kept in the shards."""
+"""Stores in the shards what a block's forward writes into its full parameters."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def place(x: Tensor) -> Region:
-    """Where a tensor's memory is: `x.data = y` changes it."""
+    """The address, shape and strides of a tensor; `x.data = y` changes them."""
     return x.data_ptr(), x.shape, x.stride()
 
 
 def places(xs: Sequence[Tensor]) -> list[Region]:
-    """`place` of each, without a call in Python for each: every call of the model asks of every leaf."""
+    """`place` of each tensor, in one comprehension: every call of the model asks it for every leaf."""
     return list(zip(map(Tensor.data_ptr, xs), map(_SHAPE, xs), map(Tensor.stride, xs), strict=True))
 
 
@@ -52,8 +52,8 @@ class WriteBack:
     Args:
         params: this rank's shards by path.
         span: this rank's flat range of a leaf.
-        exact: whether a full parameter has the stored numbers, in whatever dtype. Where a view half has made other
-            numbers of them, a write is found and cannot be stored.
+        exact: whether a full parameter has the stored numbers, in whatever dtype. If a view half has changed the
+            numbers, a write is found and cannot be stored.
 
     Attributes:
         lost: by path, why a write could not be stored.
@@ -75,26 +75,26 @@ class WriteBack:
         return full.reshape(-1)[low:high]
 
     def note(self, leaf: Leaf, full: Tensor) -> None:
-        """A leaf was written into, in rows of this rank or of others."""
+        """Record that a leaf was written into, in rows of this rank or of others."""
         if not self.exact:
             self.lost[leaf.path] = "seen through a view half of the pipeline, which has no way back from here"
         else:
             self.sums[leaf.path] = checksum(full)
 
     def fits(self, leaf: Leaf, other: Tensor, full: Tensor) -> bool:
-        """Whether a tensor that forward has put in a leaf's place by `w.data = x` may be stored."""
+        """Whether `x` may be stored, after forward has replaced a leaf's tensor by `w.data = x`."""
         fits = (other.numel(), other.dtype, other.device) == (full.numel(), full.dtype, full.device)
         if not fits:
             self.lost[leaf.path] = f"its .data was exchanged for {tuple(other.shape)} {other.dtype} on {other.device}"
         return fits
 
     def store(self, leaf: Leaf, full: Tensor, rows: Tensor | None) -> bool:
-        """Store this rank's rows of a full parameter if they have changed; whether they were stored.
+        """Store this rank's rows of a full parameter if they have changed. Return whether they were stored.
 
         Args:
             leaf: the leaf.
             full: its full parameter.
-            rows: this rank's rows as they were; by default as the shard has them.
+            rows: this rank's rows from before the write; by default those of the shard.
         """
         mine, stored = self.rows(leaf, full), self.params[leaf.path]
         if rows is None:
@@ -108,7 +108,7 @@ class WriteBack:
         return True
 
     def marks(self) -> dict[str, int]:
-        """A number that must be equal on all ranks at a step, under a name for the message."""
+        """A number that must be equal on all ranks at a step, by the name that the error message uses."""
         paths = ", ".join(sorted(self.sums))
         total = sum(self.sums.values()) & MASK
         return {f"{WRITTEN} {paths}; Average what it is computed from." if paths else WRITTEN: total}
@@ -135,7 +135,9 @@ class WriteBack:
 
 
 def carried(mine: Tensor, before: Tensor, stored: Tensor) -> Tensor:
-    """What to store of `mine`, which was `before`. Where dtypes differ, what was not written stays as stored.
+    """The rows to store after a write has changed `before` into `mine`.
+
+    Where dtypes differ, elements that were not written keep their `stored` numbers.
 
     >>> stored = torch.tensor([0.1, 0.2])
     >>> before = stored.bfloat16()
@@ -186,9 +188,9 @@ class FreedCopy:
 
     Attributes:
         place: the leaf's unit and place in it.
-        ref: its memory; `None` where forward put a tensor of its own there, which is kept to the end of the call.
+        ref: its memory; `None` if forward has put another tensor there, which is kept to the end of the call.
         full: a flat tensor on that memory.
-        rows: this rank's rows of it, as they were when they were last looked at.
+        rows: this rank's rows of it at the last look.
         views: tensors on it that forward was given, and where their memory was then.
     """
 
@@ -199,7 +201,7 @@ class FreedCopy:
     views: list[tuple[Tensor, Region]]
 
     def is_used(self) -> bool:
-        """Whether anybody else has the memory. Drops all references from here to find out."""
+        """Whether user code still has the memory. To find out, this drops all references of its own."""
         if self.ref is None:
             return True
         refs = [(weakref.ref(view), was) for view, was in self.views]
@@ -223,7 +225,7 @@ class FreedCopies:
         self.copies: list[FreedCopy] = []
 
     def hold(self, i: int, escaped: list[Escaped], memories: list[tuple[StorageRef, torch.dtype]]) -> None:
-        """Remember what user code still has of a unit that was freed, for `look_again`."""
+        """Remember which tensors of a freed unit user code still has, for `look_again`."""
         for j, (leaf, (views, own), (ref, dtype)) in enumerate(zip(self.units[i], escaped, memories, strict=True)):
             full = flat_memory(ref, dtype) if own is None else own
             if full is not None:
@@ -231,7 +233,7 @@ class FreedCopies:
                 self.copies.append(FreedCopy((i, j), ref if own is None else None, full, rows, alive(views)))
 
     def look_again(self) -> list[tuple[int, int]]:
-        """Store what was written since the last look; the leaves that changed, by unit and place in it."""
+        """Store what was written since the last look. Return the changed leaves, by unit and place in it."""
         changed: list[tuple[int, int]] = []
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
             for copy in self.copies:
@@ -253,7 +255,7 @@ def alive(refs: list[tuple[weakref.ref[Tensor], Region]]) -> list[tuple[Tensor, 
 
 
 def flat_memory(ref: StorageRef, dtype: torch.dtype) -> Tensor | None:
-    """All of a storage as a flat tensor; `None` if nobody has it."""
+    """The whole storage as a flat tensor; `None` if it was freed."""
     storage = ref()
     if storage is None or not storage.nbytes():
         return None
@@ -274,10 +276,10 @@ class GivenViews:
     """The tensors on one unit's full parameters that forward was given, by leaf.
 
     Attributes:
-        views: of each time that forward was given them.
-        places: where their memory was when they were given; `view.data = x` changes it.
+        views: the tensors, one tuple for each time that forward was given them.
+        places: `place` of each at that time; `view.data = x` changes it.
         nodes: the autograd nodes that made them.
-        own: by place of a leaf, the tensor that forward put there by `w.data = x`.
+        own: by index of a leaf in the unit, the tensor that forward has put there by `w.data = x`.
     """
 
     def __init__(self) -> None:
@@ -287,7 +289,7 @@ class GivenViews:
         self.own: dict[int, Tensor] = {}
 
     def add(self, views: tuple[Tensor, ...]) -> None:
-        """Forward is given one more tensor of each leaf."""
+        """Record one more tensor of each leaf that forward is given."""
         self.views.append(views)
         self.places.append(places(views))
         # All were made by one node, if any was.
@@ -297,7 +299,7 @@ class GivenViews:
                 break
 
     def version(self, j: int) -> int:
-        """How often one leaf was written into by way of them, as far as autograd counts it."""
+        """How often these tensors of one leaf were written into, as far as autograd counts it."""
         return sum(version(views[j]) for views in self.views if not views[j].is_inference())
 
     def versions(self) -> list[int]:
@@ -326,7 +328,7 @@ class GivenViews:
         return j in self.own
 
     def replaced(self) -> dict[int, Tensor]:
-        """The tensors that forward has put in leaves' places since this was called last."""
+        """The tensors that forward has put in leaves' places since the last call of this."""
         found: dict[int, Tensor] = {}
         for n, views in enumerate(self.views):
             now = places(views)
@@ -358,27 +360,27 @@ class ForwardWrites:
         self.counts = [[0] * len(unit) for unit in units]
 
     def begin(self, i: int, fulls: list[Tensor]) -> None:
-        """A unit was gathered."""
+        """Start watching a unit that was gathered."""
         if not self.write_back.exact:
             self.began[i] = [
                 self.write_back.rows(leaf, x).clone() for leaf, x in zip(self.units[i], fulls, strict=True)
             ]
 
     def give(self, i: int, views: tuple[Tensor, ...]) -> None:
-        """Forward is given these tensors of a unit's full parameters."""
+        """Record that forward is given these tensors of a unit's full parameters."""
         self.given.setdefault(i, GivenViews()).add(views)
 
     def is_replaced(self, i: int, j: int) -> bool:
-        """Whether forward has put another tensor in a leaf's place, which no gather would give."""
+        """Whether forward has put another tensor in a leaf's place; a new gather would not return it."""
         given = self.given.get(i)
         return given is not None and given.is_replaced(j)
 
     def version(self, i: int, j: int) -> int:
-        """How often a leaf was written into: what autograd compares between forward and backward."""
+        """How often a leaf was written into: the version that autograd compares between forward and backward."""
         return self.counts[i][j] + (self.given[i].version(j) if i in self.given else 0)
 
     def settle(self, i: int, fulls: list[Tensor]) -> bool:
-        """Store what forward has written into a unit's full parameters so far; whether there was something.
+        """Store what forward has written into a unit's full parameters so far. Return whether it has written.
 
         A tensor that forward has put in a leaf's place takes that place in `fulls`.
         """
@@ -398,7 +400,7 @@ class ForwardWrites:
         return changed
 
     def leave(self, i: int) -> list[Escaped] | None:
-        """A unit is about to be freed: what forward was given of each leaf, if anything was."""
+        """The tensors that forward was given of each leaf of a unit that is about to be freed; `None` if none."""
         given = self._take(i)
         if given is None:
             return None
@@ -408,13 +410,13 @@ class ForwardWrites:
         return [(list(zip(*of_leaf, strict=True)), given.own.get(j)) for j, of_leaf in enumerate(both)]
 
     def forget(self) -> None:
-        """Writes from now on into what forward was given are not looked for."""
+        """Stop watching the tensors that forward was given."""
         for i in list(self.given):
             self._take(i)
         self.freed.copies.clear()
 
     def _take(self, i: int) -> GivenViews | None:
-        """What forward was given of a unit, which is counted and forgotten here."""
+        """Take the tensors of a unit that forward was given, and add up how often they were written."""
         given = self.given.pop(i, None)
         if given is not None:
             self.counts[i] = list(map(add, self.counts[i], given.versions()))

@@ -63,8 +63,8 @@ class GatheredUnits:
 
     Attributes:
         live: full parameters by unit, the last used one at the end.
-        coming: by unit whose all-gather was prefetched, what waits for it and gives full parameters.
-        seen: by unit, the tensors that the model was given of it in the call under way.
+        coming: by unit whose all-gather was prefetched, a function that waits and returns full parameters.
+        seen: by unit, the tensors that the model was given in the current call.
         updates: how often all parameters were updated.
     """
 
@@ -86,7 +86,7 @@ class GatheredUnits:
         return i in self.live or i in self.coming
 
     def origin(self, t: Tensor) -> tuple[int, int] | None:
-        """Of which full parameter a tensor is a view, by unit and place in it; `None` if of none."""
+        """The full parameter that a tensor is a view of, by unit and place in it; `None` if it is a view of none."""
         entry = self.known.get(memory(t))
         # A new storage may have the number of one that was freed.
         return None if entry is None or entry[0]() is None else entry[1:]
@@ -118,7 +118,7 @@ class GatheredUnits:
             self.forward_writes.begin(i, fulls)
 
     def drop(self, keep: int = 0) -> None:
-        """Free the units that were used longest ago until `keep` are left, with those that are coming."""
+        """Free the least recently used units until `keep` are left, counting those that are being prefetched."""
         self.look_again()
         while len(self.live) > max(0, keep - len(self.coming)):
             self.free_unit(next(iter(self.live)))
@@ -126,12 +126,12 @@ class GatheredUnits:
             self.finish_prefetched()
 
     def finish_prefetched(self) -> None:
-        """Wait for the all-gathers that were prefetched, and drop what they give."""
+        """Wait for prefetched all-gathers, and drop their results."""
         for i in list(self.coming):
             self.coming.pop(i)()
 
     def free_unit(self, i: int, settled: bool = False) -> None:
-        """Free a unit's full parameters; unless `settled`, what forward has written into them is stored before."""
+        """Free a unit's full parameters. Unless `settled`, store first what forward has written into them."""
         if i in self.coming:
             self.coming.pop(i)()
         if i not in self.live:
@@ -154,7 +154,7 @@ class GatheredUnits:
             self.counts[i] = writes(self.parts[i])
 
     def settle_all(self) -> None:
-        """Store what forward has written at the end of a call or a backward; writes after it are not looked for."""
+        """At the end of a call or a backward: store what forward has written. Later writes are not found."""
         if not (self.forward_writes.given or self.forward_writes.freed.copies):
             return
         for i in list(self.forward_writes.given):
@@ -166,7 +166,7 @@ class GatheredUnits:
         self.forward_writes.forget()
 
     def look_again(self) -> None:
-        """Store what forward has written into copies that were freed here and that it still has."""
+        """Store what forward has written into copies that it still has after they were freed here."""
         if not self.forward_writes.freed.copies:
             return
         for i in list(self.live):
@@ -179,7 +179,7 @@ class GatheredUnits:
             self.free_unit(i, settled=True)
 
     def renew(self) -> None:
-        """All parameters were updated: what was gathered before is out of date."""
+        """Mark all gathered parameters as out of date, after an update."""
         self.forward_writes.forget()
         self.live.clear()
         self.seen.clear()
@@ -200,10 +200,10 @@ class GatheredUnits:
 
 @contextmanager
 def updating(gathered: GatheredUnits, places: Collection[tuple[int, int]]) -> Iterator[None]:
-    """Inside, one leaf is updated alone, in backward; what is gathered of it, at these places, is of before.
+    """Inside, one leaf is updated alone, in backward. Its gathered copies, at these places, become out of date.
 
-    What forward has written into such a copy is stored first: once its shard is another it cannot be told from the
-    update. What is written into it later is not stored, since it would undo the update.
+    Writes of forward into such a copy are stored first: once the shard has changed, a write cannot be told from the
+    update. Later writes into the copy are not stored, since they would undo the update.
     """
     for i, _ in places:
         gathered.look_again()
@@ -241,16 +241,16 @@ class UnitRounds:
         control: a group on which ranks tell each other what they want.
         collectives: of each unit.
         gathered: which units have full parameters here.
-        accept: takes the gradient of a shard that came by a reduce-scatter which only other ranks wanted.
+        accept: takes a shard's gradient from a reduce-scatter that only other ranks wanted.
         prefetch: whether the unit that is expected next is gathered before it is used.
 
     Attributes:
-        partial: paths of leaves whose gradient of this step may still grow by other ranks' parts.
+        partial: paths of leaves to whose gradient of this step other ranks may still add.
         kept: how many reduce-scatters there were since gradients were last cleared. Where ranks have different
-            numbers one has cleared its part of a sum of which the others have theirs.
+            numbers, one rank has cleared its shard of a sum and the others have not.
         unfinished: backwards since the last step that have not ended, by autograd's number.
-        lock: held by the thread that sends, or that changes what is gathered: with several, collectives come in the
-            order in which threads ask, which the exchange in front of each brings together over ranks.
+        lock: held by the thread that sends, or that changes which units are gathered. With several threads,
+            collectives come in the order in which threads ask, and the exchange before each makes ranks agree on it.
     """
 
     def __init__(
@@ -283,10 +283,10 @@ class UnitRounds:
         Args:
             kind: of collective.
             i: the unit.
-            tensors: for each leaf, of `GRADIENTS` the full gradient, of `TANGENTS` what is gathered.
+            tensors: for each leaf, for `GRADIENTS` the full gradient, for `TANGENTS` the tensor to gather.
 
         Returns:
-            For each leaf the full tensor; of `GRADIENTS` the true gradient of this rank's shard, averaged over ranks
+            For each leaf the full tensor; for `GRADIENTS` the true gradient of this rank's shard, averaged over ranks
             and unscaled, `None` where no rank has one.
         """
         begin = partial(self.collectives.begin_scatter if kind == GRADIENTS else self._gather, i, tensors)
@@ -304,24 +304,24 @@ class UnitRounds:
             return found
 
     def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
-        """Nothing follows here: take part in what others want until every rank rests; see `Rounds.rest`."""
+        """This rank has nothing more to send: join others' collectives until every rank waits here (`Rounds.rest`)."""
         with self.lock:
             self.followers.pop(self.last_two, None)
             self.last_two = (START, START)
             return self.protocol.rest(place, told)
 
     def meet(self, what: str) -> str:
-        """Wait until all ranks have come to the same; see `Rounds.meet`."""
+        """Wait until all ranks have come to the same line; see `Rounds.meet`."""
         number = zlib.crc32(what.encode())
         # Ranks in different backwards have not: their gradients differ.
         with self.lock:
             return self.protocol.meet(lambda: number * COUNTED + self.kept % COUNTED)
 
     def _expected(self, most: int) -> list[Asked]:
-        """The all-gathers of parameters that followed here the last time, at most so many of them.
+        """The all-gathers of parameters that followed this point the last time, at most `most` of them.
 
-        No reduce-scatters, each of which is agreed on by itself: ranks must know whether others have a part of that
-        gradient too, and a rank that joins with zeros and brings its own part later would change the order of the sum.
+        Reduce-scatters are left out. Each is agreed on by itself: ranks must know whether others contribute to that
+        gradient too. A rank that joins with zeros and contributes later would change the order of the sum.
         """
         found: list[Asked] = []
         two = self.last_two
@@ -331,7 +331,7 @@ class UnitRounds:
         return found
 
     def _begin_next(self, now: Asked, then: Asked) -> bool:
-        """Begin the all-gather `then` while the collective `now` is under way; whether it was begun."""
+        """Begin the all-gather `then` while the collective `now` is running. Return whether it was begun."""
         kind, i = then
         # Not while the unit's gradients are on their way: with `in_backward` they update it before it is gathered.
         if kind != PARAMETERS or i == now[1] or i in self.gathered:
@@ -345,7 +345,7 @@ class UnitRounds:
         return True
 
     def _join(self, kind: int, i: int) -> Callable[[], object]:
-        """Begin a collective that only other ranks want; returns what waits for it."""
+        """Begin a collective that only other ranks want. Return a function that waits for it."""
         nothing: tuple = (None,) * len(self.units[i])
         with outside_inference_mode(), torch.no_grad():
             if kind == GRADIENTS:
@@ -355,7 +355,7 @@ class UnitRounds:
             return self._gather(i, nothing if kind == TANGENTS else ())
 
     def _accept(self, i: int, end: Callable[[], list[Tensor | None]]) -> None:
-        """Wait for gradients of a unit that only other ranks wanted, and keep this rank's shards of them."""
+        """Wait for a reduce-scatter that only other ranks wanted, and keep this rank's shards of the gradients."""
         with outside_inference_mode(), torch.no_grad():
             self.kept += 1
             self.late += [(leaf, g) for leaf, g in zip(self.units[i], end(), strict=True) if g is not None]
@@ -363,7 +363,7 @@ class UnitRounds:
                 self.accept_late()
 
     def accept_late(self) -> None:
-        """Take the gradients that have waited for the ends of backwards."""
+        """Take the gradients that waited until no other backward was running here."""
         with self.lock:
             late, self.late = self.late, []
             for leaf, g in late:
@@ -382,10 +382,10 @@ class UnitRounds:
 
 
 def outside_inference_mode() -> AbstractContextManager[Any]:
-    """Leaves `torch.inference_mode`, for tensors that outlive the call: training can use none that were made in it.
+    """Leaves `torch.inference_mode`, for tensors that outlive the call: training cannot use inference tensors.
 
-    A unit that an evaluation has gathered may be the one that training uses next, and gradients come to a rank that
-    waits between two calls, in whatever mode.
+    Training may next use a unit that an evaluation has gathered, and a rank that waits between two calls gets
+    gradients in whatever mode it is.
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
@@ -399,7 +399,7 @@ KEPT = "how much of their gradients has come since they were last cleared"
 
 
 class Rests:
-    """Where one attached model rests: takes part in other ranks' collectives until every rank rests.
+    """Joins other ranks' collectives for one attached model, until every rank has nothing more to send.
 
     Args:
         rounds: its collectives.
@@ -411,14 +411,14 @@ class Rests:
         self.rounds, self.gathered, self.write_back = rounds, gathered, write_back
 
     def after_call(self) -> None:
-        """Rest after a call of the model: other ranks may still be in theirs."""
+        """Join after a call of the model: other ranks may still be in theirs."""
         if not in_backward():
             self.rounds.rest()
             self.write_back.check()
 
     @uncompiled
     def after_backward(self, *_: object) -> None:
-        """Rest at the end of the backward that is under way, if one is: other ranks' may be longer."""
+        """Join at the end of the running backward, if there is one: other ranks' backwards may take longer."""
         task = graph_task()
         if task == NO_BACKWARD or task in self.rounds.unfinished:
             return
@@ -438,15 +438,15 @@ class Rests:
         at_end_of_backward(rest)
 
     def marks(self) -> dict[str, int]:
-        """What must be equal on all ranks at a step, by name.
+        """The numbers that must be equal on all ranks at a step, by name.
 
-        A rank that cleared gradients in the middle of the others' micro-step has dropped its parts of sums of which
-        they have theirs.
+        They find a rank that has cleared gradients in the middle of the others' micro-step: it has dropped its shards
+        of sums that the others still have.
         """
         return {KEPT: self.rounds.kept, **self.write_back.marks()}
 
     def at_step(self, told: Callable[[], Sequence[int]]) -> list[list[int]]:
-        """Rest until all ranks are at a step; the numbers that each rank tells."""
+        """Join until all ranks are at a step. Return the numbers that each rank sends."""
         # What forward has written into a copy is looked for when the copy is freed.
         self.gathered.drop()
         self.rounds.unfinished.clear()
@@ -457,9 +457,9 @@ class Rests:
         return rows
 
     def after_failed_backward(self) -> None:
-        """Rest for a backward that raised on this rank: the others may still be in theirs.
+        """Join for a backward that raised on this rank: the others may still be in theirs.
 
-        One that ended has rested; a second rest would wait for ranks that never come to it.
+        A backward that ended has joined already; a second join would wait for ranks that never come to it.
         """
         if self.rounds.unfinished:
             self.rounds.unfinished.clear()
@@ -485,12 +485,12 @@ class Units:
         pipe: a pipeline with a `shard`.
         params: this rank's shards by path.
         control: a group on which ranks tell each other what they want.
-        scale: the loss scale in force.
-        accept: takes the gradient of a shard that came by a reduce-scatter which only other ranks wanted.
+        scale: the current loss scale.
+        accept: takes a shard's gradient from a reduce-scatter that only other ranks wanted.
         prefetch: whether the unit that is expected next is gathered before it is used.
 
     Attributes:
-        suspended: the model's parameters are full ones for a while, and are seen as they are.
+        suspended: inside `opt.gathered()`: the model's parameters are full ones and are used as they are.
         left: the model is detached.
     """
 
@@ -517,7 +517,7 @@ class Units:
         self.suspended = self.left = False
 
     def look(self, path: str, keep: bool) -> Tensor:
-        """A full parameter, differentiable; with `keep` the same tensor until its unit is freed."""
+        """A full parameter, differentiable; with `keep`, each call returns the same tensor until its unit is freed."""
         i, j = self.plans.place[path]
         if self.suspended:
             with torch.DisableTorchFunctionSubclass():
@@ -546,7 +546,7 @@ class Units:
         return GatherUnit.apply(self, self.plans.alone[path], PARAMETERS, self.params[path])[0]
 
     def parameters(self, i: int) -> list[Tensor]:
-        """The unit's full parameters in the compute dtype: those that are here, or gathered now."""
+        """The unit's full parameters in the compute dtype, gathered now if they are not here."""
         with self.rounds.lock:
             found = self.gathered.get(i)
             if found is None:
@@ -557,7 +557,7 @@ class Units:
             return found
 
     def parameter(self, i: int, j: int, age: int) -> Tensor:
-        """One full parameter, for a graph that was made when it had changed `age` times.
+        """One full parameter, for a graph that was recorded when the parameter had changed `age` times.
 
         Raises:
             RuntimeError: it has changed since. Autograd has no version to compare here.
@@ -584,7 +584,7 @@ class Units:
         return [Lazy(self, (i, j), meta) for j, meta in enumerate(metas)]
 
     def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
-        """Full tensors of something else that is cut as the unit's parameters are."""
+        """Full tensors, gathered from shards that are laid out like the unit's parameters."""
         with self._sending():
             return self.rounds.perform(TANGENTS, i, shards)
 
@@ -613,7 +613,7 @@ class Units:
             yield
 
     def end_of_call(self) -> None:
-        """A call of the model has ended: the tensors it was given belong to its graph alone."""
+        """Forget the tensors that a call of the model was given: from its end on they belong to its graph alone."""
         with self.rounds.lock:
             self.gathered.settle_all()
             self.gathered.seen.clear()
@@ -629,7 +629,7 @@ BATCHED = explain(
 
 
 class GatherUnit(Function):
-    """Shards to full parameters, as the model sees them; its derivative is `ScatterUnit`."""
+    """Gathers shards to full parameters, as the model sees them; its derivative is `ScatterUnit`."""
 
     @staticmethod
     def forward(units: Units, i: int, kind: int, *shards: Tensor | None) -> tuple[Tensor, ...]:
@@ -669,7 +669,7 @@ class GatherUnit(Function):
 
 
 class ScatterUnit(Function):
-    """Cotangents of full parameters to true gradients of shards; its derivative is `GatherUnit`."""
+    """Reduces cotangents of full parameters to true gradients of shards; its derivative is `GatherUnit`."""
 
     @staticmethod
     def forward(units: Units, i: int, *gs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -688,7 +688,7 @@ class ScatterUnit(Function):
 
 
 def check_alone(unit: list[Leaf], gs: tuple[Tensor | None, ...]) -> None:
-    """Refuse cotangents that no collective takes: batches of `vmap`, and sparse ones."""
+    """Refuse cotangents that no collective can send: batches of `vmap`, and sparse tensors."""
     if all_plain(gs):
         return
     there = {leaf.path: g for leaf, g in zip(unit, gs, strict=True) if g is not None}
@@ -733,7 +733,7 @@ class Note(NamedTuple):
 
 
 def note_of(source: Units, t: Tensor) -> Note | None:
-    """The note for a saved tensor; `None` for what is no full parameter."""
+    """The note for a saved tensor; `None` if it is not a full parameter."""
     local = _local(t)
     found = source.gathered.origin(local)
     if found is None or source.forward_writes.is_replaced(*found):
@@ -743,7 +743,7 @@ def note_of(source: Units, t: Tensor) -> Note | None:
 
 
 def _local(t: Tensor) -> Tensor:
-    """What this rank has of a saved tensor."""
+    """The local tensor of a saved DTensor; any other tensor as it is."""
     return t if type(t) is Tensor or not is_distributed(t) else local_of(t)
 
 
@@ -757,7 +757,7 @@ def _unpack(note: Note) -> Tensor:
 
 @uncompiled
 def _pack_inside(source: Units, pack: Callable[[Tensor], Any], t: Tensor) -> Any:
-    """A saved-tensor hook inside of the user's `pack`, which is given what is no full parameter."""
+    """A saved-tensor hook inside of the user's `pack`, which gets all tensors that are not full parameters."""
     note = note_of(source, t)
     return pack(t) if note is None else note
 
@@ -777,13 +777,13 @@ def noting(source: Units) -> AbstractContextManager:
 
 
 class _Call(NamedTuple):
-    """The call of a block that is under way.
+    """A running call of a block.
 
     Attributes:
         module: the block.
         start: the number of the first autograd node that may be made in it.
-        inner: of calls inside of it that have ended, in order: the number of their first node, that behind their last
-            one, and the older nodes that their graph leads to.
+        inner: for each ended call inside of it, in order: the number of its first node, the number behind its last
+            one, and the older nodes that its graph leads to.
     """
 
     module: Any
@@ -792,7 +792,7 @@ class _Call(NamedTuple):
 
 
 class Walks:
-    """The calls of blocks that are under way in one thread. The graph of each is walked when it ends.
+    """The running calls of blocks in one thread. The graph of each is walked when the call ends.
 
     Args:
         source: gathers parameters.
@@ -803,12 +803,12 @@ class Walks:
         self.open: list[_Call] = []
 
     def begin(self, module: Any) -> None:
-        """A call begins."""
+        """Record that a call begins."""
         # Where there are hooks, `noting` has made the notes already.
         self.open.append(_Call(module, next_sequence_nr() if saved_tensors_hooks() is None else NEVER, []))
 
     def end(self, module: Any, outputs: Iterable[Tensor]) -> None:
-        """A call has ended; calls inside of it that are still open were ended by an exception."""
+        """Walk the graph of a call that has ended. An exception has ended calls inside of it that are still open."""
         while self.open:
             call = self.open.pop()
             if call.module is module:
@@ -822,7 +822,7 @@ class Walks:
             self.open[-1].inner.append((call.start, next_sequence_nr(), older))
 
     def _walk(self, call: _Call, nodes: list[Any]) -> list[Any]:
-        """Make notes at all nodes of a call, from those of its outputs on; the older nodes that they lead to."""
+        """Make notes at all nodes of a call, beginning at its outputs. Return the older nodes that they lead to."""
         starts = list(map(_FIRST, call.inner))
         older: list[Any] = []
         # Nodes are kept: the id of one that is gone may be given to another.

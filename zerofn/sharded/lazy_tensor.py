@@ -20,7 +20,7 @@ from ..core.tree import Tree, tree_map
 
 
 class Source(Protocol):
-    """What gathers: `gather_on_use.Units`, which imports this file."""
+    """Gathers the parameter. `gather_on_use.Units` implements it; it imports this file."""
 
     units: list[list[Leaf]]
     params: Leaves
@@ -101,7 +101,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _shape_only(lazy: Lazy) -> Tensor:
-    """A meta tensor of the same sizes and strides, to find those of a view of it."""
+    """A meta tensor of the same sizes and strides; a view of it gives the sizes and strides of the real view."""
     i, j = lazy.place
     flat = torch.empty(lazy.blocks.units[i][j].numel, dtype=lazy.dtype, device="meta")
     return flat.as_strided(lazy.size(), lazy.stride(), lazy.storage_offset())
@@ -132,5 +132,5 @@ def _flat(x: Any) -> Any:
 
 
 def settled(tree: Tree) -> Tree:
-    """A tree in which each `Lazy` is gathered, as a tensor of its own: what a function of parameters returns."""
+    """The same tree with each `Lazy` gathered into a tensor of its own, for results of a function of parameters."""
     return tree_map(lambda x: x.clone() if isinstance(x, Lazy) else x, tree)

@@ -30,7 +30,7 @@ from ..ranks.dtensor import by_rows, distributed_class, is_distributed, mesh_of_
 
 
 class Kind(enum.Enum):
-    """What a function does."""
+    """The kind of a torch function, by which a `Part` runs it."""
 
     ELEMENTS = enum.auto()  # elementwise
     LOOKS = enum.auto()  # asks about the tensor, or gives the same elements
@@ -82,7 +82,7 @@ BY_NAME = {
     Kind.JOINS: frozenset({"cat", "concat", "concatenate", "hstack"}),
     Kind.SPLITS: frozenset({"split", "split_with_sizes"}),
     Kind.INDEXES: frozenset({"__getitem__"}),
-    # With which torch.save, safetensors and NumPy read memory.
+    # torch.save, safetensors and NumPy read memory with these.
     Kind.SAVES: frozenset({"__reduce_ex__", "__array__", "data_ptr", "numpy", "storage", "untyped_storage"}),
     Kind.COMPARES: frozenset({"allclose", "equal"}),
 }
@@ -191,12 +191,12 @@ class ReadOnly(Tensor):
 
 
 def has_other_class(types: Any, ours: tuple[type, ...]) -> bool:
-    """Whether a class that is not `ours` handles the function: that of sharded parameters, or one of the user's."""
+    """Whether another class than `ours` handles the function: that of sharded parameters, or one of the user's."""
     return any(t not in ours and getattr(t.__torch_function__, "__func__", None) is not PLAIN for t in types)
 
 
 def read_only(out: Any, given: list[Any]) -> Any:
-    """The result of a function, with views of `given`, the wholes that were gathered for it, as `ReadOnly`."""
+    """The result of a function. Views of `given`, the tensors that were gathered for it, become `ReadOnly`."""
     if type(out) is Tensor and any(memory(out) == memory(x) for x in given):
         return out.as_subclass(ReadOnly)
     return type(out)(read_only(x, given) for x in out) if type(out) in (list, tuple) else out
@@ -237,16 +237,16 @@ SENT_AS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 class Gathering:
-    """Gathers parts of the leaves of one attached model.
+    """Gathers shards of the leaves of one attached model.
 
     Args:
-        wire: what its parameters are cut by.
-        meet: waits until all ranks have come to what it is given, which is the same on all; returns where the others
-            are, if one will not come.
+        wire: the wire that shards the parameters.
+        meet: waits until all ranks have come to the line that its argument names, the same on all ranks; if one will
+            not come, returns where the others are.
         left: whether the model is detached.
 
     Attributes:
-        gathers: how many there were, to tell apart what the derivatives of two of them are called.
+        gathers: how many gathers there were, so that the derivatives of two of them have different names.
     """
 
     def __init__(self, wire: Wire, meet: Callable[[str], str], left: Callable[[], bool]):
@@ -261,16 +261,16 @@ class Gathering:
         return self._meshes[kind]
 
     def gather(self, part: Tensor, pieces: Sequence[Piece], asked: str) -> Tensor:
-        """The whole, flat.
+        """The full tensor, flat.
 
         Args:
             part: this rank's elements of `pieces`, concatenated, flat.
-            pieces: of which leaves it is a part.
-            asked: what it is gathered for, the same on all ranks.
+            pieces: the ranges of leaves that the shard consists of.
+            asked: the function that needs it, the same on all ranks.
         """
         self.meet_for(f"{asked} {part.dtype}")
         self.gathers += 1
-        # What is made under `torch.inference_mode` training could not use.
+        # Training could not use a tensor that is made under `torch.inference_mode`.
         with torch.inference_mode(False), torch.no_grad():
             number = part.is_floating_point() or part.is_complex()
             sent = part if number else part.view(SENT_AS[part.element_size()])
@@ -282,7 +282,7 @@ class Gathering:
             return (fulls[0] if len(fulls) == 1 else torch.cat(fulls)).view(part.dtype).to(part.device)
 
     def mean(self, full: Tensor, pieces: Sequence[Piece], asked: str) -> Tensor:
-        """This rank's parts of the mean over ranks of a flat full tensor."""
+        """This rank's shards of the mean over ranks of a flat full tensor."""
         self.meet_for(asked)
         view = over_ranks(self.wire.on(self.wire.group, None), False)
         fulls = full.split([piece.leaf.numel for piece in pieces])
@@ -331,20 +331,20 @@ class Piece:
 
 
 def piece_of(by: Gathering, leaf: Leaf, part: Tensor) -> tuple[Piece, ...]:
-    """The piece that a shard is; none where a leaf is stored in another form than it is cut in."""
+    """The piece that a shard is; none where a leaf is stored in another form than its shard has."""
     low, high = by.wire.span(leaf)
     return (Piece(leaf, low, high, by),) if part.numel() == high - low else ()
 
 
 def gathered(part: Tensor, pieces: tuple[Piece, ...], asked: str) -> Tensor:
-    """The whole of a part, flat; differentiable."""
+    """The full tensor of a shard, flat; differentiable."""
     if part.requires_grad and torch.is_grad_enabled():
         return GatherParts.apply(part, pieces, asked)
     return pieces[0].by.gather(part.detach().reshape(-1), pieces, asked)
 
 
 def cut(full: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
-    """This rank's parts of a full tensor, flat."""
+    """This rank's shards of a full tensor, flat."""
     flat = full.reshape(-1)
     if len(pieces) == 1:
         return flat[pieces[0].low : pieces[0].high]
@@ -353,7 +353,7 @@ def cut(full: Tensor, pieces: tuple[Piece, ...]) -> Tensor:
 
 
 class GatherParts(Function):
-    """Parts to wholes; its derivative is `MeanOfWholes`."""
+    """Gathers shards to full tensors; its derivative is `MeanOfWholes`."""
 
     @staticmethod
     def forward(part: Tensor, pieces: tuple[Piece, ...], asked: str) -> Tensor:
@@ -371,7 +371,7 @@ class GatherParts(Function):
 
 
 class MeanOfWholes(Function):
-    """Cotangents of wholes to the mean over ranks, cut; its derivative is `GatherParts`."""
+    """Averages cotangents of full tensors over ranks, and shards the mean; its derivative is `GatherParts`."""
 
     @staticmethod
     def forward(g: Tensor, pieces: tuple[Piece, ...], asked: str) -> Tensor:
@@ -391,21 +391,21 @@ class MeanOfWholes(Function):
 # An `Origin` says which leaf a shard is of, and how to gather it. These functions refuse where it cannot be gathered.
 
 
-# The method that asks for the whole by name, which a hook may do.
+# The method that asks for the full tensor by name, which a hook may do.
 EXPLICIT = "full_tensor"
 
 
 class Origin(NamedTuple):
-    """What a part is a part of.
+    """Where a shard comes from, and how to gather it.
 
     Attributes:
-        how: how the user came by it, for messages.
-        path: of the parameter; empty for a part of several.
+        how: the expression by which the user got it, for messages.
+        path: of the parameter; empty for a shard of several.
         gradient: whether it is a gradient.
         pieces: this rank's pieces of leaves, concatenated; empty where they cannot be gathered.
-        shape: of the whole.
-        in_hook: whether a gradient hook is given it, or it is computed from that. At other stages than `shard` a hook
-            is given this rank's own gradient, not a part of the mean.
+        shape: of the full tensor.
+        in_hook: whether it is the argument of a gradient hook, or computed from one. At other stages than `shard` a
+            hook gets this rank's own gradient, not a shard of the mean.
         state: whether it is of the optimizer's state.
     """
 
@@ -421,13 +421,13 @@ class Origin(NamedTuple):
         return f"{self.how} of the sharded parameter {self.path}" if self.path else self.how
 
     def alike(self, other: Origin) -> bool:
-        """Whether both are cut alike on every rank, so that elementwise functions may run on the shards."""
+        """Whether both have the same ranges on every rank, so that elementwise functions may run on the shards."""
         if self.shape != other.shape or len(self.pieces) != len(other.pieces):
             return False
         return self.pieces is other.pieces or all(map(Piece.alike, self.pieces, other.pieces))
 
     def whole(self, part: Tensor, name: str) -> Tensor:
-        """The whole, gathered, for the function of that name; differentiable."""
+        """Gather the full tensor, for the function of that name; differentiable."""
         if not self.pieces or in_backward():
             refuse(name, self)
         if self.in_hook and name != EXPLICIT:
@@ -450,7 +450,7 @@ class Origin(NamedTuple):
 
     @property
     def is_chunk(self) -> bool:
-        """Whether it is this rank's chunk by rows, as torch cuts a tensor of its shape; a wire may cut otherwise."""
+        """Whether the shard is the chunk of rows that torch would give this rank; a wire may cut in another way."""
         if self.local_shape is None:
             return False
         (piece,) = self.pieces
@@ -458,13 +458,13 @@ class Origin(NamedTuple):
         return (piece.low, piece.high) == span(self.shape, group.rank, group.size)
 
     def placed(self, kind: str) -> tuple[Any, tuple[Any, ...]]:
-        """The mesh and the placements of a DTensor that is cut as this.
+        """The mesh and the placements of a DTensor with the same shards.
 
         Args:
             kind: the type of device.
 
         Raises:
-            AttributeError: ranks split rows, or it is not known here how they are cut.
+            AttributeError: ranks split rows, or the placement is not known here.
         """
         if not self.is_chunk:
             why = f"it is cut flat over ranks, as {tuple(self.shape)} has fewer rows than ranks or is not cut by rows"
@@ -473,11 +473,11 @@ class Origin(NamedTuple):
         return self.pieces[0].by.mesh(kind), by_rows()
 
     def rows(self, full: Tensor) -> Tensor:
-        """This rank's flat shard of a full tensor that broadcasts to the whole."""
+        """This rank's flat shard of a tensor that broadcasts to the full shape."""
         return cut(full.expand(self.shape), self.pieces)
 
 
-# Gives the origin of a part; `None` of what is no part.
+# Returns the origin of a shard; `None` for anything else.
 OriginOf = Callable[[Any], Origin | None]
 
 
@@ -489,7 +489,7 @@ class Stay(NamedTuple):
 
 
 def refuse(name: str, of: Origin) -> Any:
-    """Raise for a function that would gather in the middle of backward, or gather what has no `pieces`."""
+    """Raise for a function that would gather in the middle of backward, or gather a shard that has no `pieces`."""
     of_gradients = (
         'opt.metrics["grad_norm"] after opt.step(), which is that of the whole; or it after backward;\n'
         "zf.clip_by_global_norm(max_norm), or a zf.leafwise function of whole gradients, in the chain"
@@ -514,7 +514,7 @@ def refuse(name: str, of: Origin) -> Any:
 
 
 def refuse_in_hook(name: str, of: Origin) -> Any:
-    """Raise for a function that is not linear in what a gradient hook is given."""
+    """Raise for a function that is not linear in the argument of a gradient hook."""
     raise RuntimeError(
         explain(
             f"{name.strip('_')} of {of}, in a hook or of what it kept",
@@ -528,7 +528,7 @@ def refuse_in_hook(name: str, of: Origin) -> Any:
 
 
 def check_no_argument() -> None:
-    """Refuse to compute with wholes in an `autograd.Function` that is given a part whose gradient it is to give."""
+    """Refuse to gather inside an `autograd.Function` that is given a shard and has to return its gradient."""
     for x in arguments_of_functions():
         of = getattr(x, "of", None)
         # A parameter may be whole for a while.
@@ -543,7 +543,7 @@ def check_no_argument() -> None:
 
 
 def refuse_saving(of: Origin) -> Any:
-    """Raise for a function that gives out a part's memory: `torch.save`, NumPy."""
+    """Raise for a function that exposes the shard's memory: `torch.save`, NumPy."""
     raise RuntimeError(
         explain(
             f"saving {of}",
@@ -556,7 +556,7 @@ def refuse_saving(of: Origin) -> Any:
 
 
 def check_sizes(name: str, of: Origin, part: Tensor, x: Tensor) -> None:
-    """Refuse a plain tensor beside a part that has the shard's shape and does not broadcast to the whole's."""
+    """Refuse a plain operand that has the shard's shape and does not broadcast to the full shape."""
     if x.shape in (part.shape, of.local_shape) and not _fits(x.shape, of.shape):
         raise RuntimeError(
             explain(
@@ -585,10 +585,10 @@ FOREACH = "_foreach_"
 
 
 class Wholes:
-    """Gathers the parts among a function's arguments, each once.
+    """Gathers the shards among a function's arguments, each once.
 
     Args:
-        whole: gathers a part; `None` of what is no part.
+        whole: gathers a shard; returns `None` for anything else.
     """
 
     def __init__(self, whole: Callable[[Any], Tensor | None]):
@@ -596,7 +596,7 @@ class Wholes:
         self.found: dict[int, Tensor] = {}
 
     def of(self, x: Any) -> Any:
-        """The same argument with wholes in the place of parts, in lists and dicts too."""
+        """The same argument with full tensors in the place of shards, in lists and dicts too."""
         if type(x) in (list, tuple):
             return type(x)(map(self.of, x))
         if type(x) is dict:
@@ -632,7 +632,7 @@ def columns_of(args: tuple) -> Iterator[tuple]:
 
 
 def side_by_side(args: tuple) -> Iterator[tuple]:
-    """Tensors that a `foreach` function takes together: the n-th elements of its lists, and tensors beside them."""
+    """The tensors of each call of a `foreach` function: the n-th elements of its lists, and single tensors."""
     lists = [x for x in args if type(x) in (list, tuple)]
     alone = [x for x in args if isinstance(x, Tensor)]
     return (column + tuple(alone) for column in zip(*lists, strict=False))
@@ -647,7 +647,7 @@ COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 def computes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """A function that needs wholes, which are gathered."""
+    """Run a function that needs full tensors, which are gathered."""
     if name.startswith(FOREACH) and any(type(x) in (list, tuple) for x in args[:1]):
         found = [_of_wholes(func, name, column, kwargs, origin_of) for column in columns_of(args)]
         return None if found and found[0] is None else tuple(x[0] for x in found)
@@ -660,16 +660,16 @@ def _of_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
 
 
 def with_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> tuple[Any, list[Tensor]]:
-    """Run a function on wholes in the place of parts; its result, and the wholes.
+    """Run a function on full tensors in the place of shards. Return its result, and the full tensors.
 
-    What it has written into one is stored, as functions of torch.distributed, custom operators and those with several
-    tensors as `out` do: of that their names say nothing.
+    What it writes into one is stored. Functions of torch.distributed, custom operators and functions with several
+    tensors as `out` write, and their names do not show it.
     """
     given = wholes(name, origin_of)
     taken, named = given.of(args), given.of(kwargs)
     before = {key: version(x) for key, x in given.found.items()}
     out = func(*taken, **named)
-    # Collectives write without being counted, and into what is given first or second.
+    # Collectives write into their first or second argument, and no version counts it.
     sends = getattr(func, "__module__", None) == COLLECTIVES
     if sends and callable(wait := getattr(out, "wait", None)):
         wait()
@@ -681,7 +681,7 @@ def with_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Orig
 
 
 def _store(part: Tensor, whole: Tensor, of: Origin, name: str) -> None:
-    """Keep this rank's rows of a whole into which a function has written."""
+    """Keep this rank's rows of a full tensor into which a function has written."""
     if whole.shape != of.shape:
         refuse(name, of)
     with torch.no_grad():
@@ -708,7 +708,7 @@ BY_SHAPE: dict[str, Callable[[torch.Size], Any]] = {
 
 
 def sizes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Callable[[Any], Origin | None]) -> Any:
-    """The result of a function on meta tensors of the whole's shape in the place of parts."""
+    """The result of a function on meta tensors of the full shape in the place of shards."""
     of = origin_of(args[0])
     answer = BY_SHAPE.get(func.__self__.__name__ if name == "__get__" else name)
     if answer is not None and of is not None and len(args) == 1 and not kwargs:
@@ -724,7 +724,7 @@ def sizes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Callable[[
 
 
 def printed(x: Tensor, of: Origin) -> str:
-    """What `print` shows of a part."""
+    """The text that `print` shows for a shard."""
     has = f"{x.numel()}" if len(of.pieces) != 1 else f"elements {of.pieces[0].low} to {of.pieces[0].high}"
     local = x.detach().as_subclass(Tensor)
     return f"Part({of}, shape={tuple(of.shape)}, of which this rank has {has}:\n{local!r})"
@@ -746,7 +746,7 @@ OF_IMAGES = (torch.channels_last, torch.channels_last_3d)
 
 
 def elements(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """An elementwise function that writes into none of its arguments."""
+    """Run an elementwise function that writes into none of its arguments."""
     if name.startswith(FOREACH):
         if all_stay(name, args, kwargs, origin_of):
             return _each(func(*args, **kwargs), [first_of(column, origin_of) for column in side_by_side(args)])
@@ -755,7 +755,7 @@ def elements(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
 
 
 def elements_of_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """The same of single tensors, or of one column of the lists of a `foreach` function."""
+    """The same for single tensors, or for one column of the lists of a `foreach` function."""
     if not stays(name, args, kwargs, origin_of):
         local = _rows_beside(args, kwargs, origin_of)
         if local is None:
@@ -767,9 +767,10 @@ def elements_of_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: 
 
 
 def _rows_beside(args: tuple, kwargs: dict, origin_of: OriginOf) -> tuple[tuple, dict] | None:
-    """In a hook, and of what it kept: the arguments with this rank's rows of plain tensors beside parts, a mask.
+    """Inside a gradient hook, the arguments with this rank's rows of plain operands, such as a mask.
 
-    Nothing is gathered there. `None` elsewhere, and where it takes more than rows of what broadcasts to the whole.
+    Nothing is gathered in a hook, or for a tensor that it kept. `None` elsewhere, and where an operand has more than
+    this rank's rows of a tensor that broadcasts to the full shape.
     """
     tensors = [*tensors_in((*args, *kwargs.values()))]
     parts = [of for of in map(origin_of, tensors) if of is not None]
@@ -790,7 +791,7 @@ def _expands(shape: torch.Size, whole: torch.Size) -> bool:
 
 
 def reshapes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`view`, `reshape` and the like: the whole has another shape, the shard stays flat."""
+    """Run `view`, `reshape` and the like: the full shape changes, the shard stays flat."""
     x, of = args[0], origin_of(args[0])
     if of is None or dtype_in(args, kwargs):
         return computes(func, name, args, kwargs, origin_of)
@@ -802,7 +803,7 @@ def reshapes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
 
 
 def joins(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`torch.cat` of flat parts: a part of several concatenated leaves; of others a gather."""
+    """Run `torch.cat`: flat shards give a shard of several concatenated leaves; others are gathered."""
     tensors = args[0]
     origins = [origin_of(x) for x in tensors] if type(tensors) in (list, tuple) else []
     along = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -816,7 +817,7 @@ def joins(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def splits(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`torch.split` of a flat part where leaves end: parts; elsewhere a gather."""
+    """Run `torch.split`: a flat shard split where leaves end gives shards; elsewhere it is gathered."""
     x, of = args[0], origin_of(args[0])
     wanted: list[int] = [*args[1]] if len(args) > 1 and isinstance(args[1], list | tuple) else []
     ends = list(itertools.accumulate(wanted, initial=0))
@@ -829,7 +830,7 @@ def splits(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf)
 
 
 def indexes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`x[:]`, or a slice of a flat part that begins and ends where leaves do: a part; other indices gather."""
+    """Run an index: `x[:]`, or a flat slice that begins and ends where leaves do, gives a shard; others gather."""
     of, index = origin_of(args[0]), args[1]
     if of is None or all_of_it(index):
         return Stay(func(*args, **kwargs), of) if of else computes(func, name, args, kwargs, origin_of)
@@ -842,7 +843,7 @@ def indexes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf
 
 
 def _leaves(of: Origin, low: int, high: int) -> tuple[int, int] | None:
-    """The leaves between two elements of a flat whole, from the first to behind the last; `None` if none end there."""
+    """The range of leaves between two elements of a flat full tensor; `None` if no leaf begins or ends there."""
     ends = list(itertools.accumulate((piece.leaf.numel for piece in of.pieces), initial=0))
     if low == high:
         # A leaf without elements.
@@ -853,7 +854,7 @@ def _leaves(of: Origin, low: int, high: int) -> tuple[int, int] | None:
 
 
 def _some(part: Tensor, of: Origin, first: int, last: int) -> Stay:
-    """The part of some of the leaves of a flat part of several."""
+    """The shard of some of the leaves, taken from a flat shard of several."""
     begin, length = (sum(piece.numel for piece in x) for x in (of.pieces[:first], of.pieces[first:last]))
     pieces = of.pieces[first:last]
     shape = torch.Size((sum(piece.leaf.numel for piece in pieces),))
@@ -862,14 +863,14 @@ def _some(part: Tensor, of: Origin, first: int, last: int) -> Stay:
 
 
 def likes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`zeros_like` and the like: a part."""
+    """Run `zeros_like` and the like, which give a shard."""
     of = origin_of(args[0])
     out = func(*args, **kwargs)
     return out if of is None or out.shape != args[0].shape else Stay(out, of._replace(how=f"{name}(...)"))
 
 
 def draws(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`randn_like` and the like: drawn for the whole, as in one process, of which this rank keeps its rows."""
+    """Run `randn_like` and the like: draw the full tensor, as in one process, and keep this rank's rows."""
     x, of = args[0], origin_of(args[0])
     if of is None or not of.pieces:
         return refuse(name, of) if of else func(*args, **kwargs)
@@ -878,7 +879,7 @@ def draws(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def compares(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`equal` and `allclose` of wholes."""
+    """Run `equal` and `allclose` on full tensors."""
     x0, x1 = args[0], kwargs["other"] if "other" in kwargs else args[1]
     for x, y in ((x0, x1), (x1, x0)):
         of = origin_of(x)
@@ -888,13 +889,13 @@ def compares(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
 
 
 def prints(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`print(x)`; `f"{x:.3f}"` of a number, which is gathered."""
+    """Run `print(x)`; for `f"{x:.3f}"` the number is gathered."""
     of = origin_of(args[0])
     return computes(func, name, args, kwargs, origin_of) if of is None or any(args[1:]) else printed(args[0], of)
 
 
 def looks(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """What asks about a tensor, or gives the same elements."""
+    """Run a function that asks about a tensor, or returns the same elements."""
     if kwargs.get("memory_format") in OF_IMAGES:
         return computes(func, name, args, kwargs, origin_of)
     out, of = func(*args, **kwargs), origin_of(args[0])
@@ -903,12 +904,12 @@ def looks(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def makes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """`new_zeros` and the like: a plain tensor."""
+    """Run `new_zeros` and the like, which give a plain tensor."""
     return func(*args, **kwargs)
 
 
 def saves(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """What gives out memory, which would be taken for that of the whole."""
+    """Refuse a function that exposes memory: its caller would take the shard for the full tensor."""
     return refuse_saving(first_of(args, origin_of))
 
 
@@ -936,12 +937,12 @@ def all_of_it(index: Any) -> bool:
 
 
 def first_of(args: Sequence[Any], origin_of: OriginOf) -> Origin:
-    """The origin of the first part among the arguments."""
+    """The origin of the first shard among the arguments."""
     return next(of for of in map(origin_of, tensors_in(args)) if of is not None)
 
 
 def all_stay(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
-    """Whether a `foreach` function may run on shards: each column of its lists has a part, and all is cut alike."""
+    """Whether a `foreach` function may run on shards: each column of its lists has shards, with the same ranges."""
     columns = list(side_by_side(args))
     if any(all(origin_of(x) is None for x in tensors_in(column)) for column in columns):
         return False
@@ -953,7 +954,7 @@ def _each(out: Any, origins: list[Origin]) -> Any:
 
 
 def stays(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
-    """Whether an elementwise function may run on shards: parts are cut alike, and all else is numbers."""
+    """Whether an elementwise function may run on shards: they have the same ranges, and all else is numbers."""
     part, of = None, None
     for x in tensors_in((*args, *kwargs.values()) if kwargs else args):
         own = origin_of(x)
@@ -966,14 +967,14 @@ def stays(name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> bool:
 
 
 def beside(x: Tensor, part: Tensor, of: Origin, name: str) -> bool:
-    """Whether a plain tensor is one number, so that a function of it and a part may run on the shard."""
+    """Whether a plain operand is one number, so that the function may run on the shard."""
     if len(x.shape) < 2 and x.numel() == 1 and x.requires_grad and torch.is_grad_enabled():
         # Its derivative is a sum over all elements, not only over this rank's.
         return _unknown(name, of)
     if x.dim() == 0:
         return True
     if x.dim() == 1 and len(x) == 1:
-        # Beside a whole without dimensions the result would have one.
+        # With a full tensor without dimensions the result would have one.
         return len(of.shape) > 0
     check_sizes(name, of, part, x)
     return _unknown(name, of)
@@ -996,7 +997,7 @@ def _unknown(name: str, *origins: Origin) -> bool:
 
 
 def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Run a function that writes into its first argument: a part, or a list of parts."""
+    """Run a function that writes into its first argument: a shard, or a list of shards."""
     if name.startswith(FOREACH):
         if (
             pointwise(name)
@@ -1015,7 +1016,7 @@ def write(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) 
 
 
 def into_plain(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Run a function that writes into its first argument, a full tensor, and is given parts, which are gathered."""
+    """Run a function that writes into its first argument, a full tensor, and gather the shards among the others."""
     target: Tensor = args[0]
     _check_target(name, target, args[1:], origin_of)
     given = wholes(name, origin_of)
@@ -1031,7 +1032,7 @@ def _check_target(name: str, target: Any, args: tuple, origin_of: OriginOf) -> N
 
 
 def into_out(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
-    """Run a function with `out=`: on shards where it is elementwise and all is cut alike, else on wholes."""
+    """Run a function with `out=`: on shards if it is elementwise and all have the same ranges, else on full tensors."""
     target = kwargs["out"]
     of = origin_of(target)
     if of is not None and pointwise(name) and stays(name, (target, *args), kwargs, origin_of):
@@ -1085,7 +1086,7 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: Origi
 
 
 def _of_elements(name: str, args: tuple, target: Tensor, of: Origin, origin_of: OriginOf) -> bool:
-    """Whether a function is `x[index] = value` and elementwise: of all elements, or of a mask and one number."""
+    """Whether a function is an elementwise `x[index] = value`: all elements, or a mask and one number."""
     if name != "__setitem__":
         return False
     index, value = args[1:]
@@ -1097,7 +1098,7 @@ def _of_elements(name: str, args: tuple, target: Tensor, of: Origin, origin_of: 
 
 
 def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -> Any:
-    """This rank's shard of an argument beside the part that is written into; numbers as they are."""
+    """This rank's shard of an operand of a write into a shard; numbers as they are."""
     if type(x) in (list, tuple):
         return type(x)(_local(y, target, of, name, origin_of) for y in x)
     if not isinstance(x, Tensor):
@@ -1105,7 +1106,7 @@ def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -
     own = origin_of(x)
     if x.requires_grad and torch.is_grad_enabled():
         if target.requires_grad and not target.is_leaf and own is None:
-            # A derivative of this rank's rows alone would be a part of the derivative.
+            # The derivative of this rank's rows alone would lack the other ranks' terms.
             refuse(name, of)
         # As p.grad keeps no graph.
         x = x if target.requires_grad else x.detach()
@@ -1148,14 +1149,16 @@ LINEAR: dict[str, Callable[[set[int]], bool]] = {
 
 
 def from_hooks(args: tuple, kwargs: dict, origin_of: OriginOf) -> dict[int, Origin]:
-    """The arguments that are computed from what hooks are given: position and origin."""
+    """The arguments that are computed from a gradient hook's argument, by position, with their origin."""
     given = [*enumerate(args), *((PLACES.get(k, -1), x) for k, x in kwargs.items() if k != "out")]
     found = ((at, origin_of(x)) for at, value in given for x in tensors_in((value,)))
     return {at: of for at, of in found if of is not None and of.in_hook}
 
 
 def check_linear(name: str, kwargs: dict, places: dict[int, Origin]) -> None:
-    """Refuse an elementwise function that is not linear in what hooks are given. Of others `Origin.whole` decides.
+    """Refuse an elementwise function that is not linear in a gradient hook's argument.
+
+    `Origin.whole` decides about functions that are not elementwise.
 
     Args:
         name: of the function.
@@ -1186,14 +1189,14 @@ def exchanged(
     part_of: Callable[[Tensor, Origin], Tensor],
     whole: Callable[[Any], Tensor | None],
 ) -> tuple[tuple, dict]:
-    """The arguments of a function with parts or wholes in the place of DTensors; or the reverse.
+    """The arguments of a function with shards or full tensors in the place of DTensors; or the reverse.
 
     Args:
         name: of the function, for messages.
-        args, kwargs: what it is given.
-        origin_of: the origin of a part or a sharded parameter.
-        part_of: makes a part.
-        whole: gathers a part or a parameter, `None` of anything else, for a function that writes into a DTensor.
+        args, kwargs: its arguments.
+        origin_of: the origin of a shard or a sharded parameter.
+        part_of: makes a `Part`.
+        whole: for a function that writes into a DTensor: gathers a shard or a parameter, `None` for anything else.
     """
     kind = distributed_class()
     if kind is None:
@@ -1213,7 +1216,7 @@ def exchanged(
 
 
 class _Replicated:
-    """Gathers parts to DTensors that every rank of a mesh has in full."""
+    """Gathers shards to replicated DTensors on a mesh."""
 
     def __init__(self, target: Any, whole: Callable[[Any], Tensor | None]):
         self.mesh, self.whole = target.device_mesh, whole
@@ -1224,7 +1227,7 @@ class _Replicated:
 
 
 def as_part(x: Any, beside: Iterable[Origin], name: str, part_of: Callable[[Tensor, Origin], Tensor]) -> Tensor:
-    """A DTensor as a part that is cut as one of `beside` is; else the full tensor, for which all ranks come here."""
+    """A DTensor as a shard with the ranges of one of `beside`; else its full tensor, gathered by all ranks."""
     known = list(beside)
     for of in known:
         if of.shape == x.shape and _cut_alike(x, of):
@@ -1239,7 +1242,7 @@ def _cut_alike(x: Any, of: Origin) -> bool:
         return False
     (piece,) = of.pieces
     group, row = piece.by.wire.group, prod(x.shape[1:])
-    # Torch's chunks are ours where ranks have whole rows; a short leaf is cut flat, and mostly within a row.
+    # torch's chunks are ours where ranks have whole rows. A short leaf is cut flat, mostly within a row.
     torch_width = -(-x.shape[0] // group.size) * row
     rows = piece.leaf.shape == x.shape and width(x.shape, group.size) == torch_width
     return (
@@ -1268,7 +1271,7 @@ def _full(x: Any, name: str, beside: list[Origin]) -> Tensor:
 
 
 def check_plain(x: Any, how: str, path: str) -> None:
-    """Refuse a DTensor for what is whole on this rank."""
+    """Refuse a DTensor in the place of a tensor that is full on this rank."""
     if is_distributed(x):
         why = f"{path} is a plain tensor here, of its whole shape"
         raise RuntimeError(
@@ -1295,17 +1298,17 @@ def check_plain(x: Any, how: str, path: str) -> None:
 
 
 WRITTEN = (Kind.ELEMENTS, Kind.WRITES)
-# Made of the part's shape and not of its elements.
+# Made of the shard's shape and not of its elements.
 BESIDE = (Kind.LIKE, Kind.DRAWS)
 # What functions of torch call their first argument; those of two of these names have it first that is first here.
 FIRST = ("condition", "sorted_sequence", "input", "tensors", "tensor", "self")
 
 
 class Part(Tensor):
-    """This rank's flat shard of a parameter or gradient, or of what was computed of one elementwise.
+    """This rank's flat shard of a parameter or gradient, or of the elementwise result of one.
 
     Attributes:
-        of: which leaf it is a part of, and how it is gathered.
+        of: the leaf that it is a shard of, and how it is gathered.
     """
 
     of: Origin
@@ -1313,7 +1316,7 @@ class Part(Tensor):
     @classmethod
     @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Not traced: in a graph a part would be a plain tensor, and the norm of it this rank's alone.
+        # Not traced: in a graph a `Part` would be a plain tensor, and its norm would be of this rank's shard alone.
         if has_other_class(types, (Part, ReadOnly)):
             return NotImplemented
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
@@ -1330,13 +1333,13 @@ class Part(Tensor):
             return self.of.local(self.as_subclass(Tensor))
 
     def full_tensor(self) -> Tensor:
-        """The whole as a plain tensor, gathered: a collective of every rank. Named as that of DTensor."""
+        """The full tensor as a plain one, gathered: every rank must call it. As `DTensor.full_tensor`."""
         with torch.DisableTorchFunctionSubclass():
             return self.of.whole(self, "full_tensor")
 
     @property
     def device_mesh(self) -> Any:
-        """The ranks that share it, as that of a DTensor."""
+        """The mesh of the ranks that have its shards, as `DTensor.device_mesh`."""
         with torch.DisableTorchFunctionSubclass():
             return self.of.placed(self.device.type)[0]
 
@@ -1347,13 +1350,13 @@ class Part(Tensor):
             return self.of.placed(self.device.type)[1]
 
     def set_(self, *source: Any, **more: Any) -> Tensor:
-        # Torch tells no subclass of it. This object would have other memory, and what it stands for would not.
+        # torch does not call `__torch_function__` for it. This object would get other memory, and `p.grad` would not.
         why = "p.grad and p.data are another object each time, on the same memory"
         raise RuntimeError(explain(f"x.set_(y) of {self.of}", why, "x.copy_(y); p.grad = y; p.data = y"))
 
 
 def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """A torch function that is given parts, by its kind."""
+    """Run a torch function that is given shards, by its kind."""
     if not args:
         args, kwargs = first_by_position(kwargs)
     args, kwargs = exchanged(name, args, kwargs, origin_of, part_of, lambda x: _whole(x, name))
@@ -1380,7 +1383,7 @@ def _whole(x: Any, name: str) -> Tensor | None:
 
 
 def _derivatives(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple:
-    """`torch.autograd.grad` by parts: of each a part."""
+    """Run `torch.autograd.grad` by shards: each derivative is a shard."""
     found = torch.autograd.grad(outputs, inputs, *args, **kwargs)
     by = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     pairs = [(g, origin_of(x)) for g, x in zip(found, by, strict=True)]
@@ -1388,7 +1391,7 @@ def _derivatives(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple:
 
 
 def first_by_position(kwargs: dict) -> tuple[tuple, dict]:
-    """Arguments whose first one is given by position, of a function that was given it by name."""
+    """The arguments with the first one by position, if it was given by name."""
     first = next((k for k in FIRST if k in kwargs), "")
     return ((kwargs[first],), {k: x for k, x in kwargs.items() if k != first}) if first else ((), kwargs)
 
@@ -1413,7 +1416,7 @@ def written(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf
 
 
 def in_hook(out: Any, name: str) -> Any:
-    """The result of a function that was given what a hook was given: marked as such."""
+    """Mark the result of a function as computed from a gradient hook's argument."""
     if type(out) is not Stay:
         return type(out)(in_hook(x, name) for x in out) if type(out) in (list, tuple) else out
     if not (out.part.is_floating_point() or out.part.is_complex()):
@@ -1422,12 +1425,12 @@ def in_hook(out: Any, name: str) -> Any:
 
 
 def origin_of(x: Any) -> Origin | None:
-    """The origin of a part; `None` of what is no part."""
+    """The origin of a `Part`; `None` for anything else."""
     return x.of if isinstance(x, Part) else None
 
 
 def part_of(x: Tensor, of: Origin) -> Part:
-    """A part on the same memory."""
+    """A `Part` on the memory of `x`."""
     # No view for autograd, which would refuse `p.grad.detach_()`.
     part = x.as_subclass(Part) if x.requires_grad else alias_of(x, Part)
     part.of = of
@@ -1435,18 +1438,18 @@ def part_of(x: Tensor, of: Origin) -> Part:
 
 
 def plain(x: Any) -> Any:
-    """A part or a read-only view as a plain tensor; anything else as it is."""
+    """A `Part` or a read-only view as a plain tensor; anything else as it is."""
     return x.as_subclass(Tensor) if isinstance(x, Part | ReadOnly) else x
 
 
 def own_shard(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
-    """This rank's shard of what the user sets in the place of a part, as a plain tensor.
+    """This rank's shard of a tensor that the user assigns in the place of a shard, as a plain tensor.
 
     Args:
-        mine: the part, as a plain tensor.
+        mine: the old shard, as a plain tensor.
         of: its origin.
-        value: a part that is cut alike, or a tensor of the whole's shape.
-        how: how the user sets it, for messages.
+        value: a shard with the same ranges, or a tensor of the full shape.
+        how: the user's expression, for messages.
     """
     if is_distributed(value):
         value = as_part(value, [of], how, part_of)
@@ -1464,7 +1467,7 @@ def own_shard(mine: Tensor, of: Origin, value: Any, how: str) -> Any:
 
 
 def set_data(part: Part, value: Any) -> None:
-    """`p.grad.data = x`: writes into the memory of `p.grad`, which is another object each time it is asked for."""
+    """Run `p.grad.data = x`: write into the memory of `p.grad`, since each access to `p.grad` makes a new object."""
     mine = plain(part)
     value = own_shard(mine, part.of, value, "x.data = y")
     if value.dtype != mine.dtype or value.device != mine.device:
@@ -1476,7 +1479,7 @@ def set_data(part: Part, value: Any) -> None:
 
 
 class Handed(NamedTuple):
-    """A gradient hook of the user's, which is given a part with this origin."""
+    """A gradient hook of the user's, and the origin of the `Part` that it is given."""
 
     hook: Callable[[Tensor], Any]
     of: Origin
@@ -1488,9 +1491,9 @@ class Handed(NamedTuple):
 
 
 class AfterGradients:
-    """A hook of the user's that runs once a gradient has been added to `p.grad`, and not where none has come.
+    """A hook of the user's that runs once a gradient has been added to `p.grad`, and only then.
 
-    torch runs it for all leaves of a block that is in the graph, those that the loss does not come from too.
+    torch runs it for all leaves of a block that is in the graph, also for those that the loss does not depend on.
     """
 
     def __init__(self, hook: Callable[[Tensor], Any], p: Tensor):
@@ -1506,7 +1509,7 @@ class AfterGradients:
 
 
 def handed(hook: Callable[[Tensor], Any], of: Origin) -> Handed:
-    """A gradient hook that gives the user's `hook` a part, and takes a part or a whole from it."""
+    """A gradient hook that calls the user's `hook` with a `Part`, and takes a `Part` or a full tensor from it."""
     return Handed(hook, of._replace(in_hook=True))
 
 

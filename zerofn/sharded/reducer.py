@@ -1,4 +1,4 @@
-"""Gradients leave in buckets during backward."""
+"""Reduces gradients in buckets during backward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MORE, NOTICED = 1, 2
 
 
 class RoundAgreement:
-    """Whether there is one more round of reductions: there is if any rank wants one.
+    """Ranks agree whether there is one more round of reductions: there is if any rank wants one.
 
     Args:
         control: a group for it, not that of the reductions.
@@ -39,8 +39,8 @@ class RoundAgreement:
 
     Attributes:
         allowed: how many rounds all ranks know of. The first one needs no agreement.
-        opening: called on every rank before it sends anything of a step; gives what is called before the first
-            gradient is handed on.
+        opening: called on every rank before it sends anything of a step. It returns a function that is called before
+            the first gradient is handed on.
     """
 
     def __init__(self, control: Group, marks: tuple[str, ...]):
@@ -52,18 +52,18 @@ class RoundAgreement:
         self.opened: Callable[[], None] | None = None
 
     def begin(self) -> None:
-        """The first bucket of a step is to be sent, or again after an error in front of it."""
+        """Prepare for the first bucket of a step; also again after an error in front of it."""
         if self.opening is not None and self.opened is None:
             self.opened = self.opening()
 
     def begun(self) -> None:
-        """A bucket has arrived."""
+        """Call the function that `opening` has returned, when the first bucket has arrived."""
         if self.opened is not None:
             self.opened()
             self.opened = None
 
     def ask(self, more: bool, marks: dict[str, int] | None = None, noticed: bool = False) -> Any:
-        """Ask all ranks, unless they are asked already; the work handle.
+        """Ask all ranks, unless they are asked already. Return the work handle.
 
         Args:
             more: this rank wants one more round.
@@ -88,14 +88,14 @@ class RoundAgreement:
 
 
 def _gather(numbers: list[int], control: Group) -> tuple[Any, Tensor, Tensor]:
-    """Begin to gather numbers: work handle, those of all ranks (ranks, numbers), those of this rank."""
+    """Begin to gather numbers. Return the work handle, all ranks' numbers (ranks, numbers), and this rank's."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=control.device)
     every = mine.new_empty((control.size, len(mine)))
     return all_gather_into(every.view(-1), mine, control, async_op=True), every, mine
 
 
 def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:
-    """Raise on every rank, naming each rank's value, if one differs. A name may have after "; " what to write."""
+    """Raise on every rank, naming each rank's value, if one differs. After "; " a name may say the right code."""
     for name, found in zip(names, zip(*rows, strict=True), strict=True):
         if len(set(found)) > 1:
             values = ", ".join(f"rank {r}: {v}" for r, v in zip(control.ranks, found, strict=True))
@@ -177,7 +177,7 @@ class Stream:
         return not (self.pending or self.rounds or self.next or self.broken)
 
     def arrived(self, path: str, grad: Tensor) -> None:
-        """Take a gradient of this rank, which may be written into from now on; send the buckets that it completes."""
+        """Take a gradient of this rank, which this may write into, and send the buckets that it completes."""
         queue = self.pending.setdefault(path, deque())
         queue.append(grad)
         if len(queue) == 1:
@@ -186,7 +186,7 @@ class Stream:
             self._send()
 
     def _may_begin(self, behind: bool) -> bool:
-        """Whether all ranks know of the next bucket's round; asks them if not, and waits if gradients are `behind`."""
+        """Whether all ranks know of the next bucket's round. If not, asks them, and waits if gradients are `behind`."""
         agreement = self.agreement
         if self.rounds < agreement.allowed:
             return True
@@ -196,7 +196,7 @@ class Stream:
         return self.rounds < agreement.allowed
 
     def _done_in_time(self, work: Any, what: str) -> bool:
-        """Wait for a collective for some seconds, see `PATIENCE`; whether it is done."""
+        """Wait for a collective for some seconds (`PATIENCE`). Return whether it is done."""
         deadline = time.monotonic() + self.patience
         with ranged(WAIT, what):
             while not work.is_completed():
@@ -241,7 +241,7 @@ class Stream:
                     self.done(leaf, g)
 
     def settle(self, marks: dict[str, int], noticed: bool = False) -> bool:
-        """Send what is left, in as many rounds on every rank, and wait for all of it.
+        """Send all remaining buckets, in as many rounds on every rank, and wait for all of them.
 
         Args:
             marks: by the names of the constructor, numbers that must be equal on all ranks.
@@ -251,7 +251,8 @@ class Stream:
             Whether any rank has noticed something.
 
         Raises:
-            RuntimeError: on every rank, if a number differs; names each rank's value. One before was interrupted.
+            RuntimeError: on every rank, if a number differs; names each rank's value. Also if an earlier call was
+                interrupted.
         """
         if self.broken:
             raise _lost()
@@ -271,7 +272,7 @@ class Stream:
         return found
 
     def discard(self, marks: dict[str, int]) -> None:
-        """Drop what has arrived. Rounds that other ranks have begun are completed, with zeros from here."""
+        """Drop the gradients that have arrived. This rank completes rounds that others have begun, with zeros."""
         self.pending.clear()
         self.missing = [len(bucket.leaves) for bucket in self.buckets]
         self.dropping, self.broken = True, False
@@ -293,7 +294,7 @@ def _oldest(pending: dict[str, deque[Tensor]], leaves: Sequence[Leaf]) -> list[T
 
 
 def _drop_oldest(pending: dict[str, deque[Tensor]], leaves: Sequence[Leaf]) -> None:
-    """Forget the oldest waiting gradient of each leaf: once they are packed, since a wire that raises sends none."""
+    """Forget the oldest waiting gradient of each leaf. Call it after packing: a wire that raises sends none."""
     for leaf in leaves:
         queue = pending.get(leaf.path)
         if queue is not None:
@@ -329,7 +330,7 @@ class UnclearedGradients:
         self.warned = False
 
     def take(self, grads: Leaves) -> Leaves:
-        """The gradients of a step, with zeros where torch has them. The step says that it has `used` them.
+        """The gradients of a step, with zeros where torch has them. The step calls `used` when it has used them.
 
         Raises:
             RuntimeError: those of the last step are not cleared.
@@ -349,7 +350,7 @@ class UnclearedGradients:
         return grads
 
     def clear(self, to_none: bool, more: Iterable[str] = ()) -> None:
-        """The user clears gradients.
+        """Record that the user clears gradients.
 
         Args:
             to_none: `set_to_none` of `zero_grad`.
@@ -360,7 +361,7 @@ class UnclearedGradients:
         self.had = set(self.zeros)
 
     def missed(self) -> None:
-        """The user reads `p.grad`, whose gradient is being reduced. Warns the first time."""
+        """Warn, the first time, that the user reads `p.grad` of a parameter whose gradient is being reduced."""
         if not self.warned:
             self.warned = True
             warnings.warn(

@@ -24,7 +24,7 @@ NO_LIMIT = 1 << 62
 
 
 class GradBucket(NamedTuple):
-    """What one collective reduces: gradients of leaves, how many elements each has, the dtype of the sum."""
+    """The leaves whose gradients one collective reduces, how many elements each has, and the dtype of the sum."""
 
     leaves: list[Leaf]
     numels: list[int]
@@ -32,14 +32,14 @@ class GradBucket(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What the collectives of one unit carry.
+    """The contents of one unit's collectives.
 
     Attributes:
-        stages: views of shards, from the model to storage, before they are gathered.
-        dtypes: by path, in which they are gathered.
+        stages: views that are applied to shards before they are gathered, from the model to storage.
+        dtypes: by path, the dtype in which the leaf is gathered.
         buckets: leaves of one dtype, which one collective gathers.
-        grad_buckets: of gradients.
-        grad_dtypes: by path, of true gradients of shards.
+        grad_buckets: the same for gradients.
+        grad_dtypes: by path, the dtype of the true gradient of the shard.
         place: by path, the leaf's place in the unit.
     """
 
@@ -85,7 +85,7 @@ class UnitPlans:
         self.plans: list[Plan | None] = [None] * len(self.units)
 
     def plan(self, i: int) -> Plan:
-        """What the collectives of a unit carry, found at its first use: most leaves are never gathered alone."""
+        """The plan of a unit, made at its first use: most leaves are never gathered alone."""
         found = self.plans[i]
         if found is None:
             unit, alone = self.units[i], i >= self.blocks
@@ -115,9 +115,9 @@ class UnitCollectives:
     """Begins collectives of the units of one model: one for each dtype in a unit.
 
     Args:
-        plans: what they carry.
+        plans: the contents of the collectives.
         params: this rank's shards by path.
-        scale: the loss scale in force.
+        scale: the current loss scale.
     """
 
     def __init__(self, plans: UnitPlans, params: Leaves, scale: Callable[[], Tensor | None]):
@@ -128,14 +128,14 @@ class UnitCollectives:
 
         Args:
             i: the unit.
-            parts: for each leaf this rank's shard, or something that is cut as it is.
+            parts: for each leaf this rank's shard, or another tensor with the shard's layout.
 
         Returns:
-            A function that waits, and gives full tensors.
+            A function that waits, and returns full tensors.
         """
         plan = self.plans.plan(i)
         with ranged(VIEW, self.plans.name):
-            # All of them before the first is sent: a view that raises leaves none that other ranks have only half of.
+            # All are packed before the first is sent: if a view raises, no other rank waits for the rest.
             mine = [
                 [see(plan.stages, parts[plan.place[leaf.path]], leaf).to(plan.dtypes[leaf.path]) for leaf in bucket]
                 for bucket in plan.buckets
@@ -165,7 +165,7 @@ class UnitCollectives:
             fulls: the full gradient of each leaf; `None` where this rank has none.
 
         Returns:
-            A function that waits, and gives true gradients of this rank's shards.
+            A function that waits, and returns true gradients of this rank's shards.
         """
         packed: list[tuple[GradBucket, Tensor]] = []
         plan = self.plans.plan(i)
