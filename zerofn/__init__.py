@@ -82,7 +82,7 @@ if _TYPE_CHECKING:
     from .transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
     from .transforms.watch import watch as watch
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 _let_torch_load_states()
 
