@@ -1,4 +1,4 @@
-"""What binds a model to a pipeline, from attach to detach."""
+"""`Attachment` binds a model to a pipeline, from attach to detach."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from .steps import Steps
 
 
 def leave(home: ResidentParams, steps: list[Callable[[], object]]) -> None:
-    """Full parameters and no hooks: a plain model. Nothing of it is on its way between ranks.
+    """Make the model plain: full parameters, no hooks. No collective of it is running when this is called.
 
     Args:
         home: of the model.
-        steps: empty at first. What was interrupted, as by Ctrl-C, goes on with those that are left in it.
+        steps: an empty list at first. After an interrupt such as Ctrl-C, the next call goes on with the steps left.
     """
     if not home.left:
         steps += _steps(home)[::-1]
@@ -73,10 +73,10 @@ def _end_units(home: ResidentParams) -> None:
 
 
 def give_up(home: ResidentParams, error: BaseException) -> None:
-    """Put a model back because of an error in `attach`. What has become of it otherwise is noted on the error.
+    """Put a model back because of an error in `attach`. A note on the error says what could not be put back.
 
-    Whole parameters are gathered where all ranks have raised, as they do of first states. In the rest of `attach` one
-    rank may be interrupted alone, and the others do not come.
+    Full parameters are gathered if all ranks have raised, as they do when first states are made. In the rest of
+    `attach` one rank may be interrupted alone, and the others would not come to a gather.
     """
     take_back(home.undo)
     if home.start is not from_values:
@@ -99,7 +99,7 @@ def give_up(home: ResidentParams, error: BaseException) -> None:
 
 
 def _cast_back(home: ResidentParams, error: BaseException) -> None:
-    """The dtypes that parameters had. Values that a narrower one has rounded are gone: both would not fit in memory."""
+    """Cast parameters back to their old dtypes. Values that a narrower dtype has rounded are lost: no copy is kept."""
     rounded = []
     for leaf in home.pipe.layout.leaves:
         p, dtype, narrow = home.params[leaf.path], home.dtypes[leaf.path], home.pipe.dtypes.stored(leaf)
@@ -123,8 +123,8 @@ class Attachment:
         model: the model.
         tx: the pipeline's transform.
         in_backward: whether leaves are updated in backward.
-        start: where first values of parameters come from.
-        hold_frozen: whether parameters that are frozen have states, too, so that they can be unfrozen later.
+        start: returns the first values of parameters.
+        hold_frozen: whether frozen parameters have states too, so that they can be unfrozen later.
     """
 
     def __init__(self, model: nn.Module, tx: Transform, in_backward: bool, start: Start, hold_frozen: bool = False):
@@ -203,12 +203,12 @@ class Attachment:
             together(call, self.home.channels.control.ranks, right)
 
     def meet_if_sharded(self, call: str, right: str) -> None:
-        """The same, where a rank has parts of parameters that the others gather."""
+        """`meet`, if parameters are sharded, so that the call gathers them."""
         if self.home.units is not None:
             self.meet(call, right)
 
     def check(self, what: str, inside: bool = False) -> None:
-        """Refuse `opt.what()` after `detach` and in a backward; within `averaged` and `gathered`, but for `inside`."""
+        """Refuse `opt.what()` after `detach` and in a backward; unless `inside`, also in `averaged` and `gathered`."""
         if not self.here:
             raise RuntimeError(
                 f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
@@ -229,12 +229,12 @@ class Attachment:
             )
 
     def agree_on_writes(self) -> None:
-        """Refuse what was written by hand into whole parameters on some ranks only. All ranks call it."""
+        """Refuse writes by hand into full parameters on some ranks only. All ranks call it."""
         if self.home.wholes is not None:
             self.home.wholes.agree()
 
     def check_state_dict(self) -> None:
-        """Refuse `opt.state_dict()` where parameters are averages, or a step is half made."""
+        """Refuse `opt.state_dict()` while parameters are averages, or in the middle of a step."""
         self.averages.refuse("opt.state_dict()")
         self.home.current.check("opt.state_dict()")
         if self.steps.under_way:
@@ -248,11 +248,11 @@ class Attachment:
         self.dicts.check_complete()
 
     def load(self, state_dict: dict[str, Any], call: str, more: Callable[[], object] | None = None) -> LoadedStates:
-        """Copy a state dict into the state, and into the model; `more` does what else belongs to the load."""
+        """Copy a state dict into the state and into the model; `more` runs as a part of the load."""
         self.check(call)
 
         def rest() -> None:
-            # How the losses of a window that was given up were divided says nothing of the loaded one.
+            # The loaded window need not divide losses as the window that was given up did.
             self.steps.window.averaged = None
             if more is not None:
                 more()
@@ -273,7 +273,7 @@ class Attachment:
 
 
 def _leave(home: ResidentParams, steps: list[Callable[[], object]], distributed: DistributedModel) -> None:
-    """Make the model plain again, with the classes of parameters that it had."""
+    """Make the model plain again, with its old classes of parameters."""
     leave(home, steps)
     distributed.leave()
 

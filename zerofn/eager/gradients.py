@@ -1,4 +1,4 @@
-"""Gradients as they arrive, until a step takes them."""
+"""Takes gradients as they arrive, and keeps them until a step takes them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Channels(NamedTuple):
     """The process groups that are opened for one attached model; none on one process.
 
     Attributes:
-        groups: for all-gathers and reductions, one for each group of the pipeline.
-        control: for what ranks compare at a step.
-        wanted: for which parameters ranks gather next, where these are gathered on use.
-        more: for whether ranks have more gradients, where these are reduced as they arrive.
-        equals: between ranks that have the same whole parameter, of which each stores a part.
+        groups: run all-gathers and reductions, one for each group of the pipeline.
+        control: ranks compare numbers on it at a step.
+        wanted: where parameters are gathered on use, ranks say on it which ones they gather next.
+        more: where gradients are reduced as they arrive, ranks say on it whether they have more.
+        equals: connects ranks that have the same full parameter, of which each stores a shard.
     """
 
     groups: tuple[Group, ...] = ()
@@ -50,7 +50,7 @@ class Channels(NamedTuple):
 
 
 def open_channels(pipe: Pipeline) -> Channels:
-    """Open those that a pipeline needs. Every rank of the job must call it, and waits for the others once."""
+    """Open the groups that a pipeline needs. Every rank of the job must call it, and waits for the others once."""
     if not pipe.step_groups:
         return Channels()
     joining: dict[str, Sequence[Group]] = {"control": pipe.step_groups}
@@ -69,7 +69,7 @@ def open_channels(pipe: Pipeline) -> Channels:
 
 
 def reduction(pipe: Pipeline) -> View | None:
-    """The view whose wire reduces gradients as they arrive, where the first update half is a reduction."""
+    """The view whose wire reduces gradients as they arrive, if the first update half is a reduction."""
     return None if pipe.road.late else next((view for view in pipe.road.after_update if view.wire is not None), None)
 
 
@@ -82,7 +82,7 @@ def reduction(pipe: Pipeline) -> View | None:
 
 @uncompiled
 def _hand_over(arrivals: weakref.ref[GradientHooks], path: str, p: Tensor) -> None:
-    """A gradient has been added up in `p.grad`."""
+    """Call `hand_over`, if the hooks are still alive."""
     to = arrivals()
     if to is not None:
         to.hand_over(path, p)
@@ -95,16 +95,16 @@ class GradientHooks:
         pipe: its pipeline.
         params: its parameters by path, in their resident form.
         channels: its process groups.
-        in_backward: uses gradients as they arrive, if they are to be.
-        carry: stores what was written by hand into a parameter that is a copy.
-        undo: is given what takes the hooks off.
+        in_backward: updates leaves as their gradients arrive, if the model was attached so.
+        carry: stores writes by hand into a parameter that is a copy.
+        undo: gets the functions that remove the hooks.
 
     Attributes:
         reduced: reduced gradients by path.
-        taken: those that a step was given; empty once it has used them, so that a step which raises may be made again.
+        taken: the gradients that a step was given; empty once it has used them. A step that raises may be repeated.
         held: gradients, by path, to which other ranks' backward may still add.
         units: gathers sharded parameters on use; set once it is made.
-        stream: reduces gradients as they arrive; `None` where they stay, or are used, as they are.
+        stream: reduces gradients as they arrive; `None` where they stay, or are used, without a reduction.
         forms: dtype and shape of reduced gradients by path.
     """
 
@@ -127,14 +127,14 @@ class GradientHooks:
         self.forms = {leaf.path: (pipe.dtypes.gradient(leaf), pipe.road.stored_shape(leaf)) for leaf in kept}
         if self.stream is None and self.in_backward is None:
             return
-        # torch does not show these hooks to the garbage collector: a model that is dropped would stay for ever.
+        # torch does not show these hooks to the garbage collector: a strong reference would keep a dropped model alive.
         mine: weakref.ref[GradientHooks] = weakref.ref(self)
         for leaf in pipe.layout.trainable:
             hook = functools.partial(_hand_over, mine, leaf.path)
             undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
 
     def _stream(self, channels: Channels) -> Stream | None:
-        """What puts gradients into buckets and reduces them, where the first update half is a reduction."""
+        """The stream that reduces gradients in buckets, if the first update half is a reduction."""
         pipe = self.pipe
         view = reduction(pipe)
         if view is None or view.wire is None or channels.more is None:
@@ -159,7 +159,7 @@ class GradientHooks:
         return self.left() or (self.in_backward is not None and self.in_backward.under_way is not None)
 
     def hand_over(self, path: str, p: Tensor) -> None:
-        """A gradient has been added up in `p.grad`."""
+        """Take the gradient that autograd has added to `p.grad`."""
         grad = read(p)
         if grad is None:
             # A leaf of a gathered unit that no rank used.
@@ -175,7 +175,7 @@ class GradientHooks:
     def accept(self, leaf: Leaf, g: Tensor) -> None:
         """Take the gradient of a shard from a reduce-scatter that another rank's backward has begun.
 
-        Hooks on the parameter are run as autograd runs them: the other ranks' are, on their rows of this gradient.
+        This runs hooks on the parameter, as autograd runs them on the other ranks for their rows of this gradient.
         """
         p = self.params[leaf.path]
         if self.in_backward is not None and self.units is not None:
@@ -183,7 +183,7 @@ class GradientHooks:
         _with_hooks(p, g)
 
     def release(self) -> None:
-        """All ranks are at a step: gradients that were held are complete."""
+        """Release the held gradients: all ranks are at a step, so they are complete."""
         for leaf in self.pipe.layout.leaves if self.held else ():
             if leaf.path in self.held:
                 self._pass_on(leaf.path, self.held.pop(leaf.path))
@@ -191,7 +191,7 @@ class GradientHooks:
             self.units.rounds.partial.clear()
 
     def forget(self) -> None:
-        """Drop gradients that are here; reductions under way are the stream's."""
+        """Drop gradients that are here. The stream drops those that are being reduced."""
         if self.units is not None:
             self.units.rounds.partial.clear()
             self.units.rounds.late.clear()
@@ -206,14 +206,14 @@ class GradientHooks:
             self._use(self.in_backward, path, grad)
 
     def _use(self, to: InBackward, path: str, grad: Tensor) -> None:
-        """Update a leaf; what is gathered of it, by an evaluation before the step too, is of before."""
+        """Update a leaf. Its gathered copies become out of date, also those of an evaluation before the step."""
         with nullcontext() if self.units is None else self.units.updating(path):
             to.arrived(path, grad)
 
     def _hold(self, path: str, grad: Tensor) -> None:
-        """Keep a gradient until all ranks are at a step: one that has been used cannot be added to.
+        """Keep a gradient until all ranks are at a step, because nothing can be added to one that was used.
 
-        Not until the end of this backward: where one rank alone evaluates, its backward follows those of the others.
+        The end of this backward would be too early: a rank that evaluates alone runs its backward after the others'.
         """
         old = self.held.get(path)
         self.held[path] = grad if old is None else old.add_(grad)
@@ -222,7 +222,7 @@ class GradientHooks:
         """Take a reduced gradient from the stream; those of several backwards add up."""
         dtype, shape = self.forms[leaf.path]
         if not self.pipe.road.behind_reduction:
-            # What is yet to be pulled through a view keeps the dtype of the reduction until then, as in the pure route.
+            # As in the pure route, a gradient keeps the dtype of the reduction until a view has pulled it.
             g = g.to(dtype)
         g = g.reshape(shape)
         if self.in_backward is not None:
@@ -239,7 +239,7 @@ def _with_hooks(p: Tensor, g: Tensor) -> None:
     for hook in list(gradient_hooks(p).values()):
         given = hook(g)
         g = g if given is None else given
-    # Alone, since hooks have been run on what is there.
+    # Hooks run on the new gradient alone: they have run on the one in `p.grad` already.
     before = read(p)
     write(p, g)
     for hook in list(hooks_after(p).values()):
@@ -257,13 +257,13 @@ class MicroStep:
     """Ends the micro-steps of one attached model.
 
     Args:
-        hooks: what its gradients come by.
-        agreement: what ranks tell each other at a step.
-        masters: what is stored of parameters that are copies.
-        refresh: makes parameters anew from the state, after a step that was given up half done.
+        hooks: bring its gradients.
+        agreement: compares numbers of ranks at a step.
+        masters: the stored form of parameters that are copies.
+        refresh: writes the parameters again from the state, after a step that was given up half done.
 
     Attributes:
-        uncleared: what `p.grad` would keep between steps, where gradients have left.
+        uncleared: what torch would keep in `p.grad` between steps, where gradients are taken out of it.
     """
 
     def __init__(
@@ -282,8 +282,8 @@ class MicroStep:
         """The gradients of this micro-step, in the form the update halves take.
 
         Args:
-            boundary: what `set_boundary` says of this step; ranks must say the same.
-            given: tells what `opt.param_groups` sets; ranks must set the same.
+            boundary: the argument of `set_boundary` for this step, the same on all ranks.
+            given: returns the settings of `opt.param_groups` as text, the same on all ranks.
         """
         if self.masters.leaves:
             self.masters.carry_over()
@@ -297,7 +297,7 @@ class MicroStep:
         marks: dict[str, int] = {}
 
         def told() -> list[int]:
-            # Called again after each collective that this rank joins meanwhile, which may bring gradients.
+            # Called again after each collective that this rank joins meanwhile, since it may bring gradients.
             nonlocal grads, marks
             grads, marks = self._grads(), agreement.marks(steps, boundary, text, torn=torn, more=units.rests.marks())
             return agreement.numbers(grads, marks)
@@ -331,11 +331,11 @@ class MicroStep:
             grads = {**old, **{path: old[path] + g if path in old else g for path, g in grads.items()}}
         hooks.taken, hooks.reduced = grads, {}
         grads = self.uncleared.take(grads)
-        # They have come in the order of backward and of buckets, and a transform may pair lists by position.
+        # Gradients came in the order of backward and of buckets, and a transform may pair lists by position.
         return {path: grads[path] for path in self.trainable if path in grads}
 
     def _grads(self) -> Leaves:
-        """What this rank has in `p.grad`."""
+        """The gradients that this rank has in `p.grad`."""
         grads: Leaves = {}
         with torch.DisableTorchFunctionSubclass():
             for path, p in self.trainable.items():
@@ -347,20 +347,20 @@ class MicroStep:
     def clear(self, to_none: bool = True) -> None:
         """Forget the gradients of this micro-step.
 
-        With `in_backward=True` some are used already: the step is given up half done (`eager.in_backward`).
+        With `in_backward=True` some leaves are updated already: the step is given up half done (`eager.in_backward`).
         """
         self.uncleared.clear(to_none, self.hooks.reduced)
         self.give_up_backward()
         self.forget(always=False)
 
     def cleared(self, to_none: bool = True) -> None:
-        """The user has cleared gradients by hand, or by `model.zero_grad()`."""
+        """Record that the user has cleared gradients by hand, or by `model.zero_grad()`."""
         if self.hooks.units is not None:
             self.hooks.units.rounds.kept = 0
         self.uncleared.clear(to_none)
 
     def give_up_backward(self) -> None:
-        """End this rank's part in a backward that an exception has stopped; other ranks may still be in it."""
+        """Leave a backward that an exception has stopped on this rank; other ranks may still be in theirs."""
         units = self.hooks.units
         if units is not None:
             units.rests.after_failed_backward()
@@ -370,7 +370,7 @@ class MicroStep:
         """Forget the gradients of this micro-step.
 
         Args:
-            always: wait for reductions also where this rank has begun none, since another rank may have.
+            always: wait for reductions even if this rank has begun none, since another rank may have.
         """
         hooks = self.hooks
         if hooks.in_backward is not None:
@@ -387,7 +387,7 @@ class MicroStep:
     def _give_up(self, step: InBackward, always: bool) -> None:
         """End a step in backward without counting it.
 
-        Gradients still on their way are used: other ranks may have used theirs already.
+        Gradients that are still being reduced are used: other ranks may have used theirs already.
         """
         stream = self.hooks.stream
         step.closing = True

@@ -1,14 +1,14 @@
-"""The update in backward: each leaf is updated as soon as its gradient is there, and the gradient is freed.
+"""The update in backward: each leaf is updated as soon as its gradient has arrived, and the gradient is freed.
 
-Only where every update half treats leaves alone. It is an argument, never a consequence of the pipeline: an
+Every update half must treat leaves alone. The user asks for it by an argument, and no pipeline implies it: an
 exception half-way through backward leaves some leaves updated and others not, and `p.grad` is never seen. Ctrl-C
 comes between two leaves.
 
-After `zero_grad()` training goes on from there. Leaves that were updated keep their new values, their moments and
-their own counts of updates, by which moments are corrected; the others are as they were. What all leaves share, the
-counters of steps and with them schedules, stays, so the next step is made with the learning rate of the one given up.
-No window is half applied, since nothing that holds gradients is allowed here. Over ranks what had arrived on any of
-them is used on all. Where only some ranks fail under `shard`, parts of one leaf may differ by that update.
+After such an exception and `zero_grad()` training can go on. Leaves that were updated keep their new values, their
+moments and their own counts of updates, which correct the moments; the others are unchanged. Counters that all leaves
+share, of steps and so of schedules, do not count the step, so the next step has the same learning rate. No
+accumulation window is half applied, since no transform that accumulates is allowed here. A gradient that had arrived
+on any rank is used on all. If only some ranks fail under `shard`, shards of one leaf may differ by that update.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .step_agreement import CurrentState
 
 
 def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
-    """The update halves, if they can run leaf by leaf within backward.
+    """The update halves of a pipeline, checked to run leaf by leaf within backward.
 
     Raises:
         ValueError: one cannot; it is named, with the reason.
@@ -57,7 +57,7 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
 
 
 def _members(part: Transform, where: str) -> Iterator[tuple[str, Transform]]:
-    """The transforms that a leaf may meet in `part`, each with where it stands."""
+    """The transforms that may update a leaf in `part`, each with its place in words."""
     if part.in_turn or part.members_fn is not None:
         for inner in part.parts:
             yield from _members(inner, where if inner.in_turn else f"{where}({inner.name})")
@@ -82,8 +82,8 @@ class InBackward:
 
     Args:
         pipe: a pipeline of leafwise updates.
-        current: the state in force.
-        context: gives the context of a step; called once for each.
+        current: the current state.
+        context: returns the context of a step; called once per step.
     """
 
     def __init__(self, pipe: Pipeline, current: CurrentState, context: Callable[[], Context]):
@@ -92,7 +92,7 @@ class InBackward:
         self.ctx: Context | None = None
         self.under_way: Segment | None = None
         self.done: set[str] = set()
-        # Whether the step is being given up: of gradients still on their way, second ones of a leaf are dropped.
+        # Whether the step is being given up: a second gradient of a leaf that still arrives is then dropped.
         self.closing = False
 
     def arrived(self, path: str, grad: Tensor) -> None:
@@ -135,12 +135,12 @@ class InBackward:
         self.done.add(path)
 
     def settle(self) -> None:
-        """Wait for copies into the state that leaves updated so far have begun."""
+        """Wait for the copies into the state that updates so far have begun."""
         if self.ctx is not None:
             self.ctx.settle()
 
     def finish(self) -> dict[str, Tensor]:
-        """Close the step: counters, and the state entries that the leaves left behind. Returns its metrics."""
+        """Close the step: write the counters and the leaves' state entries. Return its metrics."""
         state = self.current.state
         if self.ctx is None or self.under_way is None:
             raise ValueError(
@@ -169,7 +169,7 @@ class InBackward:
         return metrics
 
     def give_up(self) -> None:
-        """Close the step without counting it: a leaf that is updated keeps its update, with its moments and count."""
+        """Close the step without counting it. A leaf that was updated keeps its update, its moments and its count."""
         if self.under_way is None:
             return
         state = self.current.state
@@ -181,13 +181,13 @@ class InBackward:
         self.current.state = replace(state, transforms=kept)
 
     def forget(self) -> None:
-        """Drop the step that is under way."""
+        """Drop the step that has begun."""
         self.ctx = self.under_way = None
         self.done.clear()
 
 
 def _by_leaf(old: Any, new: Any, paths: set[str]) -> Any:
-    """An entry with what belongs to these leaves; what all leaves share is as it was at the beginning of the step."""
+    """A state entry with the new tensors of these leaves. Shared tensors are those of before the step."""
     if not isinstance(new, dict):
         return old
     return {key: x if key in paths else _by_leaf(old[key], x, paths) for key, x in new.items()}

@@ -1,4 +1,4 @@
-"""The stored and the resident form of a parameter."""
+"""Converts parameters between their stored and their resident form."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from .step_agreement import CurrentState
 
 
 class MasterWeights:
-    """What is stored of an attached model's parameters, where these are other tensors.
+    """The stored form of an attached model's parameters, where it is another tensor than the parameter.
 
     Args:
         pipe: its pipeline.
         params: its parameters by path, in their resident form.
-        current: the state in force.
+        current: the current state.
 
     Attributes:
-        buckets: the leaves that `refresh` makes at once, each with its parameters; none where parameters are stored.
-        leaves: those of which the parameter is a copy: in another dtype, or seen through a view that changes numbers.
+        buckets: the leaves that `refresh` writes at once, each with its parameters; none if parameters are the stored
+            tensors.
+        leaves: those whose parameter is a copy: in another dtype, or seen through a view that changes numbers.
         copies: their parameters by path.
     """
 
@@ -55,10 +56,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Write into the parameters what is stored of them, as the model sees it."""
+        """Write the stored values into the parameters, as the model sees them."""
         stored, road = self.current.state.leaves, self.pipe.road
         for bucket, params in self.buckets:
-            # Of a parameter that stays a part it is the part that is written, and not what it is a part of.
+            # Write into the local shard; without this guard copy_ would all-gather.
             with torch.DisableTorchFunctionSubclass():
                 plain = dict(zip(params, map(Tensor.detach, params.values()), strict=True))
             seen = road.see(self.views, {path: stored[path] for path in params}, bucket, plain)
@@ -68,7 +69,7 @@ class MasterWeights:
         self.counts = self._counts()
 
     def carry_over(self) -> None:
-        """Store what was written into copies since; nothing of a torn state, whose copies are older than it is."""
+        """Store new writes into copies. Of a torn state nothing is stored: its copies are older than the state."""
         if self.current.torn:
             return
         if self._counts() != self.counts:
@@ -76,7 +77,7 @@ class MasterWeights:
                 self.carry_leaf(leaf)
 
     def carry_leaf(self, leaf: Leaf) -> bool:
-        """Store what was written into a parameter since, if it is a copy; whether a write was counted."""
+        """Store new writes into a parameter, if it is a copy. Return whether a write was counted."""
         copy = self.copies.get(leaf.path)
         if copy is None or self.current.torn or writes([copy]) == [self.counts[leaf.path]]:
             return False
@@ -93,7 +94,7 @@ class MasterWeights:
         master.copy_(torch.where(copy == seen, master, new.to(master.dtype)))
 
     def _both(self, leaf: Leaf) -> tuple[Tensor, Tensor]:
-        """The rows of the copy that this rank stores, and what its master says that they are."""
+        """The rows of the copy that this rank stores, and the same rows computed from the master."""
         copy = self.pipe.road.own(self.params[leaf.path].detach(), leaf)
         seen = see([view for view in self.views if view.wire is None], self.current.state.leaves[leaf.path], leaf)
         return copy, seen.to(copy.dtype)
@@ -123,22 +124,22 @@ def to_resident(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
         keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
     if resident.dtype != wide.dtype or pipe.road.renumbers_after_update:
         return pipe.road.store(full, leaf).clone(memory_format=torch.contiguous_format)
-    # Of `p` and not of `resident`: what a step writes into the one is counted as written into the other. But a graph
-    # gathers shards anew and knows their age otherwise; there writes of `p` are to be the user's alone.
+    # A view of `p` and not of `resident`: then a step's write into the one is counted as a write into the other. But a
+    # graph gathers shards anew and keeps their age elsewhere; there only the user's writes are to count for `p`.
     return pipe.road.own(p.detach() if pipe.gathering is None else resident.detach(), leaf)
 
 
 def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
-    """`p.data = x`. Where parameters are cut `x` has another size, and graphs of the old size may be alive.
+    """Run `p.data = x`, where a sharded `x` has another size and graphs of the old size may be alive.
 
     torch keeps the AccumulateGrad node of `p` as long as any graph has it, and checks gradients of later graphs against
-    the size that it had: an output that a notebook keeps would be enough. It makes a new node for another dtype.
+    the old size: one output that a notebook keeps is enough. It makes a new node for another dtype.
 
     Args:
         pipe: the pipeline of the model.
         p: the parameter.
-        x: what it is to hold.
-        since: what has changed it, for who goes backward through such a graph; `None` where its size comes back.
+        x: its new data.
+        since: the change, for the message to a backward through an old graph; `None` if the size will come back.
     """
     if pipe.gathering is None:
         p.data = x
@@ -185,17 +186,17 @@ def move_out(pipe: Pipeline, params: Leaves, grad_dtypes: Mapping[str, torch.dty
         p = params[leaf.path]
         grad = read(p)
         if grad is not None and grad.shape != p.shape:
-            # A part of a gradient, to which nothing can be added any more.
+            # A shard of a gradient, to which nothing can be added any more.
             write(p, None)
         if leaf.trainable:
             keep_grads_in(p, grad_dtypes.get(leaf.path, p.dtype))
 
 
 def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:
-    """Set `p.grad_dtype`: the dtype of `p.grad`, any for `None`. A gradient that is there is cast.
+    """Set `p.grad_dtype`: the dtype of `p.grad`, any for `None`. An existing gradient is cast.
 
-    That a gradient's dtype follows the parameter's ends once another has been set: torch has no way back, and a
-    detached model that is cast afterwards (`model.float()`) wants `p.grad_dtype` set as well.
+    From then on the gradient's dtype no longer follows the parameter's, and torch has no way back. Who casts the
+    detached model (`model.float()`) must set `p.grad_dtype` as well.
     """
     if p.grad_dtype == dtype:
         return
@@ -203,12 +204,12 @@ def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:
     if grad is None or dtype in (None, grad.dtype):
         p.grad_dtype = dtype
         return
-    # torch refuses another dtype than that of a gradient which is there.
+    # torch refuses another dtype than that of an existing gradient.
     write(p, None)
     p.grad_dtype = dtype
     write(p, grad.to(dtype))
 
 
 def dense(x: Tensor) -> bool:
-    """Whether elements fill memory without gaps or overlap, in whatever order of dimensions."""
+    """Whether the elements fill memory without gaps or overlap, in any order of dimensions."""
     return torch.empty_like(x, device="meta").stride() == x.stride()

@@ -1,4 +1,4 @@
-"""A model on the meta device, made leaf by leaf."""
+"""`materialize`: makes the parameters of a model on the meta device, leaf by leaf."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def _own(module: nn.Module, prefix: str) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def by_function(model: nn.Module, init: Init, seed: int, device: torch.device) -> Iterator[Made]:
-    """Each as `init(path, x)` writes it."""
+    """Make each tensor by `init(path, x)`."""
     for _, _, path, x in missing(model):
         yield Made(x, made_by(init, x, path, seed, device))
 
 
 def by_reset(model: nn.Module, seed: int, device: torch.device) -> Iterator[Made]:
-    """Unit by unit."""
+    """Make the tensors unit by unit, by the modules' `reset_parameters`."""
     done: set[int] = set()
     for prefix, unit in units(model):
         for made in _reset(prefix, unit, seed, device):
@@ -76,7 +76,7 @@ def by_reset(model: nn.Module, seed: int, device: torch.device) -> Iterator[Made
             if id(made.old) not in done:
                 done.add(id(made.old))
                 yield made
-            # It is not to be alive while the next unit is made.
+            # Freed before the next unit is made.
             del made
 
 
@@ -91,7 +91,7 @@ def units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_resets(model: nn.Module) -> None:
-    """Refuse tensors that nothing would initialise, and a model that could only be made whole."""
+    """Refuse tensors that nothing would initialise, and a model that could only be made all at once."""
     found = list(units(model))
     if found and not found[0][0] and any(any(_own(m, "")) for m in model.modules() if m is not found[0][1]):
         name = type(found[0][1]).__name__
@@ -116,7 +116,7 @@ def _remedy() -> str:
 
 
 def _reset(prefix: str, unit: nn.Module, seed: int, device: torch.device) -> list[Made]:
-    """What one unit makes. Its modules are as they were when this returns."""
+    """Make the tensors of one unit. Its modules are unchanged when this returns."""
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     stand_ins: dict[int, Tensor] = {}
     places: list[tuple[nn.Module, str, str, Tensor]] = []
@@ -177,21 +177,22 @@ def materialize(
     in_backward: bool = False,
     hold_frozen: bool = False,
 ) -> Optimizer:
-    """`zf.attach` for a model on the meta device: it is made leaf by leaf, and each rank keeps its part under `shard`.
+    """`zf.attach` for a model on the meta device: makes it leaf by leaf. Under `shard` each rank keeps its shards.
 
-    So a model may be larger than the memory of any rank: while it is made, a rank holds its parts and one leaf. Draws
-    depend on `seed` and path alone: the numbers are the same on any number of ranks, and those of
-    `zf.init(tx, params, init=init)`. On another kind of device they are others.
+    So a model may be larger than the memory of any rank: meanwhile a rank holds its shards and one full leaf. Random
+    numbers depend on `seed` and path alone: they are the same on any number of ranks, and the same as those of
+    `zf.init(tx, params, init=init)`. They differ between kinds of device.
 
     Args:
-        model: made by `with torch.device("meta"): model = Model()`. What is not on the meta device stays as it is.
+        model: made by `with torch.device("meta"): model = Model()`. Tensors on other devices stay as they are.
         tx: as for `zf.attach`.
         init: `init(path, x)` writes the first values of a parameter or buffer into `x`, which has its shape and dtype.
-            Without one, modules' own `reset_parameters` are called, as their constructors do, and a rank holds its
-            parts and one such module, with all that is below it, at a time. A tied parameter is made by the module
+            By default the modules' own `reset_parameters` are called, as their constructors do. A rank then holds its
+            shards and one such module, with all modules below it, at a time. A tied parameter is made by the module
             where it comes first.
-        seed: of the draws. torch's generators are seeded by it and the path for each leaf, or module, and put back.
-        device: where the model is to be; by default where torch makes tensors.
+        seed: of the random numbers. torch's generators are seeded by it and the path, for each leaf or module, and
+            restored afterwards.
+        device: the model's new device; by default torch's default device.
         in_backward: as for `zf.attach`.
         hold_frozen: as for `zf.attach`.
 
@@ -199,8 +200,8 @@ def materialize(
         The `Optimizer` of `zf.attach`. Parameters of `model` are the objects that they were.
 
     Raises:
-        ValueError: modules with something on the meta device that have no `reset_parameters`, and no `init` is given,
-            all of them; what was not initialised; other numbers on other ranks. The model is as it was then.
+        ValueError: there is no `init`, and modules with tensors on the meta device have no `reset_parameters` (all are
+            named); tensors were not initialised; or ranks have different numbers. The model is then unchanged.
 
     >>> import torch, zerofn as zf
     >>> with torch.device("meta"):
@@ -230,7 +231,7 @@ def materialize(
 def _start(
     pipe: Pipeline, params: dict[str, Tensor], model: nn.Module, made: Iterator[Made]
 ) -> Callable[[], dict[str, Tensor]]:
-    """As `from_values`, of parameters that are made meanwhile, beside the model."""
+    """As `from_values`, for parameters that are made meanwhile, beside the model."""
     there = {path: p for path, p in params.items() if is_wrapper(p) or not p.is_meta}
     check_memory(there)
     check_finite(there)
@@ -244,7 +245,7 @@ def _start(
                 yield leaves[id(x.old)], x.new
             else:
                 others.append(x)
-            # Not alive while the next is made.
+            # Freed before the next is made.
             del x
         yield from ((leaf, params[leaf.path]) for leaf in pipe.layout.leaves if leaf.path in there)
 
@@ -268,7 +269,7 @@ def _start(
 
 
 def _put_in_place(model: nn.Module, others: list[Made]) -> None:
-    """Buffers, and parameters of integers, at each place that they stand at."""
+    """Put buffers and integer parameters into the model, at each place where it has them."""
     new: dict[int, Any] = {id(x.old): x for x in others}
     for module in model.modules():
         for name, x in [*module.named_buffers(recurse=False, remove_duplicate=False)]:

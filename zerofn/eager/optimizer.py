@@ -35,8 +35,8 @@ def _not_assigned(name: str, why: str, right: str) -> AttributeError:
 class OptimizerBase(torch.optim.Optimizer):
     """The properties of an `Optimizer`, and its views of parameters.
 
-    A subclass, since learning-rate schedulers and trainers ask `isinstance(opt, torch.optim.Optimizer)`; of the base
-    class only the hooks on steps and state dicts are used, and its constructor does not run.
+    This is a subclass because learning-rate schedulers and trainers ask `isinstance(opt, torch.optim.Optimizer)`. It
+    uses only the base class's hooks on steps and state dicts, and does not run its constructor.
     """
 
     metrics: dict[str, Tensor]
@@ -47,9 +47,9 @@ class OptimizerBase(torch.optim.Optimizer):
     def state(self) -> State:  # type: ignore[override]
         """The pipeline's state. On one process its stored parameters are the model's own.
 
-        To libraries that expect that of `torch.optim` it is a mapping: `opt.state[model.weight]["exp_avg"]`, of the
-        shape of the weight. Under `shard` and behind `reduce_scatter` it holds this rank's rows, `x.to_local()`; norms,
-        indices and writes by index are those of the whole, for which every rank makes the call.
+        It is also a mapping, as libraries expect of `torch.optim`: `opt.state[model.weight]["exp_avg"]` has the shape
+        of the weight. Under `shard` and behind `reduce_scatter` it holds this rank's rows, `x.to_local()`. Norms,
+        indices and writes by index are those of the full tensor, and every rank must make the call.
         """
         settled, seen = self._own.home.settled(), self._own.home.state_views
         return settled.keyed_by(self._own.params, lambda x: seen.shown(settled, x), self._own.dicts.named(settled))
@@ -89,12 +89,12 @@ class OptimizerBase(torch.optim.Optimizer):
 
     @property
     def micro_steps(self) -> int:
-        """Calls of `step`, those that were held or skipped too: `state.micro_step`."""
+        """Calls of `step`, accumulated or skipped ones included: `state.micro_step`."""
         return int(self._own.home.current.state.micro_step)
 
     @property
     def skipped_steps(self) -> int:
-        """Micro-steps that `scale_loss` or `skip_nonfinite` has left out; 0 without them."""
+        """Micro-steps that `scale_loss` or `skip_nonfinite` has skipped; 0 without them."""
         states = self._own.home.current.state.transforms.values()
         return sum(int(own[SKIPPED_STEPS]) for own in states if SKIPPED_STEPS in own)
 
@@ -112,14 +112,14 @@ class OptimizerBase(torch.optim.Optimizer):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Full parameters are visible in the model: `with opt.gathered(): torch.save(model.state_dict(), f)`.
+        """Inside, the model has full parameters: `with opt.gathered(): torch.save(model.state_dict(), f)`.
 
-        On several ranks under `shard` every rank enters it, and one may then do inside what it likes. What is written
-        inside is stored at every stage, also where an exception leaves it, as by FSDP and DeepSpeed.
+        Under `shard` every rank must enter it; inside, each rank may do what it likes. Writes inside are stored at
+        every stage, also if an exception leaves the block, as by FSDP and DeepSpeed.
 
         Raises:
-            RuntimeError: only some ranks came, as for `zf.save`; inside, where parameters were gathered, of a step, of
-                `detach`, `averaged` and of what loads a state.
+            RuntimeError: only some ranks came, as for `zf.save`. Inside, where parameters were gathered: a step,
+                `detach`, `averaged`, or a load of a state.
         """
         own = self._own
         own.check("gathered", inside=True)
@@ -132,17 +132,17 @@ class OptimizerBase(torch.optim.Optimizer):
     def averaged(self, of: str | None = None) -> Iterator[nn.Module]:
         """The model computes with averages of its parameters: `with opt.averaged(): evaluate(model)`.
 
-        They take the place of the parameters, which are copied and put back to the bit at the end; a rank copies its
-        own part. On ranks every one enters it where parameters are cut. `opt.gathered()` may be entered inside.
+        Averages replace the parameters, which are copied and restored bit for bit at the end. Each rank copies its own
+        shards. Where parameters are sharded, every rank must enter it. `opt.gathered()` may be entered inside.
 
         Args:
-            of: the name of an `ema`, or of the `masked` or `partition` that holds one; by default the only one. What is
-                not averaged there stays.
+            of: the name of an `ema`, or of the `masked` or `partition` that holds one; by default the only one.
+                Parameters that it does not average stay.
 
         Raises:
             ValueError: there is no such average.
-            RuntimeError: under `shard` only some ranks came, or to its end; inside, of a step, a save or a state dict,
-                which would take averages for parameters.
+            RuntimeError: under `shard` only some ranks came to its beginning or its end. Inside: a step, a save or a
+                state dict, which would take averages for parameters.
 
         >>> import torch, zerofn as zf
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -158,7 +158,7 @@ class OptimizerBase(torch.optim.Optimizer):
         """
         own = self._own
         own.check("averaged")
-        # A rank that computes with averages while another does with parameters would be given some of either.
+        # If one rank computed with averages and another with parameters, both would gather a mixture.
         right = "with opt.averaged(): evaluate(model) on every rank"
         own.meet_if_sharded("opt.averaged()", right)
         with own.averages.during(own.home.settled(), of):
@@ -166,9 +166,9 @@ class OptimizerBase(torch.optim.Optimizer):
             own.meet_if_sharded("the end of opt.averaged()", f"{right}, to its end")
 
     def detach(self) -> nn.Module:
-        """Make the model a plain module again, with full parameters. The optimizer is of no use afterwards.
+        """Make the model a plain module again, with full parameters. The optimizer cannot be used afterwards.
 
-        Channels between ranks that were opened for this model alone are closed; gradients on their way are lost.
+        Process groups that were opened for this model alone are closed. Gradients that are being reduced are lost.
 
         Raises:
             RuntimeError: on several ranks, only some of them came, as for `zf.save`.
@@ -193,7 +193,7 @@ def _refuse_scaler(own: Attachment) -> None:
 
 
 class Optimizer(OptimizerBase):
-    """What `attach` returns: an `Attachment` under the names of `torch.optim`, and some of DeepSpeed's.
+    """The optimizer that `attach` returns, with the methods of `torch.optim` and some of DeepSpeed's.
 
     Attributes:
         metrics: those of the last `step`, as 0-d tensors of their own.
@@ -209,7 +209,7 @@ class Optimizer(OptimizerBase):
         start: Start = from_values,
         hold_frozen: bool = False,
     ):
-        # Torch's lists of hooks, which the constructor of its class would make. It runs those of steps itself.
+        # torch's lists of hooks, which its constructor would make. torch itself runs the hooks on steps.
         for name in HOOKS_OF.values():
             setattr(self, name, OrderedDict())
         self._tx = tx
@@ -239,17 +239,17 @@ class Optimizer(OptimizerBase):
     ) -> Any:
         """One micro-step: hand the gradients of the parameters to the pipeline.
 
-        Parameters change when the pipeline lets the step through: `metrics["updated"]`. Gives what the closure gave.
+        Parameters change when the pipeline applies the step: `metrics["updated"]`. Returns the closure's result.
 
         Args:
             closure: evaluates the loss and runs backward, as in torch.optim.
             weight: of this micro-batch, for `accumulate(weighted=True)`.
-            lr_kwargs: for `lr_scheduler.step`, as in DeepSpeed. Set `opt.lr_scheduler` to a torch scheduler and it is
-                stepped after each update that was applied, and not otherwise.
+            lr_kwargs: for `lr_scheduler.step`, as in DeepSpeed. If `opt.lr_scheduler` is a torch scheduler, it is
+                stepped after each applied update, and only then.
 
         Raises:
-            RuntimeError: detached, in the middle of a backward, or the model changed since it was attached; or a step
-                raised while it was writing into the state, and none has been loaded since.
+            RuntimeError: the model is detached, in the middle of a backward, or has changed since it was attached; or
+                a step raised while it was writing into the state, and no state has been loaded since.
             ValueError: no parameter has a gradient.
         """
         self._own.check("step")
@@ -259,7 +259,7 @@ class Optimizer(OptimizerBase):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # With what belongs to the step: a rate that was not set would be that of the step before.
+        # All arguments of the step are passed: a rate that was not set would be that of the step before.
         with interrupts_held(), ranged(PHASE, "update"):
             self.metrics = self._own.steps.run(weight)
             if self.lr_scheduler is not None and bool(self.metrics["updated"]):
@@ -267,11 +267,11 @@ class Optimizer(OptimizerBase):
         return loss
 
     def _optimizer_step_code(self) -> None:
-        """Where a profiler that records stacks reads `state` by parameter, which it cannot here."""
+        """Does nothing. A profiler that records stacks reads `state` by parameter here, which would fail."""
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of this micro-step; sums that are held stay."""
+        """Clear the gradients of this micro-step; accumulated sums stay."""
         with interrupts_held():
             self._own.steps.clear(set_to_none)
 
@@ -283,8 +283,8 @@ class Optimizer(OptimizerBase):
         Args:
             loss: a tensor of one element.
             retain_graph: keep the graph for another backward.
-            scale_wrt_gas: as in DeepSpeed, whether zerofn is to divide by the number of accumulated micro-batches. With
-                `False` you have, and `accumulate` adds up and does not. One and the same for a whole window.
+            scale_wrt_gas: as in DeepSpeed, whether zerofn divides by the number of accumulated micro-batches. With
+                `False` you have divided, and `accumulate` only adds. It must be the same for a whole window.
 
         Returns:
             The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
@@ -294,17 +294,17 @@ class Optimizer(OptimizerBase):
         return self._own.steps.backward(loss, retain_graph, scale_wrt_gas)
 
     def set_boundary(self, boundary: bool | None) -> None:
-        """Decide by hand whether steps close the window; `None` gives the decision back to `accumulate`."""
+        """Decide by hand whether steps close the accumulation window; `None` lets `accumulate` decide again."""
         self._own.steps.window.force(boundary)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Everything needed to go on, in the form of `torch.optim`, for `torch.save`, DCP and torch's own optimizers.
 
-        `state` and `param_groups` have the keys of torch's counterpart. What belongs to no parameter (a loss scale, the
-        count of a window) stands among the entries of the first parameter, under names that begin with `zerofn/`; the
-        parameters themselves, counters and names under the key `"zerofn"`, which torch's optimizers pass over. Shards
-        are distributed tensors of the shapes of parameters, cut by rows. Where a leaf has fewer rows than ranks, or an
-        owner, it is gathered for this, so every rank calls it. `zf.save` keeps the module's buffers too.
+        `state` and `param_groups` have the keys of torch's counterpart. Entries that belong to no parameter (a loss
+        scale, the count of a window) are among those of the first parameter, under names that begin with `zerofn/`.
+        Parameters, counters and names are under the key `"zerofn"`, which torch's optimizers ignore. Shards are
+        DTensors of the full shapes, sharded by rows. A leaf that has fewer rows than ranks, or an owner, is gathered
+        for this, so every rank must call it. `zf.save` keeps the module's buffers too.
 
         Raises:
             RuntimeError: in the middle of a step; or only some ranks came to a gather.
@@ -320,7 +320,7 @@ class Optimizer(OptimizerBase):
         return _run_hooks(self, "state_dict", "post", self._own.dicts.to_save())
 
     def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
-        """Go on from a `State` of this pipeline and model: its numbers are copied into the model's parameters.
+        """Copy a `State` of this pipeline and model into the current state and the model's parameters.
 
         Args:
             state: for instance of `zf.load(directory, like=opt.state)`. The module's buffers stay as they are.
@@ -334,15 +334,16 @@ class Optimizer(OptimizerBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> LoadedStates:  # type: ignore[override]
         """Go on from a `state_dict` of ours, of older versions, or of `torch.optim`. Every rank calls it.
 
-        Of torch's, moments, counts and rates are taken, whole or distributed: docs/frameworks.md. Parameters are told
-        by name where it has names, else by their order. One that has no state there begins anew, as in torch.
+        From a state dict of torch's, it loads moments, counts and rates, full or as DTensors: docs/frameworks.md.
+        Parameters are matched by name if it has names, else by their order. A parameter without a state there gets a
+        new one, as in torch.
 
         Returns:
-            How parameters were told, `by` their `"name"` or `"order"`, and the paths of those that were `made_anew`.
+            How parameters were matched, `by` their `"name"` or `"order"`, and the paths of those that were `made_anew`.
 
         Raises:
-            ValueError: of another pipeline or model; every missing, unexpected, doubled or misshapen entry is named,
-                and nothing is changed.
+            ValueError: the state dict is of another pipeline or model. Every missing, unexpected, doubled or misshapen
+                entry is named, and nothing is changed.
         """
         self._own.dicts.check_loadable(state_dict)
         told = self._own.load(_run_hooks(self, "load_state_dict", "pre", state_dict), "load_state_dict")
@@ -350,7 +351,7 @@ class Optimizer(OptimizerBase):
         return told
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: groups are written as `zf.partition`."""
+        """Raise: groups are written as `zf.partition`."""
         why = "the state is made once, for the model as it was attached"
         right = "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, lambda path: ...) before zf.attach"
         raise NotImplementedError(explain("opt.add_param_group(...)", why, right))
@@ -366,10 +367,10 @@ class Optimizer(OptimizerBase):
 
 
 def _run_hooks(opt: Optimizer, method: str, when: str, *state_dict: Any) -> Any:
-    """Run the hooks that the user has registered `pre` or `post` a method: one may return another state dict."""
+    """Run the hooks that the user has registered `pre` or `post` a method. A hook may return another state dict."""
     hooks = list(getattr(opt, HOOKS_OF[method, when]).values())
     if hooks and when == "pre" and state_dict:
-        # Of the caller, who is not to see what hooks write into it.
+        # A copy: the caller is not to see what hooks write into it.
         state_dict = (state_dict[0].copy(),)
     for hook in hooks:
         other = hook(opt, *state_dict)
@@ -386,52 +387,52 @@ def _run_hooks(opt: Optimizer, method: str, when: str, *state_dict: Any) -> Any:
     "it makes an optimizer, and hooks on the model", "opt = zf.attach(model, tx), outside of what is compiled"
 )
 def attach(model: nn.Module, tx: Transform, in_backward: bool = False, hold_frozen: bool = False) -> Optimizer:
-    """Bridge a pipeline to a model that is trained by `loss.backward()`.
+    """Attach a pipeline to a model that is trained by `loss.backward()`.
 
-    The model stays what it is: it is called as before, and any backward of PyTorch's own is right, on any output, any
+    The model stays the same object and is called as before. Any backward of PyTorch's own is right, on any output, any
     number of times. Gradients are true: no loss scale shows in `p.grad`, in an input's, or in a second derivative.
 
     Args:
         model: its parameters become the stored ones, in `precision`'s `store_dtype`.
         tx: a transform, or a chain, with an optimizer in it.
-        in_backward: update each leaf as soon as its gradient has arrived, and let the gradient go: no
-            gradient tree ever exists. `step()` then only closes the step. For pipelines that treat leaves
-            alone, groups of `partition` and `masked` too, and one backward for each step.
-        hold_frozen: make states for parameters that are frozen now, too, as `torch.optim` holds all that it is given,
-            so that they can be unfrozen later. Without it they cost no memory, and stay frozen.
+        in_backward: update each leaf as soon as its gradient has arrived, and free the gradient, so that
+            the gradients of all leaves never exist at once. `step()` then only closes the step. It needs a
+            pipeline that treats leaves alone (groups of `partition` and `masked` too), and one backward per step.
+        hold_frozen: make states for parameters that are frozen now, too, as `torch.optim` does, so that they can be
+            unfrozen later. Without it they cost no memory, and stay frozen.
 
     Returns:
-        An `Optimizer` to call `step()` and `zero_grad()` on; a `torch.optim.Optimizer` to whoever asks.
+        An `Optimizer` to call `step()` and `zero_grad()` on. It is an instance of `torch.optim.Optimizer`.
 
     What `p.grad` holds:
 
     ==================  =======================================================================
     after `backward()`  the sum of true gradients since it was last cleared, as in PyTorch. With
-                        `shard` this rank's part of the mean over ranks. With `reduce_scatter` or
+                        `shard` this rank's shard of the mean over ranks. With `reduce_scatter` or
                         `all_reduce` before any `accumulate`, and with `in_backward`, `None`: the gradient
-                        has left to be reduced, or was used
+                        is being reduced, or was used
     after `step()`      the same; with `accumulate(k > 1)` it was moved into the sum, so `None`
     `zero_grad()`       `None`, or zeros with `set_to_none=False`
     ==================  =======================================================================
 
-    Under `shard` a parameter and its gradient have the shape of the whole, and hold this rank's rows: `p.to_local()`.
-    What computes with them, inside of the model and outside, has the whole, gathered on every rank: `p.grad.norm()`,
-    `loss + model.head.weight.norm()`. What writes into them keeps this rank's rows. torch's functions that clip
-    gradients raise where `p.grad` is not all there. Gradients of a block may be parts of one buffer: who keeps one of
-    them longer than a step keeps all, unless it is a clone.
+    Under `shard` a parameter and its gradient have the full shape, and hold this rank's rows: `p.to_local()`. A
+    computation with them, inside the model or outside, gathers the full tensor on every rank: `p.grad.norm()`,
+    `loss + model.head.weight.norm()`. A write into them keeps this rank's rows. torch's functions that clip gradients
+    raise if `p.grad` is not the full gradient. Gradients of a block may be views of one buffer: keeping one of them
+    longer than a step keeps the memory of all, unless it is a clone.
 
-    Between steps `p.requires_grad_(False)` freezes a parameter that has a state and `p.requires_grad_(True)` unfreezes
-    it, on every rank alike: a frozen one keeps its value, its state and its count of updates.
+    Between steps `p.requires_grad_(False)` freezes a parameter that has a state, and `p.requires_grad_(True)` unfreezes
+    it. All ranks must do the same. A frozen parameter keeps its value, its state and its count of updates.
 
-    A hook on a parameter is given what `p.grad` is to hold: under `shard` this rank's part of the mean, else the
-    gradient of this rank. What is linear in it makes the same step of both; what is not (a clamp) is refused under
-    `shard`. Where `p.grad` is `None` after backward, `p.register_post_accumulate_grad_hook` belongs
-    before `attach`; later it finds `None`, and whoever reads that is warned.
+    A hook on a parameter gets the value for `p.grad`: under `shard` this rank's shard of the mean, else the gradient of
+    this rank. A linear hook makes the same step in both cases. One that is not linear (a clamp) is refused under
+    `shard`. Where `p.grad` is `None` after backward, call `p.register_post_accumulate_grad_hook`
+    before `attach`: a hook that is registered later finds `None`, and reading it warns.
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: it is attached already, has no parameters, or NaN in one, or modules of `torch.jit`;
-            `in_backward` with a transform that needs the whole gradient.
+        ValueError: the model is attached already, has no parameters, NaN in one, or modules of `torch.jit`; or
+            `in_backward` with a transform that needs the full gradient.
 
     >>> import torch, zerofn as zf
     >>> model = torch.nn.Linear(2, 1)

@@ -30,7 +30,7 @@ NOT_PLAIN = object()
 
 
 class NamedGroup(dict[str, Any]):
-    """A group that has a name and keys that are torch's: torch's functions carry every key to other optimizers.
+    """A group with a name, whose keys are only torch's: torch's functions copy every key to other optimizers.
 
     Attributes:
         name: of the optimizer of the pipeline; `group["name"]` gives it too, unless that has been set.
@@ -51,17 +51,17 @@ class NamedGroup(dict[str, Any]):
 
 
 class _GroupOptimizer:
-    """The optimizer of one group, and what of the group has been looked at.
+    """The optimizer of one group, and which entries of the group have been checked.
 
     Attributes:
-        prefix: under which its optimizer runs.
+        prefix: the prefix under which its optimizer runs.
         transform: that optimizer.
         params: its parameters.
-        settable: the hyperparameters that may be set, as the pipeline has them.
-        owns_rate: whether the learning rate is the group's: neither a schedule's nor none.
-        rate: the learning rate as this library set it: another one has been set by somebody else.
-        names: the keys that have been looked at, so that new ones are looked at once.
-        checked: the hyperparameters that have been looked at, so that a change is looked at once.
+        settable: the hyperparameters that may be set, with the pipeline's values.
+        owns_rate: whether the group sets the learning rate: the optimizer has one, and no schedule sets it.
+        rate: the learning rate that this library has set; if the group's differs, somebody else has set it.
+        names: the keys that were checked, so that new ones are checked once.
+        checked: the hyperparameters that were checked, so that a change is checked once.
     """
 
     def __init__(self, prefix: str, transform: Transform, params: list[Tensor]):
@@ -74,7 +74,7 @@ class _GroupOptimizer:
         self.names: set[str] = set()
 
     def group(self) -> dict[str, Any]:
-        """The group as it is at first."""
+        """The group as it is when the model is attached."""
         return NamedGroup(self.name, {"params": list(self.params), "lr": self.rate, **self.settable})
 
     @property
@@ -83,7 +83,7 @@ class _GroupOptimizer:
         return self.prefix.rstrip(".") or self.transform.name
 
     def check_names(self, group: dict[str, Any]) -> None:
-        """Refuse what was put into the group and could have no effect."""
+        """Refuse keys of the group that would have no effect."""
         if "lr" not in group:
             raise ValueError(explain("a group of param_groups without lr", "a step asks for it", 'group["lr"] = 0.0'))
         t = self.transform
@@ -102,7 +102,7 @@ class _GroupOptimizer:
         self.names = set(group)
 
     def changed(self, values: list[Any]) -> dict[str, Any]:
-        """Of all hyperparameters that may be set, those that have another value than the pipeline has."""
+        """The hyperparameters, of all that may be set, whose values differ from the pipeline's."""
         now = dict(zip(self.settable, values, strict=True))
         if any(now[k] is not x and not same_value(now[k], x) for k, x in self.checked.items()):
             t = self.transform
@@ -112,16 +112,16 @@ class _GroupOptimizer:
         return {k: now[k] for k, x in self.settable.items() if not same_value(now[k], x)}
 
     def set_in(self, group: dict[str, Any]) -> list[str]:
-        """The hyperparameters that have been set to something else than the pipeline has."""
+        """The hyperparameters of the group that were set to other values than the pipeline's."""
         return [k for k, x in self.settable.items() if k in group and not same_value(group[k], x)]
 
     def without_own(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group without hyperparameters that are the pipeline's."""
+        """A group without hyperparameters that have the pipeline's values."""
         kept = self.set_in(group)
         return {k: v for k, v in group.items() if k not in self.settable or k in kept}
 
     def given_by(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The hyperparameters that a saved group gives; JSON knows no tuples."""
+        """The hyperparameters of a saved group, with tuples where JSON has made lists."""
         values = {k: saved.get(k, x) for k, x in self.settable.items()}
         return {k: tuple(x) if isinstance(x, list) else x for k, x in values.items()}
 
@@ -142,8 +142,8 @@ class ParamGroups:
     """The groups of one attached model, and who owns their learning rates.
 
     Attributes:
-        groups: what `opt.param_groups` is.
-        optimizers: what is known of each.
+        groups: the list `opt.param_groups`.
+        optimizers: the optimizer of each group.
         scheduled: whether a schedule of the pipeline sets any of the rates.
     """
 
@@ -153,11 +153,11 @@ class ParamGroups:
         self.scheduled = any(callable(optimizer.transform.facts.rate) for optimizer in self.optimizers)
 
     def given(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-        """By prefix: learning rates, where the groups and not a schedule own them, and hyperparameters that have been
-        set to something else than the pipeline has.
+        """By prefix: learning rates that the groups own and no schedule, and hyperparameters that were set to other
+        values than the pipeline's.
 
         Raises:
-            ValueError: what is set would have no effect, or the optimizer does not take it.
+            ValueError: a setting would have no effect, or the optimizer does not take it.
         """
         rates: dict[str, float] = {}
         numbers: dict[str, dict[str, Any]] = {}
@@ -174,19 +174,19 @@ class ParamGroups:
             elif group["lr"] != optimizer.rate:
                 _refuse_rate(group["lr"], optimizer.transform)
             known = optimizer.settable
-            # One that somebody has taken out is that of the pipeline.
+            # A key that was deleted has the pipeline's value.
             values = list(map(group.get, known, known.values()))
             if not all(map(is_, values, known.values())) and (changed := optimizer.changed(values)):
                 numbers[optimizer.prefix] = changed
         return rates, numbers
 
     def to_save(self) -> list[dict[str, Any]]:
-        """The groups without hyperparameters that are the pipeline's, which another pipeline may have otherwise."""
+        """The groups without the pipeline's own hyperparameters, which may differ in the pipeline that loads them."""
         pairs = zip(self.groups, self.optimizers, strict=True)
         return [{"name": o.name, **o.without_own(g)} for g, o in pairs]
 
     def show(self, metrics: dict[str, Tensor]) -> None:
-        """The rates that the schedules of the pipeline have given."""
+        """Write the rates of the pipeline's schedules into the groups."""
         for group, optimizer in zip(self.groups, self.optimizers, strict=True):
             if callable(optimizer.transform.facts.rate) and optimizer.prefix + "lr" in metrics:
                 group["lr"] = optimizer.rate = float(metrics[optimizer.prefix + "lr"])
@@ -200,19 +200,19 @@ class ParamGroups:
             raise ValueError(bad_leaves("load_state_dict: these groups cannot be set", bad, right))
 
     def load(self, saved: list[dict[str, Any]]) -> None:
-        """Go on with the rates of a `state_dict`, and with what schedulers had put beside them.
+        """Load the rates of a `state_dict`, and the keys that schedulers have put beside them.
 
-        What is not in there stays: a scheduler that was made before has put it here.
+        Other keys of the groups stay: a scheduler that was made before has put them here.
         """
         for group, there, optimizer in zip(self.groups, saved, self.optimizers, strict=True):
             rate = NO_RATE if optimizer.transform.facts.rate is None else there["lr"]
-            # A copy of a tensor: schedulers write into it, and it may be that of another optimizer.
+            # Tensors are copied: schedulers write into them, and they may belong to another optimizer.
             group["lr"] = optimizer.rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
             group.update(_others(there))
             group.update(optimizer.given_by(there))
 
     def _refuse_params(self) -> NoReturn:
-        """Groups have other parameters: which there are, and what updates each, the pipeline says."""
+        """Raise for groups with other parameters: the pipeline says which there are, and what updates each."""
         there = [g.get("params", ()) for g in self.groups]
         own = [optimizer.params for optimizer in self.optimizers]
         has, mine = (", ".join(str(len(x)) for x in xs) or "no" for xs in (there, own))
@@ -228,7 +228,7 @@ class ParamGroups:
 
 
 def as_text(rates: dict[str, Any], numbers: dict[str, dict[str, Any]], frozen: str = "") -> str:
-    """What groups set, the same text for the same numbers; a rate on another device is not waited for.
+    """The settings of groups as text, equal for equal numbers. This does not wait for a rate on another device.
 
     Args:
         rates: by prefix.
@@ -250,12 +250,12 @@ def _number(x: Any) -> Any:
         return float(x) if x.device.type == "cpu" and x.numel() == 1 else "a tensor"
     if isinstance(x, tuple | list):
         return tuple(map(_number, x))
-    # Those of numpy print otherwise.
+    # Numbers of numpy print differently.
     return float(x) if isinstance(x, Real) else x
 
 
 def _refuse_rate(rate: Any, t: Transform) -> NoReturn:
-    """A rate was set of which the optimizer has none, or one of its own."""
+    """Raise for a rate that was set, where the optimizer has none or a schedule sets it."""
     if t.facts.rate is None:
         why = "that optimizer has no learning rate"
         right = (
@@ -270,14 +270,14 @@ def _refuse_rate(rate: Any, t: Transform) -> NoReturn:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values of a hyperparameter are equal; tensors are where they are one."""
+    """Whether two values of a hyperparameter are equal; tensors only if they are the same object."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(map(same_value, a, b))
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
 
 
 def packed(group: dict[str, Any]) -> dict[str, Any]:
-    """A group for a `state_dict`: its name and rate, and what schedulers and users have put there."""
+    """A group for a `state_dict`: its name and rate, and the keys that schedulers and users have added."""
     return {**{k: group[k] for k in OWN if k in group}, **_others(group)}
 
 
@@ -287,18 +287,18 @@ def _others(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Of hyperparameters those that a file can have."""
+    """The hyperparameters that a file can store."""
     return {k: v for k, x in values.items() if (v := _plain(x)) is not NOT_PLAIN}
 
 
 def _plain(x: Any) -> Any:
-    """A copy of numbers, text and 0-d tensors, in lists and dicts too: what JSON and `torch.load` can bring back."""
+    """A copy of numbers, text and 0-d tensors, in lists and dicts too: what JSON and `torch.load` can load."""
     if x is None or isinstance(x, bool | str):
         return x
     if isinstance(x, Tensor):
         return x.detach().clone() if x.ndim == 0 else NOT_PLAIN
     if isinstance(x, Real):
-        # Those of numpy become Python's.
+        # Numbers of numpy become Python's.
         return int(x) if isinstance(x, Integral) else float(x)
     if isinstance(x, list | tuple):
         values = [_plain(v) for v in x]

@@ -48,19 +48,19 @@ from .step_agreement import CurrentState, StepAgreement, WholeParameters
 def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> Iterator[set[str]]:
     """Put full parameters in the place of shards or copies, and store those that have changed at the end.
 
-    By an exception too, as where parameters are whole, and as FSDP's and DeepSpeed's do.
+    An exception stores them too, as on unsharded parameters, and as FSDP and DeepSpeed do.
 
     Args:
         pipe: the pipeline of the model.
         params: its parameters by path.
-        current: the state in force.
+        current: the current state.
 
     Yields:
         The paths that were stored, once it has ended.
     """
     parts = {path: p.data for path, p in params.items()}
     fulls = pipe.road.whole(current.state.leaves)
-    # Views that lose something have no way back, so what nobody wrote into is left as it is stored.
+    # Views that lose information cannot be inverted, so a parameter that nobody wrote into keeps its stored value.
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
     grads = {path: read(p) for path, p in params.items()}
     written: set[str] = set()
@@ -87,7 +87,7 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
 
 
 def _drop_gradients(params: Leaves, before: Mapping[str, Tensor | None]) -> list[str]:
-    """Drop gradients from inside, which are whole and of this rank alone; their paths."""
+    """Drop gradients that were computed inside: they are full and of this rank alone. Return their paths."""
     made = [path for path, p in params.items() if (g := read(p)) is not None and g is not before[path]]
     for path in made:
         write(params[path], None)
@@ -95,7 +95,7 @@ def _drop_gradients(params: Leaves, before: Mapping[str, Tensor | None]) -> list
 
 
 def _check_gradients(made: list[str]) -> None:
-    """Refuse gradients from inside."""
+    """Raise for gradients that were computed inside."""
     if made:
         raise RuntimeError(
             explain(
@@ -108,7 +108,7 @@ def _check_gradients(made: list[str]) -> None:
 
 @torch.no_grad()
 def _store(pipe: Pipeline, params: Leaves, stored: Leaves, before: Leaves | None) -> set[str]:
-    """Store full parameters that have changed; the paths of those that differ from what was stored."""
+    """Store full parameters that have changed. Return the paths whose stored values differ now."""
     written = set()
     for leaf in pipe.layout.leaves:
         if before is not None and torch.equal(before[leaf.path], params[leaf.path]):
@@ -124,11 +124,11 @@ class AveragedParameters:
     """Puts averages in the place of an attached model's parameters.
 
     Args:
-        current: the state in force.
-        refresh: makes the model's parameters from the stored ones.
+        current: the current state.
+        refresh: writes the stored values into the model's parameters.
 
     Attributes:
-        on: whether parameters are averages at the moment.
+        on: whether parameters are averages now.
     """
 
     def __init__(self, current: CurrentState, refresh: Callable[[], None]):
@@ -136,7 +136,7 @@ class AveragedParameters:
 
     @contextmanager
     def during(self, state: State, of: str | None) -> Iterator[None]:
-        """Write averages over the stored parameters, and these back at the end."""
+        """Write averages over the stored parameters, and write the parameters back at the end."""
         averages = averages_of(state, of, "opt.averaged({})")
         kept = {path: state.leaves[path].clone() for path in averages}
         try:
@@ -162,7 +162,7 @@ class AveragedParameters:
                 self.on = False
 
     def _put_back(self, state: State, kept: Leaves) -> None:
-        """Write parameters back. Where that is interrupted they are stored, and the model may have other values."""
+        """Write parameters back. An interrupt leaves them stored, and the model may have other values."""
         try:
             _write(state, kept)
             self.refresh()
@@ -172,7 +172,7 @@ class AveragedParameters:
             raise
 
     def refuse(self, what: str) -> None:
-        """An error where averages would be taken for parameters."""
+        """Raise for a call that would take averages for parameters."""
         if self.on:
             why = "the parameters are averages there, and would be taken for what is trained"
             raise RuntimeError(explain(f"{what} inside of `with opt.averaged():`", why, f"{what} behind it"))
@@ -189,10 +189,10 @@ def _write(state: State, leaves: Leaves) -> None:
 
 
 class ExistingGradients:
-    """Gradients that parameters had before they were attached and cut into shards.
+    """Gradients that parameters had before they were attached and sharded.
 
-    Left in place they would be whole beside shards, and a fused kernel reads them without an error. At the other stages
-    whole gradients stay in `p.grad`, and are reduced with what is added to them.
+    If they stayed they would be full tensors beside shards, and a fused kernel reads them without an error. At the
+    other stages full gradients stay in `p.grad`, and are reduced with what is added to them.
 
     Attributes:
         grads: by path, taken out of the parameters.
@@ -203,7 +203,7 @@ class ExistingGradients:
         self.grads: Leaves = {}
 
     def take(self) -> None:
-        """Take them out."""
+        """Take the gradients out of the parameters."""
         pipe, params = self.pipe, self.params
         if pipe.gathering is not None:
             self.grads = {path: g.detach() for path, p in params.items() if (g := read(p)) is not None}
@@ -211,7 +211,7 @@ class ExistingGradients:
                 write(params[path], None)
 
     def shard(self, stored: Leaves) -> None:
-        """Give each parameter this rank's part of the mean. All ranks call it, those without gradients too."""
+        """Give each parameter this rank's shard of the mean. All ranks call it, also those without gradients."""
         road = self.pipe.road
         mine = {leaf.path: self.grads[leaf.path] for leaf in self.pipe.layout.trainable if leaf.path in self.grads}
         parts = road.pull(road.at_use, mine, stored)
@@ -220,7 +220,7 @@ class ExistingGradients:
                 write(self.params[leaf.path], parts[leaf.path].to(road.resident_grad_dtype(leaf)))
 
     def put_back(self) -> None:
-        """As they were: the model was not attached."""
+        """Put the gradients back, because the model was not attached."""
         for path, g in self.grads.items():
             write(self.params[path], g)
 
@@ -228,7 +228,7 @@ class ExistingGradients:
 def first_states(
     pipe: Pipeline, stored: Leaves, control: Group | None, existing: ExistingGradients
 ) -> dict[str, TransformState]:
-    """The first states of all transforms, by name. Existing gradients are cut once all ranks have them.
+    """The first states of all transforms, by name. Existing gradients are sharded once all ranks have first states.
 
     Ranks exchange one message, so that after an error on one rank no other rank keeps an attached model.
 
@@ -265,7 +265,7 @@ ON_EVERY_RANK = "the same line on every rank, and what is done with its result o
 
 
 def gathering_of_states(pipe: Pipeline, control: Group | None, left: Callable[[], bool]) -> Gathering | None:
-    """How shards of a state are gathered where parameters are whole; `None` where nothing is cut.
+    """Gathers shards of a state where parameters are full; `None` where nothing is sharded.
 
     Args:
         pipe: the pipeline.
@@ -287,17 +287,17 @@ class ShardedStateViews:
     """Shows tensors of a state as shards, like the parameters of one attached model.
 
     Args:
-        gathering: how shards are gathered outside of the model's calls; `None` where nothing is cut.
+        gathering: gathers shards outside of the model's calls; `None` where nothing is sharded.
     """
 
     def __init__(self, gathering: Gathering | None):
         self.gathering = gathering
-        # Programs ask for one parameter after the other, and in between a state is the same.
+        # Programs ask for one parameter after the other, and the state does not change in between.
         self._state: Callable[[], State | None] = lambda: None
         self._known: dict[int, Origin] = {}
 
     def shown(self, state: State, x: Any) -> Any:
-        """`x`, a tensor of the state, as a shard that has the shape of the whole, where it is cut as its parameter."""
+        """A tensor of the state; as a shard that shows the full shape, if it is sharded like its parameter."""
         if self.gathering is None:
             return x
         if self._state() is not state:
@@ -305,12 +305,12 @@ class ShardedStateViews:
         of = self._known.get(id(x))
         if of is None:
             return x
-        # In the place of what its owner keeps stands one number, expanded, which nothing could be written into.
+        # Ranks that are not the owner have one number, expanded, and nothing could be written into it.
         return part_of(x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device), of)
 
 
 def _origins(state: State, by: Gathering) -> dict[int, Origin]:
-    """By `id` of a tensor of the state, of which whole it is a shard."""
+    """id(state tensor) -> Origin, for state that is sharded like its parameter."""
     leaves: dict[str, Leaf] = {leaf.path: leaf for leaf in state.layout.leaves if leaf.within is None}
     found = {}
     for e in entries(state):
@@ -347,7 +347,7 @@ Start = Callable[[Pipeline, dict[str, Tensor]], Callable[[], dict[str, Tensor]]]
 
 
 def from_values(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-    """A `Start` of parameters that have their first values: each rank takes its part of them."""
+    """A `Start` for parameters that have their first values: each rank takes its shards of them."""
     check_memory(params)
     agree_on_start(pipe, params, "zf.attach(model, tx)")
 
@@ -370,18 +370,18 @@ class ResidentParams:
         model: the model.
         pipe: its pipeline.
         params: its parameters by path, each once.
-        context: of a step, where the update is to run within backward.
-        unchanged: raises if the model is no longer what was attached.
-        start: where their first values come from.
-        forms: by path, what distributed tensors the model itself has made of them.
+        context: returns the context of a step, for an update that runs within backward.
+        unchanged: raises if the model has changed since it was attached.
+        start: returns their first values.
+        forms: by path, the DTensor that the model itself had made of the parameter.
 
     Attributes:
-        current: the state in force.
+        current: the current state.
         is_full: whether full parameters are in the places of shards or copies, within `gathered`.
         units: gathers sharded parameters on use; `None` where they are not sharded.
-        undo: takes off what was put on the model; the last one first.
-        stored: parameters as they are stored at first; none before that.
-        hooked, left: whether the model is attached to the end, and whether it has begun to be a plain one again.
+        undo: functions that remove what was put on the model, called from the last to the first.
+        stored: the first stored parameters; empty before they are made.
+        hooked, left: whether `attach` has come to its end, and whether `detach` has begun.
     """
 
     def __init__(
@@ -457,11 +457,11 @@ class ResidentParams:
             self.refresh()
 
     def scale(self) -> Tensor | None:
-        """The loss scale in force."""
+        """The current loss scale."""
         return self.pipe.scale_of(self.current.state.transforms)
 
     def settled(self) -> State:
-        """The state, once what was written by hand and what a backward has updated is in it."""
+        """The state, after writes by hand and updates within backward were stored in it."""
         with interrupts_held():
             self.masters.carry_over()
             if self.in_backward is not None:
@@ -469,15 +469,15 @@ class ResidentParams:
         return self.current.state
 
     def _moved(self, path: str) -> None:
-        """A sharded parameter has other memory: it is stored there from now on, and who kept the old one has that."""
+        """Store a sharded parameter in the new memory that the user has given it; the old memory is no longer used."""
         if self.units is not None and path not in self.masters.copies:
-            # What is stored elsewhere than in parameters is carried over.
+            # A copy's values are carried over to the tensor that is stored elsewhere.
             (leaf,) = self.units.units[self.units.plans.alone[path]]
             mine = self.params[path].detach().as_subclass(Tensor)
             self.current.state.leaves[path].data = self.pipe.road.own(mine, leaf)
 
     def refresh(self) -> None:
-        """Make the model's parameters from the stored ones."""
+        """Write the stored values into the model's parameters."""
         if self.in_backward is not None:
             # Of a step under way when a state was loaded nothing is left in what is stored.
             self.in_backward.forget()
@@ -490,7 +490,7 @@ class ResidentParams:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Full parameters in the model. What is written to them inside is stored afterwards, by an exception too."""
+        """Inside, the model has full parameters. Writes inside are stored afterwards, after an exception too."""
         if self.is_full:
             # Within another one, which stores what is written.
             yield
@@ -510,7 +510,7 @@ class ResidentParams:
                 self._refresh_whole()
 
     def _refresh_whole(self) -> None:
-        """Refresh what was stored by hand; of an interrupt copies are behind it."""
+        """Refresh parameters whose values were stored by hand; after an interrupt copies are older than the state."""
         try:
             self.refresh()
         except BaseException:
@@ -519,7 +519,7 @@ class ResidentParams:
 
 
 def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:
-    """What gathers sharded parameters on use, if it is to be, and the modules that they are parameters of."""
+    """The `Units` that gather sharded parameters on use, if they are sharded, and the modules that own them."""
     pipe, channels, wire = home.pipe, home.channels, home.pipe.gathering
     if wire is None or channels.wanted is None:
         return None, []
@@ -531,7 +531,7 @@ def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:
 
 @contextmanager
 def _unfrozen(params: list[Tensor]) -> Iterator[None]:
-    """Inside, parameters require grad: torch hooks no others, and those that are frozen now may be unfrozen later."""
+    """Inside, parameters require grad: torch hooks no others, and a frozen one may be unfrozen later."""
     with torch.DisableTorchFunctionSubclass():
         frozen = [p for p in params if not p.requires_grad]
         for p in frozen:
@@ -547,7 +547,7 @@ def _unfrozen(params: list[Tensor]) -> Iterator[None]:
 @contextmanager
 def _suspended(home: ResidentParams) -> Iterator[None]:
     """Inside, the model computes with its parameters as they are: nothing is gathered or cast on use."""
-    # What was written into copies before is seen inside, and not lost at the end.
+    # Earlier writes into copies are seen inside, and not lost at the end.
     home.masters.carry_over()
     views: list[Any] = [
         x for x in (home.units, None if home.boundary is None else home.boundary.views) if x is not None

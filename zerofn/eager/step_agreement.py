@@ -1,4 +1,4 @@
-"""The state in force, and what ranks compare at a step."""
+"""The current state of an attached model, and the numbers that ranks compare at a step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..sharded.reducer import check_marks
 
 
 class CurrentState:
-    """Holds the state in force. Whoever needs it later keeps this, and reads `state` then.
+    """Holds the current state. Code that needs it later keeps this object, and reads `state` then.
 
     It refers to nothing else of the attached model, so that no cycle keeps memory of a model that is dropped.
 
     Attributes:
         state: set when the model's first state is made.
-        torn: whether a step or a load was writing into it when it raised. No step is made of it until one is loaded.
+        torn: whether a step or a load raised while writing into it. Steps then raise until a state is loaded.
     """
 
     state: State
@@ -41,7 +41,7 @@ class CurrentState:
         return hasattr(self, "state")
 
     def tear(self) -> None:
-        """A step or a load that was writing into the state has raised, or begins to write."""
+        """Mark the state as torn: a step or a load begins to write into it, or has raised while writing."""
         self.torn = True
         mark(self.state.micro_step, Fate.TORN)
 
@@ -55,12 +55,12 @@ class CurrentState:
             raise RuntimeError(explain(wrong, why, right))
 
     def mend(self) -> None:
-        """Another state has been copied into its memory, to the end."""
+        """Unmark the state: another one has been copied into its memory completely."""
         self.torn = False
         mark(self.state.micro_step, Fate.NONE)
 
     def of_transform(self, name: str) -> TransformState:
-        """What a transform has in it."""
+        """The state of one transform."""
         return self.state.transforms[name]
 
 
@@ -77,16 +77,16 @@ class CurrentState:
 
 
 class WholeParameters:
-    """The whole parameters of an attached model that are stored in parts.
+    """The full parameters of an attached model that are stored in shards.
 
     Args:
         params: its parameters by path, in their resident form.
-        control: a group for the comparison, of the ranks that have the same whole parameters.
-        current: the state in force.
+        control: a group for the comparison, of the ranks that have the same full parameters.
+        current: the current state.
 
     Attributes:
-        before: of each parameter a checksum from before the update within backward that is under way, if any rank had
-            noticed a write by then.
+        before: a checksum of each parameter from before the current update within backward, if any rank had noticed a
+            write by then.
     """
 
     def __init__(self, params: Leaves, control: Group, current: CurrentState):
@@ -94,24 +94,24 @@ class WholeParameters:
         self.note()
 
     def note(self) -> None:
-        """Count writes from now on: parameters are what is stored."""
+        """Count writes from now on: now the parameters equal the stored values."""
         self.counts = writes(self.params.values())
         self.before: list[int] = []
 
     def noticed(self) -> bool:
-        """Whether this rank has written into one since, or has given out its memory (`p.data`, `p.numpy()`).
+        """Whether user code on this rank has since written into one, or taken its memory (`p.data`, `p.numpy()`).
 
-        Not where a step or a load has written half: that is refused as such.
+        A half-finished write of a step or a load does not count: it is refused as a torn state.
         """
         return not self.current.torn and writes(self.params.values()) != self.counts
 
     def before_backward(self, control: Group) -> Callable[[], None]:
         """Tell the ranks of `control` whether this one has noticed a write, before leaves are updated within backward.
 
-        Nobody waits for another rank there, which may be in a collective of the user's.
+        No rank waits for another one there, because that may be in a collective of the user's.
 
         Returns:
-            To be called before the first update: keeps checksums, if any rank has noticed a write.
+            A function to call before the first update: it keeps checksums, if any rank has noticed a write.
         """
         mine = torch.tensor([self.noticed()], dtype=torch.int64, device=control.device)
         every = mine.new_empty(control.size)
@@ -145,7 +145,7 @@ class WholeParameters:
             if len(set(found)) > 1
         ]
         if bad and self.before:
-            # Each rank's part is updated already.
+            # Each rank's shard is updated already.
             self.current.tear()
         if bad:
             right = (
@@ -179,7 +179,7 @@ class StepAgreement:
 
     Args:
         control: the group of all ranks that step together; none on one process.
-        wholes: whole parameters of which each rank stores a part, where they are to be compared.
+        wholes: the full parameters of which each rank stores a shard, if they are to be compared.
     """
 
     def __init__(self, control: Group | None, wholes: WholeParameters | None):
@@ -198,11 +198,11 @@ class StepAgreement:
 
         Args:
             steps: micro-steps before this one.
-            boundary: what `set_boundary` says.
-            given: what `opt.param_groups` sets, as text.
+            boundary: the argument of `set_boundary`.
+            given: the settings of `opt.param_groups`, as text.
             dropped: whether the step is given up.
-            torn: whether the state is. A load may have raised on some ranks alone, whose counts are as the others'.
-            more: what `Rests.marks` tells, where parameters are gathered on use.
+            torn: whether the state is torn. A load may have raised on some ranks alone, with equal counts on all.
+            more: the result of `Rests.marks`, where parameters are gathered on use.
         """
         closes = 2 if boundary is None else int(boundary)
         has = f"{SET}, here {given}, of which these are digests; {SET_ALIKE}" if given else SET
@@ -210,17 +210,17 @@ class StepAgreement:
         return {**ours, **more}
 
     def numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
-        """What this rank sends: how many gradients it has, whether whole parameters were written, and marks."""
+        """The numbers that this rank sends: its count of gradients, whether full parameters were written, and marks."""
         noticed = self.wholes is not None and self.wholes.noticed()
         return [len(grads), noticed, *marks.values()]
 
     def shared(self, rows: list[list[int]], marks: dict[str, int]) -> dict[str, int]:
-        """Marks to compare among all ranks, from the rows of those that gather together and share sums of gradients."""
+        """Marks to compare over all ranks, from the rows of ranks that gather together and share sums of gradients."""
         alike = len({row[FIRST + MARKS.index(KEPT)] for row in rows}) == 1
         return {**marks, KEPT: 0 if alike else 1 + marks[KEPT]}
 
     def exchange(self, marks: dict[str, int], grads: Leaves) -> Leaves:
-        """Send this rank's numbers in an all-gather of their own; as `checked`."""
+        """Send this rank's numbers in an all-gather of their own, and return the result of `checked`."""
         assert self.control is not None
         return self.checked(gather_numbers(self.numbers(grads, marks), self.control), marks, grads)
 
@@ -228,12 +228,12 @@ class StepAgreement:
         """The gradients of a step, once marks are equal on all ranks; none if no rank has any.
 
         Args:
-            rows: what each rank has sent.
+            rows: the numbers that each rank has sent.
             marks: of this rank.
             grads: of this rank.
 
         Raises:
-            RuntimeError: on every rank, if a mark differs, or what was written by hand into whole parameters.
+            RuntimeError: on every rank, if a mark differs, or if writes by hand into full parameters differ.
         """
         assert self.control is not None
         if rows.count(rows[0]) < len(rows):

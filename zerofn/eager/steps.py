@@ -38,11 +38,11 @@ class AccumulationWindow:
 
     Args:
         pipe: the pipeline.
-        current: its state in force.
+        current: its current state.
 
     Attributes:
-        forced: what the user says of the next step; `None` where `accumulate` counts.
-        averaged: whether the sum is to be divided; `None` until `opt.backward` says so.
+        forced: the user's decision for the next step; `None` where `accumulate` counts.
+        averaged: whether the sum is divided; `None` until `opt.backward` says so.
         every: micro-batches in a window.
         holds: whether any step is held at all.
     """
@@ -67,7 +67,7 @@ class AccumulationWindow:
         return all(_counted(p, state) + 1 >= p.facts.window for p, state in own if state)
 
     def force(self, boundary: bool | None) -> None:
-        """What `set_boundary` does.
+        """Run `opt.set_boundary`.
 
         Raises:
             TypeError, ValueError: no such setting, or one without effect.
@@ -81,10 +81,10 @@ class AccumulationWindow:
         self.forced = boundary
 
     def average(self, scale_wrt_gas: bool) -> None:
-        """What `backward(scale_wrt_gas=...)` says, the same for a whole window.
+        """Take the argument of `backward(scale_wrt_gas=...)`, which must be the same for a whole window.
 
         Raises:
-            ValueError: weights divide already, or the window has begun otherwise.
+            ValueError: weights divide already, or the window has begun with the other value.
         """
         if not scale_wrt_gas and any(p.facts.weighted for p in self.parts):
             raise ValueError(
@@ -124,10 +124,10 @@ class Steps:
     Args:
         home: where its parameters, gradients and state are.
         groups: the rates and numbers that were set.
-        watch: tells whether the model has changed.
+        watch: finds out whether the model has changed.
 
     Attributes:
-        window: when `accumulate` lets a step through.
+        window: says which steps close the accumulation window.
     """
 
     def __init__(self, home: ResidentParams, groups: ParamGroups, watch: Watch):
@@ -139,13 +139,13 @@ class Steps:
         self._spent: list[tuple[str, weakref.ref[Tensor], int]] = []
 
     def context(self) -> Context:
-        """The context of a step that is made in backward."""
+        """The context of a step that runs in backward."""
         self._writes += 2
         rates, numbers = self.groups.given()
         return self.pipe.context(donate=True, lr=rates, numbers=numbers, **self._lost_graphs(numbers))
 
     def run(self, weight: Any) -> dict[str, Tensor]:
-        """One micro-step, and its metrics, each a tensor of its own."""
+        """Run one micro-step. Return its metrics, each a tensor of its own."""
         self.watch.check()
         early = self.home.in_backward
         if early is not None and weight is not None:
@@ -155,12 +155,12 @@ class Steps:
         self._writes += 1
         before = self.home.current.state
         try:
-            # What was set may be refused, and what is collected cannot be put back.
+            # Settings are read first: they may be refused, and collected gradients cannot be put back.
             rates, numbers = self.groups.given()
             told = partial(as_text, rates, numbers, self.watch.frozen)
             grads = self.home.micro_step.collect(self.window.forced, told)
             if self.home.current.torn:
-                # Behind the exchange: where that of some ranks alone is torn, all of them have raised there.
+                # Behind the exchange: if the state of some ranks alone is torn, all ranks have raised there.
                 self.home.current.check("opt.step()")
             if early is None:
                 metrics = self._update(grads, weight, rates, numbers)
@@ -186,9 +186,9 @@ class Steps:
             self._writes += 1
 
     def writes(self) -> int:
-        """How often writing into the state has begun or ended; odd while a step is made. A save beside it compares.
+        """How often a write into the state has begun or ended; odd during a step. A save beside training compares it.
 
-        A step within backward is made from the first gradient on: leaves are updated, and counters are not.
+        A step within backward begins with the first gradient: leaves are then updated, and counters are not.
         """
         return self._writes | self.under_way
 
@@ -236,7 +236,7 @@ class Steps:
         return metrics
 
     def _lost_graphs(self, numbers: dict[str, Any], weight: Any = None) -> dict[str, Any]:
-        """Of the context of a step: how numbers that require grad are refused."""
+        """The entries of a step's context by which numbers that require grad are refused."""
         if recorded() or not torch.is_grad_enabled():
             return {}
         if numbers:
@@ -245,13 +245,13 @@ class Steps:
         return self.pipe.unrecorded(ATTACHED, weight)
 
     def _forget(self, grads: Leaves) -> None:
-        """Clear gradients that `accumulate` has added up: a loop that never does would count them twice."""
+        """Clear gradients that `accumulate` has added to its sum: a loop that never clears would count them twice."""
         self.home.micro_step.uncleared.clear(to_none=True)
         for path in grads:
             self.params[path].grad = None
 
     def clear(self, to_none: bool) -> None:
-        """What `opt.zero_grad` does."""
+        """Run `opt.zero_grad`."""
         if not to_none and self.home.in_backward is not None:
             wrong = "opt.zero_grad(set_to_none=False) with in_backward=True"
             why = "a gradient is gone once its leaf is updated, and no zeros can stand in its place"
@@ -264,7 +264,7 @@ class Steps:
                     write(p, None if to_none else torch.zeros_like(grad))
 
     def backward(self, loss: Any, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
-        """What `opt.backward` does."""
+        """Run `opt.backward`."""
         _check_loss(loss)
         before = self.window.averaged
         self.window.average(scale_wrt_gas)
@@ -281,7 +281,7 @@ class Steps:
 
 @torch.no_grad()
 def _store(new: Leaves, old: Leaves, ctx: Context) -> None:
-    """Copy new parameters that have memory of their own into that of the old ones."""
+    """Copy new parameters with memory of their own into the memory of the old ones."""
     for path, x in old.items():
         if new[path] is not x:
             new[path] = ctx.into(x, new[path])
