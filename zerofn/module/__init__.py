@@ -1,1 +1,1 @@
-"""How an attached `nn.Module` is instrumented. Knows no optimizer."""
+"""Hooks and guards on an attached `nn.Module`. This folder knows no optimizer."""

@@ -1,4 +1,4 @@
-"""What a model must be to be attached, and must stay."""
+"""Checks that a model can be attached, and that it has not changed since."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FROZEN_AT_ATTACH = "frozen when it was attached, so it has no state; requires_gr
 
 
 class Owner:
-    """Marks a parameter as attached to an optimizer. The mark of a copied or unpickled parameter names none."""
+    """Marks a parameter as attached to an optimizer. The mark of a copied or unpickled parameter refers to none."""
 
     def __init__(self, opt: Any = None, leave: Callable[[], None] = lambda: None, strong: bool = False):
         self.opt: Callable[[], Any] = lambda: None
@@ -41,7 +41,7 @@ class Owner:
 
 
 class Watch:
-    """What must stay of a model as it was when it was attached.
+    """Remembers what must not change in a model while it is attached.
 
     Args:
         model: the model.
@@ -49,7 +49,7 @@ class Watch:
         params: its parameters by path, in their resident form.
 
     Attributes:
-        frozen: tells which leaves have a state and do not require grad now; empty where all do.
+        frozen: names the leaves that have a state and do not require grad now; empty if there are none.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
@@ -66,9 +66,9 @@ class Watch:
         self.ids = self._ids()
 
     def check(self) -> None:
-        """Refuse a model that has changed, which would be trained wrongly in silence.
+        """Refuse a model that has changed: it would be trained wrongly without an error.
 
-        Leaves that have a state may be frozen and unfrozen: autograd brings no gradient for a frozen one, and a leaf
+        Leaves that have a state may be frozen and unfrozen: autograd computes no gradient for a frozen one, and a leaf
         without a gradient keeps its value and its state, as in torch.optim.
 
         Raises:
@@ -106,7 +106,7 @@ class Watch:
     # By the methods of `dict`, since a dict of parameters may give views by its own.
 
     def _registered(self) -> list[tuple[str, dict[str, Any]]]:
-        """By name of a module, its parameters, and again its submodules."""
+        """Two entries for each module, by its name: its parameters, and its submodules."""
         return [(name, dict.copy(found)) for name, m in self.modules for found in registered(m)[:2]]
 
     def _ids(self) -> list[list[int]]:
@@ -131,7 +131,7 @@ def _reason(p: Tensor, address: int, shape: torch.Size, dtype: torch.dtype, devi
 
 
 def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Paths of what a module has registered otherwise. Submodules without parameters may come and go."""
+    """Paths of parameters and submodules that have changed. Submodules without parameters may come and go."""
     names = sorted(n for n in before.keys() | now.keys() if before.get(n) is not now.get(n))
     of_parameters = [n for n in names if _has_parameters(before.get(n)) or _has_parameters(now.get(n))]
     return [f"{name}.{n}".lstrip(".") for n in of_parameters]
@@ -142,7 +142,7 @@ def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:
 
 
 def check_free(named: dict[str, nn.Parameter]) -> None:
-    """Refuse parameters that another optimizer has."""
+    """Refuse parameters that are attached to another optimizer."""
     taken = [(n, "attached already") for n, p in named.items() if _taken(p)]
     if taken:
         raise ValueError(
@@ -158,7 +158,7 @@ def _taken(p: nn.Parameter) -> bool:
     owner = getattr(p, "_zerofn_owner", None)
     if owner is None or owner.opt() is not None:
         return owner is not None
-    # Its optimizer was dropped without detach(): what it had hooked would act a second time.
+    # Its optimizer was dropped without detach(): its hooks would act a second time.
     owner.leave()
     return False
 
@@ -172,7 +172,7 @@ def check_initialised(named: dict[str, nn.Parameter], where: str) -> None:
 
 
 def check_trainable(layout: Layout) -> None:
-    """Refuse a model with nothing to train, of which no step could ever be made."""
+    """Refuse a model without a trainable parameter: no step could ever be made."""
     if not layout.leaves:
         why, right = "there is nothing to train", "zf.attach(model, tx) of a model that has parameters"
         raise ValueError(explain("attach: the model has no parameters", why, right))
@@ -207,10 +207,10 @@ def check_hookable(model: nn.Module) -> None:
 
 
 def check_alone(model: nn.Module, over_ranks: bool) -> bool:
-    """Whether DistributedDataParallel averages gradients of the model, or of parts of it.
+    """Whether DistributedDataParallel averages gradients of the model, or of some of its modules.
 
     Raises:
-        ValueError: the pipeline does so too: they would be averaged twice, or it would find parts in place of wholes.
+        ValueError: the pipeline reduces too: gradients would be averaged twice, or DDP would find shards.
     """
     wrapped = [n for n, m in modules_of(model) if isinstance(m, nn.parallel.DistributedDataParallel)]
     if wrapped and over_ranks:
@@ -227,7 +227,7 @@ def check_alone(model: nn.Module, over_ranks: bool) -> bool:
 def check_memory(params: dict[str, Tensor]) -> None:
     """Refuse parameters without memory of their own.
 
-    Of two parameters over one memory, or two elements at one place, each would be updated by both gradients.
+    Two parameters on one memory, or two elements at one address, would each be updated by both gradients.
     """
     shared = sharing_memory(params)
     bad = []
@@ -254,7 +254,7 @@ def check_memory(params: dict[str, Tensor]) -> None:
 
 
 def dtypes_of_buffers(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype]:
-    """By name, the dtype that each floating-point buffer is to have; of one at several places the first name."""
+    """By name, the new dtype of each floating-point buffer; a buffer at several places has its first name."""
     own = {name: x.dtype for name, x in buffers_in(model) if x.is_floating_point()}
     given = dtypes.buffers(list(own)) if dtypes.buffers is not None else {}
     return {name: given.get(name) or dtype for name, dtype in own.items()}
@@ -262,9 +262,9 @@ def dtypes_of_buffers(model: nn.Module, dtypes: Dtypes) -> dict[str, torch.dtype
 
 @torch.no_grad()
 def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype], undone: list[Callable[[], object]]) -> None:
-    """Exchange buffers for casts of them, as `module.to(dtype)` does; what is put into `undone` undoes it.
+    """Exchange buffers for casts of them, as `module.to(dtype)` does. Functions put into `undone` undo it.
 
-    Not cast where they are looked up, since a write of forward into such a copy would be lost.
+    A cast at each lookup would lose what forward writes into the copy.
     """
     casts = [(x, x.to(wanted[name])) for name, x in buffers_in(model) if x.dtype != wanted.get(name, x.dtype)]
 
@@ -273,7 +273,7 @@ def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype], undone: li
         there = {id(x) for x in model.buffers()}
         for old, new in casts:
             if id(new) in there and old.shape == new.shape:
-                # An element that was not written has the bits that it had.
+                # An element that was not written keeps its old bits.
                 same = old.to(new.dtype) == new
                 old.copy_(torch.where(same, old, new.to(old.dtype)))
         _replace(model, {id(new): old for old, new in casts if old.shape == new.shape})
@@ -283,7 +283,7 @@ def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype], undone: li
 
 
 def _replace(model: nn.Module, others: Mapping[int, Tensor]) -> None:
-    """Exchange buffers, by id, at every place where they stand."""
+    """Exchange buffers, by id, at every place where the model has them."""
     for module in model.modules():
         buffers: dict[str, Any] = registered(module)[2]
         for name, x in list(buffers.items()):

@@ -1,4 +1,4 @@
-"""Where inputs enter a model, outputs leave it, and calls begin and end."""
+"""The boundary of an attached model: casts and loss scale where inputs enter and outputs leave."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ Seen = dict[str, tuple[Tensor, Tensor, Region | None]]
 
 
 class ThreadState(threading.local):
-    """What each thread that calls the model has for itself.
+    """The state of one thread that calls the model.
 
     Attributes:
-        calls: of modules, the outermost first.
-        walks: exchange gathered parameters that graphs of calls have saved for notes.
-        seen: by path, of the call under way: the stored tensor, its view, and where the view's memory was.
+        calls: running calls of modules, the outermost first.
+        walks: replace gathered parameters that graphs of calls have saved by notes.
+        seen: by path, for the current call: the stored tensor, its view, and the address of the view.
         crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
-        last_views: by path, the last view of a parameter, and the stored tensor that it is the view of.
-        searched: by the numbers of the backwards whose graphs have been searched, the last one and those inside of it,
-            the loss scale all through them.
-        tracker: of the outputs of the call under way; `None` where outputs are not copied.
+        last_views: by path, the last view of a parameter, and the stored tensor that it is a view of.
+        searched: the loss scale of each backward whose graph was searched, by its number: the last one, and those
+            inside of it.
+        tracker: of the outputs of the current call; `None` where outputs are not copied.
     """
 
     def __init__(self, units: Units | None) -> None:
@@ -69,7 +69,7 @@ class ThreadState(threading.local):
         self.tracker: OutputTracker | None = None
 
     def stale(self) -> bool:
-        """Whether the calls that are noted have ended without their hooks, as Ctrl-C ends them."""
+        """Whether the recorded calls have ended without their hooks, as after Ctrl-C."""
         return bool(self.calls) and self.calls[0].frame is not None and has_ended(self.calls[0].frame)
 
     def drop_stale_calls(self) -> None:
@@ -83,17 +83,17 @@ class ThreadState(threading.local):
 
 
 class ActiveCall:
-    """A call under way.
+    """A running call of a module.
 
     Attributes:
-        module: is called.
+        module: the module that is called.
         outermost: whether its caller is outside of the model.
-        callers: of an outermost one, the modules that are called from outside together with it.
+        callers: for an outermost call, the modules that are called from outside together with it.
         start: the number of the first autograd node that may be made in it.
-        shown: its output as hooks of the user's see it.
-        error: what was being handled when it began, to be told from what the call raises.
-        frame: of an outermost one, that of Python, which tells whether it is under way.
-        undo: runs at its end.
+        shown: its output as the user's hooks see it.
+        error: the exception that was being handled when it began; any other one comes from the call.
+        frame: for an outermost call, its Python frame, by which one sees whether it is still running.
+        undo: functions that run at its end.
     """
 
     __slots__ = ("callers", "error", "frame", "module", "outermost", "shown", "start", "undo")
@@ -106,20 +106,20 @@ class ActiveCall:
 
 
 class CalledTogether:
-    """Modules that are called from outside of the model inside of the same hooks of the user's on saved tensors.
+    """Groups modules whose calls from outside of the model run inside the same saved-tensor hooks of the user's.
 
-    A checkpoint around several calls repeats all of them at the first node of the last one's graph.
+    A checkpoint around several calls recomputes all of them at the first node of the last one's graph.
     """
 
     def __init__(self) -> None:
-        # By what unpacks saved tensors, which they keep alive.
+        # By the unpack hook, which the saved tensors keep alive.
         self.by_hooks: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
     def called(self, module: nn.Module) -> set[int]:
-        """Those that are called together with this one, which is called now, by `id`."""
+        """The modules, by `id`, that are called together with `module`, which is called now."""
         together, hooks = set[int](), saved_tensors_hooks()
         if hooks is not None:
-            # What is no key is no checkpoint's.
+            # A hook that cannot be a key is no checkpoint's.
             with suppress(TypeError):
                 together = self.by_hooks.setdefault(hooks[1], together)
         together.add(id(module))
@@ -136,9 +136,9 @@ REMEMBERED = 1 << 16
 
 
 class NodeRange(NamedTuple):
-    """Nodes from `start` to before `end`, made in the call of that number.
+    """The autograd nodes numbered from `start` to before `end`, made in one call of the model.
 
-    `callers` are the modules, by `id`, of whose calls from outside of the model it is one.
+    `callers` are the modules, by `id`, that are called together in this call from outside.
     """
 
     start: int
@@ -153,8 +153,8 @@ START, END = attrgetter("start"), attrgetter("end")
 class NodeRanges:
     """Disjoint ranges in order; a number is found by bisection.
 
-    Each thread counts its own nodes. A backward thread makes far fewer than the thread of forward, so that its
-    numbers are those of graphs that are long gone. Where ranges overlap the last one counts.
+    Each thread counts its own nodes. A backward thread makes far fewer than the thread of forward, so its numbers are
+    those of graphs that were freed long ago. Where ranges overlap the last one counts.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class NodeRanges:
                 self.ranges = [r for r in self.ranges if r.call > self.added - REMEMBERED]
 
     def find(self, number: int) -> NodeRange | None:
-        """The range that a node is in; `None` of one that was made outside."""
+        """The range that a node is in; `None` for a node that was made outside of all calls."""
         with self.lock:
             i = bisect_right(self.ranges, number, key=START) - 1
             return self.ranges[i] if i >= 0 and number < self.ranges[i].end else None
@@ -201,14 +201,14 @@ class ParameterViews:
 
     Args:
         pipe: its pipeline.
-        units: what gathers sharded parameters.
-        local: what each thread that calls the model has.
+        units: gathers sharded parameters.
+        local: the state of the calling thread.
         crossing: makes the crossing of a view, where there is a loss scale.
-        forms: by path, which DTensor forward has in place of a local tensor.
+        forms: by path, the DTensor that forward gets in place of a local tensor.
 
     Attributes:
-        suspended: for a while the model sees its parameters in full, through casts alone.
-        inexact: paths of those that are seen through more than casts.
+        suspended: inside `opt.gathered()`: the model has full parameters and sees them through casts alone.
+        inexact: paths of parameters that are seen through more than casts.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class ParameterViews:
         self.inexact = {path for path, view in found if not all([stage.dtypes is not None for stage in view.stages])}
 
     def get(self, path: str, stored: Tensor) -> Tensor:
-        """The view of a parameter: one all through a call, so that a parameter used twice has one cotangent."""
+        """The view of a parameter, the same all through a call, so that a parameter used twice has one cotangent."""
         form = self.forms.get(path)
         if form is None:
             return self._get(path, stored)
@@ -246,7 +246,7 @@ class ParameterViews:
                 return self.units.look(path, keep=bool(self.local.calls))
             view = _of_another(view, stored)
         elif self.suspended:
-            # In full they have the dtype that is stored, whichever side of a reduction casts.
+            # Full parameters have the stored dtype, whichever side of a reduction casts.
             view = _only_cast(view, stored, self.pipe.road.stages)
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
@@ -254,8 +254,8 @@ class ParameterViews:
             return self._through(view, stored)
         found = self.local.seen.get(path)
         if found is None or found[0] is not stored:
-            # The same tensor in every mode, as a parameter is: what is written into it under `no_grad` is in it. To
-            # enter modes that are on already would make the view a fifth slower.
+            # The same tensor in every mode, like a parameter: a write under `no_grad` stays in it. Entering modes that
+            # are on already would make the view a fifth slower.
             if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
                 seen = self._through(view, stored)
             else:
@@ -265,9 +265,10 @@ class ParameterViews:
         return found[1]
 
     def _handed(self, path: str) -> Tensor | None:
-        """The view that the user's `autograd.Function`, whose backward calls a module again, was given in forward.
+        """The view that forward has given to the user's `autograd.Function` whose backward calls a module again.
 
-        That backward, as of an adjoint method, asks for the gradient of its argument, so the module computes with it.
+        Such a backward, as of an adjoint method, asks for the gradient of its argument, so the module must compute
+        with that view.
         """
         ctx = current_function()
         if ctx is None:
@@ -291,18 +292,18 @@ class ParameterViews:
         return self.crossing(view, True).cross(stored) if self.scaled else view(stored, None)
 
     def origin(self, path: str, x: Any) -> Any:
-        """The stored tensor that `x` is the view of; `None` for another tensor."""
+        """The stored tensor that `x` is a view of; `None` for any other tensor."""
         view, stored = self.local.last_views.get(path, (lambda: None, None))
         return stored if view() is x else None
 
 
 def address(x: Tensor) -> Region | None:
-    """Where a tensor's memory is; `None` for a wrapper of torch.func, which has none."""
+    """The address, shape and strides of a tensor; `None` for a wrapper of torch.func, which has no memory."""
     return place(x) if level_of(x) == NOT_WRAPPED else None
 
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:
-    """The view of a full tensor that torch.func.functional_call puts in a sharded parameter's place: not gathered."""
+    """The view without a gather, for a full tensor that torch.func.functional_call puts in a parameter's place."""
     if given.shape != view.leaf.shape:
         raise RuntimeError(
             bad_leaves(
@@ -324,7 +325,7 @@ def _only_cast(view: LeafView, given: Tensor, stages: Sequence[View]) -> LeafVie
 
 
 def take_back(actions: list[Callable[[], object]]) -> None:
-    """Call what undoes something, the last one first. One that is interrupted, as by Ctrl-C, is called again."""
+    """Call functions that undo something, from the last to the first. An interrupted one (Ctrl-C) is called again."""
     while actions:
         actions[-1]()
         actions.pop()
@@ -335,18 +336,18 @@ class ModelBoundary:
 
     Args:
         pipe: its pipeline.
-        scale: gives the loss scale in force.
-        units: what gathers sharded parameters.
+        scale: returns the current loss scale.
+        units: gathers sharded parameters.
         model: the model.
-        check_unchanged: raises if the model is not what was attached: the reason for much that goes wrong later.
-        forms: by path, which DTensor forward has in place of a local parameter.
+        check_unchanged: raises if the model has changed since it was attached, which explains many later errors.
+        forms: by path, the DTensor that forward gets in place of a local parameter.
 
     Attributes:
-        node_kinds: of autograd nodes by class, as far as the search of `scaled_checks` has met them.
+        node_kinds: kinds of autograd nodes, by class, of all classes that `scaled_checks` has met in its search.
         blocks: ids of the modules whose graphs are walked when a call ends.
-        end_hooks, show_hooks: by id of a module, the numbers of the hook that ends its calls, and of the hook before
-            the user's, which gives them an outer output.
-        undo: takes hooks and views off again, the last one first.
+        end_hooks, show_hooks: by id of a module, the id of the hook that ends its calls, and of the hook before the
+            user's, which gives these an output that has left the model.
+        undo: functions that remove hooks and views, called from the last to the first.
     """
 
     def __init__(
@@ -374,9 +375,9 @@ class ModelBoundary:
         self.undo: list[Callable[[], object]] = []
 
     def repeating(self, module: nn.Module | None = None) -> bool:
-        """Whether a backward repeats a part of a call, and not the whole call of `module`.
+        """Whether a backward recomputes a part of a call, and not the whole call of `module`.
 
-        It does where the node that it executes was made during a call of the model. Any other node is the user's (a
+        It does if the autograd node that runs was made during a call of the model. Any other node is the user's (a
         checkpoint around a call, a hook).
         """
         node = current_node()
@@ -385,16 +386,16 @@ class ModelBoundary:
         made = self.node_ranges.find(sequence_nr(node))
         if made is None or (module is not None and id(module) in made.callers):
             return False
-        # What is made here belongs to the call as well: a checkpoint inside a checkpoint.
+        # Nodes that are made here belong to the call as well: a checkpoint inside a checkpoint.
         now = next_sequence_nr()
         self.node_ranges.add(now if self.local.crossed_at is None else self.local.crossed_at, now)
         return True
 
     def calls(self) -> list[ActiveCall]:
-        """The calls that are under way in this thread, the outermost first.
+        """The running calls in this thread, the outermost first.
 
-        Torch runs no hook where Ctrl-C ends a call. Those are forgotten here: a parameter that the user asks for is
-        none of a call, and the next call is none inside of another.
+        torch runs no hook when Ctrl-C ends a call. This forgets such calls, so that the user's next access to a
+        parameter is not taken for one in a call, and the next call is not taken for an inner one.
         """
         if self.local.stale():
             self.attributes.put_back()
@@ -402,7 +403,7 @@ class ModelBoundary:
         return self.local.calls
 
     def begin(self) -> None:
-        """Before a call from outside, or one that a backward repeats: tensors in attributes enter."""
+        """Let tensors in attributes enter, before a call from outside or one that a backward recomputes."""
         if self.scaled:
             self.attributes.hide(self.enter_attribute)
         if self.scaled or self.pipe.dtypes.output_dtype is not None:
@@ -410,12 +411,12 @@ class ModelBoundary:
             self.local.tracker.carry(self.attributes.known_pairs())
 
     def collect_attributes(self, start: int) -> None:
-        """After a call that began at node number `start`: what it left in attributes leaves in turn with outputs."""
+        """After a call that began at node number `start`: tensors that it put into attributes leave with outputs."""
         if self.local.tracker is not None and self.scaled:
             self.local.tracker.wait(self.attributes.inner(start))
 
     def release_attributes(self) -> None:
-        """After the outputs have left: the rest of what is in attributes leaves, and the user finds it there."""
+        """After the outputs have left: let the other tensors in attributes leave, where the user finds them."""
         tracker = self.local.tracker
         if tracker is None or not self.scaled:
             return
@@ -426,19 +427,19 @@ class ModelBoundary:
             self.attributes.show({id(x): outer for x, outer in found})
 
     def enter(self, x: Tensor) -> Tensor:
-        """An input on its way in: cast to the compute dtype."""
+        """Let an input enter: cast it to the compute dtype."""
         dtype = cast_to(x, self.input_dtype)
         if not crosses(x) or (dtype in (None, x.dtype) and not self.scaled):
             return x
         if not self.scaled:
             return x.to(dtype)
         if dtype in (None, x.dtype) and not differentiable(x):
-            # Another tensor on the same memory: if the model calls `requires_grad_()` on it, that one is of the inside.
+            # Another tensor on the same memory: `requires_grad_()` of the model then does not change the user's.
             return x.view_as(x) if torch.is_grad_enabled() else x
         return self.crossing(EdgeMap(over, dtype, x.dtype), True).cross(x)
 
     def leave(self, y: Tensor) -> Tensor:
-        """An output on its way out."""
+        """Let an output leave."""
         if self.units is not None and y.grad_fn is not None:
             # Each backward ends with an exchange between ranks, whether or not this rank has to gather anything in it.
             y.grad_fn.register_prehook(self.units.rests.after_backward)
@@ -448,7 +449,7 @@ class ModelBoundary:
         return self._out(y, dtype, dtype not in (None, y.dtype) or (self.scaled and differentiable(y)), RETURNED)
 
     def show(self, y: Tensor) -> Tensor:
-        """An inner tensor on its way to a hook of the user's, or to an attribute: not cast."""
+        """Let an inner tensor leave to a hook of the user's, or to an attribute, without a cast."""
         return self._out(y, None, self.scaled and differentiable(y), SHOWN)
 
     def _out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool, how: str) -> Tensor:
@@ -458,14 +459,14 @@ class ModelBoundary:
         return self.crossing(EdgeMap(times, dtype, y.dtype), False).cross(y) if crosses else y
 
     def leave_all(self, output: Any) -> Any:
-        """The outputs of a call on their way out."""
+        """Let the outputs of a call leave."""
         if self.local.tracker is None and self.units is None:
             # Without a boundary.
             return output
         return map_outputs(self.leave, output, "the output of the model", self._viewed)
 
     def show_all(self, output: Any) -> Any:
-        """The outputs of a call inside of the model, on their way to hooks of the user's."""
+        """Let the outputs of an inner call leave to hooks of the user's."""
         return map_outputs(self.show, output, "an output inside the model", self._viewed)
 
     def _viewed(self, inner: Tensor, outer: Tensor) -> None:
@@ -473,11 +474,14 @@ class ModelBoundary:
             self.local.tracker.add(inner, outer, RETURNED)
 
     def enter_attribute(self, x: Tensor) -> Tensor:
-        """A tensor of the user's that the model finds in an attribute, on its way in: not cast."""
+        """Let a tensor of the user's in an attribute of the model enter, without a cast."""
         return self.crossing(EdgeMap(over, None, x.dtype), True).cross(x) if crosses(x) else x
 
     def scale_of_cotangent(self) -> Tensor | None:
-        """The loss scale for a cotangent: one for a backward, whose graph is searched for ways past the boundary."""
+        """The loss scale for a cotangent, the same all through a backward.
+
+        At its first cotangent the graph of the backward is searched for paths that bypass the boundary.
+        """
         if not self.scaled or torch.compiler.is_compiling():
             return self.scale()
         local, task = self.local, graph_task()

@@ -14,10 +14,10 @@ Edge = EdgeMap | LeafView
 
 
 class Crossing:
-    """One tensor on its way into a model or out of it.
+    """One tensor that enters a model or leaves it.
 
     The scale is read when backward runs, and not saved with the graph: activation checkpointing counts
-    saved tensors, and the parts it repeats must use the scale of the part they join.
+    saved tensors, and a recomputed graph must use the scale of the graph that it joins.
 
     Attributes:
         owner: the boundary that is crossed, a `ModelBoundary`.
@@ -37,13 +37,13 @@ class Crossing:
         return linear_map(x, None, self.forth, self.back)
 
     def forth(self, x: Tensor, _: Tensor | None) -> Tensor:
-        """The value; and, once a first derivative exists, the derivative of `back`."""
+        """The value forward. It is also the derivative of `back`, for second derivatives."""
         if self.used is not None:
             _check_same_scale(self.used, self.owner.scale())
         return self.edge.forth(x, None)
 
     def back(self, g: Tensor, _: Tensor | None) -> Tensor:
-        """The cotangent, with the loss scale or without it again."""
+        """The cotangent, multiplied by the loss scale or divided by it."""
         self.used = self.owner.scale_of_cotangent()
         return self.edge.back(g, self.used)
 

@@ -1,4 +1,4 @@
-"""Hooks on modules: parameters as forward sees them."""
+"""Hooks on modules: they give forward its views of parameters, and find where calls begin and end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ParameterViewDict(dict):
         super().__init__(parameters)
         self.paths = paths
         self.boundary = boundary
-        # The dtype that the module's kernel needs them in: that of its buffers, which are not cast.
+        # The dtype that the module's kernel needs: that of its buffers, which are not cast.
         self.beside = beside
         # Names of what the model puts here during a call (torch.func.functional_call), which needs no view.
         self.inner: set[str] = set()
@@ -88,7 +88,7 @@ class ParameterViewDict(dict):
         return self[name]
 
     def items(self) -> Any:
-        # Lazily: who asks for the first parameter's device needs one view.
+        # Lazily: code that asks for the first parameter's device needs one view.
         return ((n, self[n]) for n in list(self)) if self._walked_by_model() else super().items()
 
     def values(self) -> Any:
@@ -146,7 +146,7 @@ class ContainerHook:
 
     @uncompiled
     def __call__(self, module: nn.Module, name: str, param: Any) -> Any:
-        """The view to register in the place of a parameter that was made of it; `None` for any other parameter."""
+        """The view to register in the place of an `nn.Parameter` made of it; `None` for any other parameter."""
         boundary = self.boundary()
         if boundary is None or not isinstance(module, CONTAINERS) or not isinstance(param, Tensor):
             return None
@@ -163,10 +163,10 @@ class ContainerHook:
 
 
 def hook_containers(boundary: ModelBoundary) -> None:
-    """Have containers that forward builds hold views; `boundary.undo` undoes it."""
+    """Make containers that forward builds keep views; `boundary.undo` undoes it."""
     handle = nn.modules.module.register_module_parameter_registration_hook(ContainerHook(boundary))
     hooks = handle.hooks_dict_ref() or {}
-    # Those of models that went without `detach`. A finalizer could run while torch walks the hooks.
+    # Remove hooks of models that were dropped without `detach`. A finalizer could run while torch walks the hooks.
     for key, hook in list(hooks.items()):
         if isinstance(hook, ContainerHook) and hook.boundary() is None:
             del hooks[key]
@@ -174,7 +174,7 @@ def hook_containers(boundary: ModelBoundary) -> None:
 
 
 def _view_of(boundary: ModelBoundary, param: Tensor) -> Tensor | None:
-    """The live view on whose memory a new parameter is."""
+    """The live view that shares its memory with a new parameter; `None` if there is none."""
     here = address(param)
     for view, stored in boundary.local.last_views.values():
         x = view()
@@ -205,16 +205,16 @@ MOST_NAMED = 5
 
 
 def add_notes(error: BaseException, model: nn.Module, pipe: Pipeline, check_unchanged: Callable[[], None]) -> None:
-    """Add to an error what has changed since the model was attached, or in which dtypes it computes.
+    """Add a note to an error: what has changed since the model was attached, or in which dtypes it computes.
 
-    A note and no error of ours: torch's message names the operation, the caller may catch its class, and torch makes a
-    warning of what a hook raises after an error.
+    A note is better than an error of ours: torch's message names the operation, the caller may catch its class, and
+    torch turns an error that a hook raises after an error into a warning.
 
     Args:
-        error: what forward raised.
-        model: the attached one.
+        error: the error that forward raised.
+        model: the attached model.
         pipe: its pipeline.
-        check_unchanged: raises if the model is not what was attached.
+        check_unchanged: raises if the model has changed since it was attached.
     """
     try:
         check_unchanged()
@@ -263,7 +263,7 @@ def _where_raised(error: BaseException, model: nn.Module, pipe: Pipeline) -> str
 
 
 def _add_several(error: BaseException, pipe: Pipeline, where: str) -> None:
-    """Which leaves forward has in which dtype; the rarest dtype first, which most likely met another one."""
+    """Add a list of leaves by the dtype that forward sees. The rarest dtype, most likely at fault, is first."""
     groups: dict[torch.dtype, list[str]] = {}
     for leaf in pipe.layout.leaves:
         groups.setdefault(pipe.dtypes.seen(leaf), []).append(leaf.path)
@@ -294,7 +294,8 @@ _VIEW, _NODE = itemgetter(1), attrgetter("grad_fn")
 def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     """Store what forward wrote into views of parameters in another dtype, which are copies.
 
-    What counts a version is stored, in every call. Writes of NumPy and through `w.data` count none, and are lost.
+    A write that changes the version is stored, in every call. Writes of NumPy and through `w.data` do not, and are
+    lost.
 
     Args:
         boundary: of the model.
@@ -312,7 +313,7 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
             continue
         # `foreach` and `.data` count writes in the tensor inside of a wrapper of torch.func, and not in the wrapper.
         inner = innermost(view)
-        # A view half that gives its argument back gives no copy: what is written into it is stored, and counted there.
+        # A view half that returns its argument makes no copy: a write into it is stored, and counted there.
         copied = exact or address(inner) != address(stored)
         counted = copied and not inner.is_inference() and max(version(view), version(inner)) > 0
         if not (exchanged or counted):
@@ -337,8 +338,7 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
 
 
 def _check_leaves(seen: Seen) -> None:
-    """Refuse what torch refuses of a leaf: a write with gradients enabled. To torch the view is no leaf."""
-    # A class of nodes is that of linear maps, or is not.
+    """Refuse a write with gradients enabled, as torch refuses it for a leaf. To torch the view is no leaf."""
     kinds = {type(node): node for node in map(_NODE, map(_VIEW, seen.values())) if node is not None}
     if all(map(is_linear_map, kinds.values())):
         return
@@ -394,7 +394,7 @@ class Hook:
 
 
 class _FlatWeights(list):
-    """Views of a recurrent module's parameters. A class into which `AttributeTensors` does not look."""
+    """Views of a recurrent module's parameters. `AttributeTensors` does not look into this class."""
 
 
 GONE = weakref.ref(_FlatWeights())
@@ -402,7 +402,7 @@ _MODULE = attrgetter("module")
 
 
 class _PreForwardHook(Hook):
-    """The hook before each call of one module. Most calls are inside of another call, and nothing is to be done."""
+    """The hook before each call of one module. Most calls are inside of another call, and it does nothing."""
 
     def __init__(self, boundary: ModelBoundary, module: nn.Module):
         recurrent = isinstance(module, nn.RNNBase)
@@ -433,7 +433,7 @@ class _PreForwardHook(Hook):
 def needs_boundary(pipe: Pipeline) -> bool:
     """Whether modules need hooks: for a cast, a loss scale or a gather.
 
-    Inputs are cast to the dtype that parameters have in forward even where they are stored in it.
+    Inputs are cast to the parameters' dtype in forward even if parameters are stored in it.
     """
     return pipe.scaled or pipe.dtypes.seen_otherwise or any(v.stages for v in pipe.views_at_use.values())
 
@@ -465,7 +465,7 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
 
 
 def _end_block(boundary: ModelBoundary, module: nn.Module, args: tuple, output: Any) -> None:
-    """Exchange gathered parameters that the graph of a block's call has saved for notes."""
+    """Replace gathered parameters that the graph of a block's call has saved by notes."""
     walks = boundary.local.walks
     if walks is not None and walks.open:
         walks.end(module, tensors_in(output))
@@ -484,7 +484,7 @@ def _add_end_hook(boundary: ModelBoundary, module: nn.Module) -> None:
 
 
 def _buffers_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype of running statistics: the kernel of a normalization takes parameters of no other one."""
+    """The dtype of running statistics: the kernel of a normalization takes only parameters of that dtype."""
     mean = getattr(module, "running_mean", None) if isinstance(module, NORMS) else None
     return None if mean is None else mean.dtype
 
@@ -514,7 +514,7 @@ def _begin_call(
     args: tuple,
     kwargs: dict,
 ) -> tuple | None:
-    """Note that a call begins; take the inputs of an outermost one in."""
+    """Record that a call begins. Let the inputs of an outermost call enter."""
     local = boundary.local
     if id(module) not in boundary.end_hooks:
         # Only here, for most modules are never called from outside, and a hook takes time.
@@ -554,10 +554,10 @@ def _begin_call(
 
 
 def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: Any) -> Any:
-    """Note that a call has ended; take the outputs of an outermost one out. Runs after an exception too."""
+    """Record that a call has ended. Let the outputs of an outermost call leave. Runs after an exception too."""
     local = boundary.local
     if not local.calls or local.calls[-1].module is not module:
-        # Its begin was not noted, for one because a hook of the user's raised before.
+        # Its begin was not recorded, for one because a hook of the user's raised before.
         return None
     call = local.calls.pop()
     error = sys.exception()
@@ -571,7 +571,7 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
         if not local.calls:
             boundary.collect_attributes(call.start)
         if call.shown is not None:
-            # What hooks of the user's were given is outside already.
+            # The user's hooks were given the tensors that have left already.
             return output if call.outermost else call.shown.result(output, boundary.enter)
         return boundary.leave_all(output) if call.outermost else None
     finally:
@@ -583,7 +583,7 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
             boundary.node_ranges.add(call.start, next_sequence_nr(), call.callers)
             if boundary.units is not None:
                 boundary.units.end_of_call()
-            # The last, for it may refuse what the model wrote.
+            # Last, since it may refuse what the model wrote.
             carry_written(boundary, seen)
 
 
@@ -594,12 +594,12 @@ def _fill_flat_weights(module: Any) -> None:
 
 
 def _reset_flat_weights(module: Any) -> None:
-    """Fill the list with the stored parameters; the reference makes the module look at them again when it is called."""
+    """Fill the list with the stored parameters. Their references make the module look at them again at a call."""
     set_flat_weights(module, lambda names: [dict.get(registered(module)[0], n) for n in names], GONE)
 
 
 def _order_user_hooks(boundary: ModelBoundary, module: nn.Module) -> None:
-    """Let the user's forward hooks run between two of ours, which give them an output that has left the model."""
+    """Let the user's forward hooks run between two of ours, so that they get an output that has left the model."""
     hooks = forward_hooks(module)
     if id(module) not in boundary.show_hooks:
         handle = module.register_forward_hook(Hook(functools.partial(_show_to_hooks, boundary)))
@@ -620,7 +620,7 @@ def _show_to_hooks(boundary: ModelBoundary, module: nn.Module, args: tuple, outp
 
 
 def _calls_itself(module: nn.Module) -> bool:
-    """Whether a call of the module is under way further up, besides the one that begins here."""
+    """Whether another call of the module is running further up, besides the one that begins here."""
     frame, count = sys._getframe(1), 0
     while frame is not None:
         count += frame.f_code is CALL and frame.f_locals.get("self") is module

@@ -1,7 +1,7 @@
-"""Tensors inside whatever a model takes or returns.
+"""Maps tensors inside the arguments and outputs of a model.
 
 The tree libraries take subclasses of dict, such as a transformers `ModelOutput`, for leaves. Tensors inside would cross
-the boundary of an attached model unscaled and in silence.
+the boundary of an attached model unscaled, without an error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Fn = Callable[[Tensor], Tensor]
 
 
 def map_tensors(fn: Fn, value: Any, where: str, done: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
-    """`value` with `fn(t)` for every tensor in it, and the very same object where nothing changed.
+    """`value` with `fn(t)` for every tensor in it; objects in which nothing changed stay the same objects.
 
-    Goes through tuples, NamedTuples, lists, mappings, dataclasses and `torch.distributions`, subclasses included. A
+    It goes through tuples, NamedTuples, lists, mappings, dataclasses and `torch.distributions`, subclasses included. A
     tensor that occurs twice is mapped once: `done` has tensors that are mapped already, by id.
 
     Raises:
-        TypeError: an object of another class holds a tensor that requires a gradient, which would cross the boundary
-            unseen. `where` says which argument or output it is.
+        TypeError: an object of another class holds a tensor that requires grad, which would cross the boundary
+            unseen. `where` names the argument or output.
 
     >>> import torch
     >>> map_tensors(lambda t: t + 1, {"a": (torch.zeros(1), None, "text")}, "the output")
@@ -57,7 +57,7 @@ def map_tensors(fn: Fn, value: Any, where: str, done: dict[int, tuple[Tensor, Te
         changed = {k: v for k, v in new.items() if v is not held[k]}
         out = copy.copy(value) if changed else value
         for k, v in changed.items():
-            # A frozen dataclass refuses setattr; the copy is ours alone.
+            # A frozen dataclass refuses setattr; the copy is ours.
             object.__setattr__(out, k, v)
         return out
     _refuse_hidden(value, where)
@@ -73,8 +73,8 @@ def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor
     Args:
         fn: maps a tensor.
         value: holds tensors.
-        where: what it is.
-        viewed: is given each view, and the view of a mapped tensor that takes its place.
+        where: the argument or output that it is, for messages.
+        viewed: called with each view, and with the view of a mapped tensor that takes its place.
 
     Raises:
         TypeError: as `map_tensors`.
@@ -110,7 +110,7 @@ def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor
 
 
 def tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
-    """Tensors that require a gradient in whatever a module returns; objects of any class are searched."""
+    """The tensors that require grad in the output of a module; objects of any class are searched."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad or is_wrapped(value) else []
     if value is None or not depth or isinstance(value, str | bytes | int | float | complex | type | nn.Module):
@@ -148,7 +148,7 @@ def _sequence(value: Any, items: list) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """What a dataclass or a distribution holds, by name."""
+    """The fields of a dataclass or a distribution, by name."""
     if isinstance(value, Distribution | Transform):
         return dict(vars(value))
     # A field without `init` may be unset.
@@ -156,7 +156,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _refuse_hidden(value: Any, where: str) -> None:
-    """Refuse an object of an unknown class that holds a tensor which requires a gradient."""
+    """Refuse an object of an unknown class that holds a tensor which requires grad."""
     slots = {n: getattr(value, n, None) for cls in type(value).__mro__ for n in getattr(cls, "__slots__", ())}
     for name, held in {**slots, **getattr(value, "__dict__", {})}.items():
         if _needs_gradient(held, 3):

@@ -39,15 +39,15 @@ def label(
     """Guard the parameters of a model, and its state dicts.
 
     Args:
-        undo: is given what undoes it, each before it is done.
+        undo: gets functions that undo the guards, each before its guard is made.
         model: the model.
         pipe: its pipeline.
         params: its parameters by path.
-        gathering: how parts of sharded parameters are gathered outside of the model's calls.
-        units: what gathers them in its calls.
+        gathering: gathers sharded parameters outside of the model's calls.
+        units: gathers them inside its calls.
         in_backward: whether gradients are used as they arrive.
-        asks: what parameters ask of the gradients of this model.
-        forms: by path, which DTensor a parameter was before it was attached.
+        asks: callbacks by which parameters ask about the gradients of this model.
+        forms: by path, the DTensor that a parameter was before it was attached.
     """
     if in_backward:
         why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", CLIPPING_FUNCTIONS
@@ -82,23 +82,23 @@ def label(
         if isinstance(p, ShardedParameter):
             wrap_existing_hooks(p, undo)
     hook_state_dicts(model, params, pipe, units, forms, pieces, undo)
-    # DistributedDataParallel is to ignore all parameters: it would copy the first rank's parts to all ranks. It then
-    # refuses a model that has no parameters for it. No list, in which `scaled_checks` would look for tensors.
+    # DistributedDataParallel is to ignore all parameters: it would copy the first rank's shards to all ranks. It then
+    # refuses a model that has no parameters for it. Not a list: `scaled_checks` would look for tensors in it.
     _put(undo, model, IGNORED_BY_DDP, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
 
 
 def gathering_of(units: Units) -> Gathering:
-    """How parts of the leaves of the model are gathered outside of its calls."""
+    """The `Gathering` that gathers shards of the model's leaves outside of its calls."""
     return Gathering(units.collectives.wire, units.rounds.meet, lambda: units.left)
 
 
 def _as_dtensor(
     undo: list[Callable[[], object]], path: str, p: Tensor, form: Form, units: Units | None, guard: dict[str, Any]
 ) -> None:
-    """Let a local parameter be the DTensor that it was, to whoever asks."""
+    """Make a local parameter appear to user code as the DTensor that it was."""
 
     def whole() -> Tensor:
-        # Gathered here and not when it is computed with: a DTensor holds a plain tensor.
+        # Gathered here, before it is computed with, because a DTensor needs a plain local tensor.
         return form.wrap(p if units is None or units.suspended else units.gather_alone(path).clone())
 
     in_parts = (lambda: False) if units is None else (lambda: not units.suspended)
@@ -112,10 +112,10 @@ def _put(undo: list[Callable[[], object]], model: nn.Module, name: str, value: A
 
 
 class Prepared:
-    """True to accelerate, and to a Hugging Face Trainer with it: the model is wrapped already.
+    """Tells accelerate, and so a Hugging Face Trainer, that the model is wrapped already.
 
-    The pipeline reduces over ranks, and DistributedDataParallel would do so a second time. With it accelerate leaves
-    autocast out; so autocast is refused, here where accelerate asks.
+    The pipeline reduces over ranks, and DistributedDataParallel would do so a second time. accelerate then leaves out
+    autocast too, so autocast is refused here, where accelerate asks.
     """
 
     def __bool__(self) -> bool:

@@ -62,9 +62,9 @@ from .tensor_parallel import shown_gradients
 
 
 def refuse_edge(name: str, path: str) -> NoReturn:
-    """A view of a parameter as itself is made to find the node at which its gradient ends, for a hook on that.
+    """Refuse `p.view_as(p)` and the like, by which programs find the AccumulateGrad node of `p` for a hook on it.
 
-    It would never be called: the graph of a block ends at what was gathered for it.
+    The hook would never be called: the graph of a block ends at the gathered parameter.
     """
     raise RuntimeError(
         explain(
@@ -76,7 +76,7 @@ def refuse_edge(name: str, path: str) -> NoReturn:
 
 
 def check_data(value: Tensor, mine: Tensor) -> None:
-    """Refuse `model.half()`, `model.to(device)` and `p.data = full`, which exchange this rank's part."""
+    """Refuse `model.half()`, `model.to(device)` and `p.data = full`, which exchange this rank's shard."""
     if value.shape != mine.shape or value.dtype != mine.dtype or value.device != mine.device:
         got, has = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (value, mine))
         raise RuntimeError(
@@ -95,7 +95,7 @@ def check_parametrization(frame: FrameType, args: tuple) -> None:
 
 
 def refuse_memory(how: str, path: str) -> NoReturn:
-    """Parametrizations with a `right_inverse` exchange a parameter's memory by `p.set_(x)`."""
+    """Refuse `p.set_(x)`, by which parametrizations with a `right_inverse` exchange a parameter's memory."""
     raise RuntimeError(
         explain(
             f"{how} of the sharded parameter {path}",
@@ -107,7 +107,7 @@ def refuse_memory(how: str, path: str) -> NoReturn:
 
 
 def refuse_copy(how: str) -> NoReturn:
-    """A copy would be a plain model with flat parts for parameters, of no use to anybody."""
+    """Refuse a copy: it would be a plain model with flat shards for parameters, of no use to anybody."""
     raise RuntimeError(
         explain(
             f"{how} of an attached sharded model",
@@ -139,7 +139,7 @@ LOOKING = frozenset({
 # Functions that torch does not run for tensor subclasses.
 BY_VALUE = {"tolist": Lazy.tolist, "numpy": Lazy.numpy}
 BEGINNINGS = ("is_", "has_", "new_", "register_", "storage")
-# Functions that give out this rank's part, or its gradient.
+# Functions that give out this rank's shard, or its gradient.
 GIVING = frozenset({"detach", "grad", "register_hook", "register_post_accumulate_grad_hook"})
 # Functions that ask their second argument for its sizes alone.
 BESIDE = frozenset({"expand_as", "reshape_as", "view_as"})
@@ -149,13 +149,13 @@ CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "flo
 
 
 class ShardedParameter(Partial):
-    """A parameter of which this rank has a part.
+    """A parameter of which this rank has a shard.
 
     Attributes:
         whole: gathers the full parameter, differentiable.
-        is_whole: whether it holds the full one for a while.
-        full: the shape of the full one.
-        pieces: this rank's part.
+        is_whole: whether it has the full tensor now, inside `opt.gathered()`.
+        full: the full shape.
+        pieces: this rank's range of it.
     """
 
     whole: Callable[[], Tensor]
@@ -209,19 +209,19 @@ class ShardedParameter(Partial):
     detach = Tensor.detach
 
     def set_(self, *source: Any, **more: Any) -> Tensor:
-        # torch does not ask the class. To set a parameter to itself, as spectral_norm does, changes nothing.
+        # torch does not call `__torch_function__` for it. To set a parameter to itself (spectral_norm) is allowed.
         if not self.is_whole() and not (source and source[0] is self):
             refuse_memory("p.set_(x)", self.path)
         return super().set_(*source, **more)
 
     @property
     def of(self) -> Origin:
-        """What it is a part of."""
+        """The full parameter that it is a shard of."""
         return Origin("the values", self.path, False, self.pieces, self.full)
 
     def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
         gradient = how in ("p.grad", "a gradient")
-        # A gradient from before is a part while the parameter is whole, too.
+        # A gradient from before is a shard while the parameter is full, too.
         if (self.is_whole() and not (gradient and x.shape != self.full)) or in_memory(frame):
             return x
         return part_of(x, Origin(how, self.path, gradient, self.pieces, self.full, gradient and in_backward()))
@@ -241,9 +241,9 @@ class ShardedParameter(Partial):
             self.adopted = Tensor.data_ptr(self)
 
     def to_local(self) -> Tensor:
-        """This rank's rows: a plain tensor over the same memory, in no graph; the whole while that is there.
+        """This rank's rows as a plain tensor on the same memory, in no graph; inside `opt.gathered()` the full tensor.
 
-        Flat where ranks split rows, which they do of a leaf with fewer rows than ranks.
+        It is flat where ranks split rows, which they do if a leaf has fewer rows than ranks.
         """
         with torch.DisableTorchFunctionSubclass():
             mine = self.detach().as_subclass(Tensor)
@@ -251,7 +251,7 @@ class ShardedParameter(Partial):
 
     @property
     def device_mesh(self) -> Any:
-        """The ranks that share it, as that of a DTensor."""
+        """The mesh of the ranks that have its shards, as `DTensor.device_mesh`."""
         return self.of.placed(self.device.type)[0]
 
     @property
@@ -275,7 +275,7 @@ class ShardedParameter(Partial):
 
 
 def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> Any:
-    """A function of `GIVING`: what it gives says that it is a part."""
+    """Run a function of `GIVING`: its result is marked as a shard."""
     if name == "detach":
         args[0]._check_new(frame)
         return args[0]._shown(func(*args, **kwargs), "p.detach()", frame)
@@ -293,7 +293,7 @@ def _of_hooks(p: ShardedParameter) -> Origin:
 
 
 def wrap_existing_hooks(p: ShardedParameter, undone: list[Callable[[], object]]) -> None:
-    """Give parts to hooks from before `attach`, as to later ones; `undone` is given what ends it."""
+    """Call hooks from before `attach` with shards too, as later ones; `undone` gets a function that ends it."""
 
     def undo() -> None:
         # Later ones too.
@@ -325,7 +325,7 @@ def _print(func: Any, name: str, args: tuple, kwargs: dict) -> str:
 
 
 def _changes_nothing(converted: Tensor, args: tuple, kwargs: dict) -> bool:
-    """Whether a conversion gives the same tensor. torch makes a copy for `to("cpu:0")`, as accelerate writes it."""
+    """Whether a conversion changes nothing. torch makes a copy for `to("cpu:0")`, as accelerate writes it."""
     p = args[0]
     same = converted.dtype == p.dtype and converted.device == p.device and converted.stride() == p.stride()
     # The last argument of `to(..., non_blocking, copy)`.
@@ -334,18 +334,18 @@ def _changes_nothing(converted: Tensor, args: tuple, kwargs: dict) -> bool:
 
 
 def origin_of(x: Any) -> Origin | None:
-    """What something is a part of; `None` of a parameter that is whole for a while."""
+    """The origin of a shard; `None` for anything else, and for a parameter that is full now."""
     return (None if x.is_whole() else x.of) if isinstance(x, ShardedParameter) else of_part(x)
 
 
 def _filled(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Another shape of a parameter that `nn.init.orthogonal_` fills: a part, so that the write is kept."""
+    """The reshaped parameter that `nn.init.orthogonal_` fills, as a shard, so that the write is stored."""
     p = args[0]
     return kept(reshapes(func, name, (part_of(p.detach(), p.of), *args[1:]), kwargs, origin_of))
 
 
 def _beside(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """A function of `BESIDE` with a parameter as its second argument: the sizes of the whole."""
+    """Run a function of `BESIDE` with a parameter as its second argument, by its full sizes."""
     p = args[1] if args[1:] else kwargs["other"]
     if of_part(args[0]) is not None:
         return kept(HANDLERS[kind_of(name)](func, name, args, kwargs, origin_of))
@@ -353,7 +353,7 @@ def _beside(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """A function of full tensors, differentiable; `foreach` ones one after the other, so that two wholes are alive."""
+    """Run a differentiable function of full tensors; `foreach` lists one by one, so that two full tensors are alive."""
     if name.startswith(FOREACH):
         return tuple(func(*_wholes(name).of(column), **kwargs)[0] for column in columns_of(args))
     if pointwise(name) or name in BY_NAME[Kind.COMPARES]:
@@ -371,7 +371,7 @@ def _check_beside(name: str, args: list[Any]) -> None:
 
 
 def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """A function that writes, into a parameter or into another tensor."""
+    """Run a function that writes, into a parameter or into another tensor."""
     if name.startswith(FOREACH):
         for column in columns_of(args):
             _write_one(func, name, column, kwargs)
@@ -391,12 +391,12 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _wholes(name: str) -> Wholes:
-    """Exchanges parameters and parts among arguments for full tensors, differentiable."""
+    """Replaces parameters and shards among arguments by full tensors, differentiable."""
     return Wholes(lambda x: _gathered(x, name))
 
 
 def _gathered(x: Any, name: str) -> Tensor | None:
-    """A parameter or a part as a full tensor, differentiable; `None` of anything else."""
+    """A parameter or a shard as a full tensor, differentiable; `None` for anything else."""
     if isinstance(x, ShardedParameter):
         if x.is_whole():
             return None

@@ -1,4 +1,4 @@
-"""`model.state_dict()` of an attached model."""
+"""`model.state_dict()` and `load_state_dict` of an attached model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DCP_STATE_DICT = "torch.distributed.checkpoint.state_dict"
 
 
 def _calling_function() -> str:
-    """The function of torch's DCP that asks for a state dict, to make distributed or whole tensors of it; or `""`."""
+    """The name of the function of torch's DCP that asks for a state dict; `""` if none does."""
     frame = sys._getframe(2) if DCP_STATE_DICT in sys.modules else None
     name = ""
     while frame is not None:
@@ -54,8 +54,8 @@ class StateDictParts:
 
     Args:
         pipe: with a `shard`.
-        forms: by path, which DTensor a parameter was before it was attached.
-        pieces: by path, this rank's pieces.
+        forms: by path, the DTensor that a parameter was before it was attached.
+        pieces: by path, this rank's range of the leaf.
     """
 
     def __init__(self, pipe: Pipeline, forms: Mapping[str, Form], pieces: Mapping[str, tuple[Piece, ...]]):
@@ -64,13 +64,13 @@ class StateDictParts:
         self.forms, self.pieces = forms, pieces
 
     def guarded(self, part: Tensor, leaf: Leaf) -> Part:
-        """A part that refuses to be saved for the whole."""
+        """A shard that refuses to be saved as if it were the full tensor."""
         form = self.forms.get(leaf.path)
         pieces, shape = (self.pieces[leaf.path], leaf.shape) if form is None else ((), form.shape)
         return part_of(part, Origin("a part in the sharded model's state_dict()", leaf.path, False, pieces, shape))
 
     def to_dtensor(self, part: Tensor, leaf: Leaf, caller: str) -> Tensor:
-        """A part as a DTensor, over the same memory where ranks have the rows that torch would give them."""
+        """A shard as a DTensor, on the same memory if ranks have the rows that torch would give them."""
         if leaf.within is not None and leaf.within.cut:
             why = f"{leaf.path} is cut over other ranks besides, and this rank has a flat part of its part"
             right = f"with opt.gathered(): {caller}(...), on every rank, or zf.save(directory, opt)"
@@ -92,7 +92,7 @@ class StateDictParts:
         return as_dtensors({leaf.path: (mine, rows, tuple(leaf.shape))}, group)[leaf.path]
 
     def from_full(self, given: Tensor, leaf: Leaf) -> Part:
-        """This rank's part of a whole tensor or a DTensor."""
+        """This rank's shard of a full tensor or a DTensor."""
         form = self.forms.get(leaf.path)
         full = given.detach() if form is None else form.local(given.detach())
         if mesh_of(full) == self.wire.group.ranks and self._cut_alike(leaf):
@@ -100,7 +100,7 @@ class StateDictParts:
         return self.guarded(self.road.kept(in_full(full), leaf), leaf)
 
     def _cut_alike(self, leaf: Leaf) -> bool:
-        """Whether every rank has the rows that torch would give it, as the model sees them; the same answer on all."""
+        """Whether every rank has the rows that torch would give it, as the model sees them; equal on all ranks."""
         if any([view.renumbers and view.changes(leaf) for view in uncast(self.road)]):
             return False
         size = self.wire.group.size
@@ -117,16 +117,16 @@ def hook_state_dicts(
     pieces: Mapping[str, tuple[Piece, ...]],
     undo: list[Callable[[], object]],
 ) -> None:
-    """Let a sharded model give guarded parts, and take full tensors.
+    """Make state dicts of a sharded model return guarded shards, and load full tensors.
 
     Args:
-        model: its parameters are this rank's parts.
-        params: they by path.
+        model: its parameters are this rank's shards.
+        params: its parameters by path.
         pipe: its pipeline.
-        units: tells whether parameters are full ones for a while.
-        forms: by path, which DTensor a parameter was before it was attached.
-        pieces: by path, this rank's pieces.
-        undo: is given what undoes it.
+        units: says whether parameters are full now, inside `opt.gathered()`.
+        forms: by path, the DTensor that a parameter was before it was attached.
+        pieces: by path, this rank's range of the leaf.
+        undo: gets functions that remove the hooks.
     """
     parts = StateDictParts(pipe, forms, pieces)
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
@@ -164,13 +164,13 @@ def hook_state_dicts(
 def hook_seen_state_dicts(
     model: nn.Module, boundary: ModelBoundary, params: Leaves, undo: list[Callable[[], object]]
 ) -> None:
-    """Let the state dicts of a model give and take what it sees, where that is not what its parameters are.
+    """Make state dicts of a model return and load what it computes with, where its parameters are other numbers.
 
     Args:
-        model: of whole parameters.
+        model: a model with full parameters.
         boundary: gives forward the views of its parameters.
-        params: they by path.
-        undo: is given what undoes it.
+        params: its parameters by path.
+        undo: gets functions that remove the hooks.
     """
     views = [view for view in boundary.pipe.road.at_use if view.renumbers]
     leaves = {id(params[x.path]): x for x in boundary.pipe.layout.leaves if any([view.changes(x) for view in views])}
@@ -205,7 +205,7 @@ def _replace(
     prefix: str,
     fn: Callable[[Tensor, Leaf], Tensor],
 ) -> None:
-    """`fn` of the entries of these leaves, in the place of each; of parameters themselves (`keep_vars=True`) none."""
+    """Replace the entries of these leaves by `fn` of each; with `keep_vars=True` entries stay the parameters."""
     if boundary.views.suspended:
         return
     for name, leaf in own.items():
@@ -216,5 +216,5 @@ def _replace(
             if x.shape == leaf.shape:
                 state[prefix + name] = fn(x, leaf)
         elif is_distributed(x) and x.shape == form.shape:
-            # torch takes a plain tensor for a DTensor nowhere.
+            # torch nowhere accepts a plain tensor for a DTensor.
             state[prefix + name] = form.wrap(fn(form.local(x), leaf))

@@ -1,4 +1,4 @@
-"""Models that are cut by tensor parallelism."""
+"""Models that are sharded by torch's tensor parallelism."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class DistributedModel:
         named: its parameters by path, tied ones under each path.
 
     Attributes:
-        forms: by path, which DTensor a parameter is.
-        within: by path, where the local tensor lies in its whole: of plain parameters too, which all ranks have.
+        forms: by path, the mesh and placement of the DTensor that a parameter is.
+        within: by path, where the local tensor lies in the full one; also for plain parameters, which all ranks have.
         groups: of the ranks over which parameters are distributed: one, or none.
 
     Raises:
-        ValueError: every parameter is named that is cut over several axes or over other ranks than the rest, is a
-            partial sum, or has hooks.
+        ValueError: parameters are sharded over several axes or over other ranks than the rest, are partial sums, or
+            have hooks. Each is named.
     """
 
     def __init__(self, model: nn.Module, named: dict[str, nn.Parameter]):
@@ -89,7 +89,7 @@ class DistributedModel:
             raise ValueError(bad_leaves("attach: DTensors that cannot be parameters of a pipeline", bad, CUT))
 
     def check_attached(self, in_backward: bool, made: bool) -> None:
-        """Refuse `in_backward=True`, and `zf.materialize` (`made`), of such a model."""
+        """Refuse `in_backward=True`, and `zf.materialize` (`made`), for such a model."""
         if self.named and (in_backward or made):
             how = "zf.materialize(model, tx)" if made else "zf.attach(model, tx, in_backward=True)"
             why = "a leaf's update would be made of what one rank has before the others have sent theirs"
@@ -145,7 +145,7 @@ def _local(p: Any, form: Form) -> nn.Parameter:
     if p.grad is not None:
         mine.grad = form.local(p.grad.detach())
         p.grad = None
-    # Who holds it still finds neither numbers nor memory.
+    # Code that still has the DTensor finds neither numbers nor memory in it.
     set_local(p, torch.empty_like(local_of(p), device="meta"))
     if p.requires_grad:
         vars(p)["_zerofn_refusal"] = p.register_hook(_refuse)
@@ -205,9 +205,9 @@ class DTensorParameter(Partial):
     """A local tensor that is a DTensor to everybody else.
 
     Attributes:
-        form: how local tensors are one DTensor.
-        whole: gives the DTensor, differentiable.
-        in_parts: whether this rank has a flat part of its local tensor.
+        form: the mesh and placement by which local tensors are one DTensor.
+        whole: returns the DTensor, differentiable.
+        in_parts: whether this rank has a flat shard of its local tensor.
     """
 
     form: Form
@@ -260,7 +260,7 @@ class DTensorParameter(Partial):
         return value if value is None or self.in_parts() else self.form.local(value)
 
     def _given(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """A hook on the gradient, as one that is given what `p.grad` is to hold."""
+        """Wrap a hook on the gradient, so that it gets the value that `p.grad` will have."""
         if self.in_parts():
             return handed(hook, self._origin("what a hook is given", True))
         form = self.form
@@ -297,7 +297,7 @@ def _by_itself(func: Any, name: str) -> bool:
 
 
 def _look(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """What looks at a parameter of which this rank has a flat part: sizes are the DTensor's."""
+    """Run a function that asks about a parameter of which this rank has a flat shard: sizes are the DTensor's."""
     p, attribute = args[0], func.__self__.__name__ if name == "__get__" else ""
     of = p._origin("the values", False)
     if name in SIZES or attribute in SIZES:
@@ -328,7 +328,7 @@ def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
 
 
 def shown_gradients(func: Any, args: tuple, kwargs: dict, frame: FrameType) -> tuple:
-    """`torch.autograd.grad`: of each parameter the gradient as `p.grad` would be shown to the caller in `frame`."""
+    """Run `torch.autograd.grad`: return each gradient as `p.grad` would be shown to the caller in `frame`."""
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = inputs if isinstance(inputs, Sequence) else [inputs]
     given = zip(inputs, func(*args, **kwargs), strict=True)
