@@ -1,7 +1,7 @@
-"""What is used of `torch.distributed`: process groups, torch's collectives, names that differ between releases.
+"""The parts of `torch.distributed` in use: process groups, collectives, names that differ between releases.
 
-`ranks.collectives` counts the bytes of tensors that are sent, and looks whether peers are there; `ranks.process_groups`
-opens groups and keeps them.
+`ranks.collectives` counts the bytes of tensors that are sent, and checks whether peers are there.
+`ranks.process_groups` opens groups and keeps them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _stores: Any = dist
 
 
 def default_backend(local_ranks: int) -> str:
-    """NCCL for CUDA tensors if each local rank has a GPU of its own; gloo for CPU tensors always."""
+    """The backends: NCCL for CUDA tensors if each local rank has a GPU of its own; gloo for CPU tensors always."""
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     return "cpu:gloo,cuda:nccl" if enough else "gloo"
 
@@ -103,7 +103,7 @@ def await_all(pg: Any, timeout: timedelta) -> None:
 
 
 def mesh_axis(mesh: DeviceMesh, axis: str | None = None) -> DeviceMesh:
-    """A one-dimensional mesh whose ranks the world has: `mesh`, or its axis of that name.
+    """A one-dimensional mesh, checked to have only ranks of the world: `mesh`, or its axis of that name.
 
     Raises:
         TypeError: `mesh` is not a DeviceMesh.
@@ -207,17 +207,17 @@ TALK = (
 
 
 class CollectiveBegun(Exception):
-    """A function that must talk to nobody began to."""
+    """A function that must not communicate began a collective."""
 
 
 @contextmanager
 def no_collectives() -> Iterator[None]:
-    """`torch.distributed` as it is on the first of two ranks, except that each call that talks raises.
+    """Inside, `torch.distributed` looks as on the first of two ranks, and each call that communicates raises.
 
-    For checks of a function in one process: it changes what the whole process sees of that module.
+    It is for checks of a function in one process: it changes that module for the whole process.
 
     Raises:
-        CollectiveBegun: names what was called.
+        CollectiveBegun: names the function that was called.
     """
 
     def begun(name: str, *args: Any, **options: Any) -> None:

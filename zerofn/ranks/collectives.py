@@ -1,4 +1,4 @@
-"""Collectives into buffers, and handles of those under way."""
+"""Collectives into buffers, and work handles of running ones."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ DONE = Done()
 
 
 class Work:
-    """A collective under way: begun and counted when this is made.
+    """A running collective: making this object begins and counts it.
 
-    Where gloo waits long, `wait` looks whether the peers are still there: one whose loop was shorter has left for good,
-    and one that makes other calls waits for this rank elsewhere. Without that it would wait for half an hour.
+    If gloo waits long, `wait` checks whether the peers are still there. A peer whose loop was shorter has left for
+    good, and one that makes other calls waits for this rank elsewhere. Without the check it would wait half an hour.
 
     Args:
         what: the name of the collective, in traffic, profiles and errors.
         sent: the bytes that this rank sends.
         group: of ranks.
         collective: a function of torch.distributed, which is called with `given`.
-        finish: puts what has come where it belongs, once it is here.
+        finish: copies the result to its place, once it has arrived.
 
     Raises:
         RuntimeError: make_fx records operations, and would leave this one out.
@@ -102,7 +102,7 @@ class Work:
         return self.work is None or self.work.is_completed()
 
     def _wait_for_peers(self, error: RuntimeError) -> None:
-        """Go on after a wait that has ended with `error`: that of a time limit, or else it is raised."""
+        """Go on after a wait that has ended with `error`. Any error but that of a time limit is raised."""
         reason, announced = "", False
         try:
             while not self.work.is_completed():
@@ -161,7 +161,7 @@ class Work:
 
 
 def _quietly(ask: Callable[..., Any], *given: Any) -> Any:
-    """`ask(*given)`; None if the store is gone: gloo raises what became of the collective."""
+    """`ask(*given)`; None if the store is gone, where gloo itself raises for the collective."""
     try:
         return ask(*given)
     except RuntimeError:
@@ -192,7 +192,7 @@ def _fp8_as_bytes(*tensors: Tensor) -> tuple[Tensor, ...]:
 def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False, what: str = "all_gather") -> Any:
     """Concatenate every rank's `inp` (n, ...) along axis 0 into `out` (size * n, ...), both contiguous.
 
-    `inp` may be this rank's own part of `out`. `what` is its name in traffic, profiles and errors. Returns a work
+    `inp` may be this rank's own rows of `out`. `what` is its name in traffic, profiles and errors. Returns a work
     handle if `async_op`.
     """
     if group.size == 1:
@@ -226,10 +226,10 @@ def gather_numbers(numbers: Sequence[int], group: Group, what: str = "all_gather
 
 
 def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False) -> Any:
-    """Add every rank's `inp` (size * n, ...) and write this rank's part of the sum into `out` (n, ...).
+    """Add every rank's `inp` (size * n, ...) and write this rank's rows of the sum into `out` (n, ...).
 
-    Only sums: an average is the caller's division, made *before* the sum (gloo's own averages after it,
-    and overflows in fp16). `out` may be this rank's own part of `inp`. Returns a work handle if `async_op`.
+    It only sums: to average, the caller divides *before* the sum (gloo's own average divides after it,
+    and overflows in fp16). `out` may be this rank's own rows of `inp`. Returns a work handle if `async_op`.
     """
     if group.size == 1:
         out.copy_(inp)
@@ -260,7 +260,7 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
 def _swap(
     what: str, sent: int, group: Group, out: Tensor, inp: Tensor, finish: Callable[[], object] | None = None
 ) -> Work:
-    """Of two ranks: send `inp` to the other one, and receive that of the other, of the same length, in `out`."""
+    """Between two ranks: send `inp` to the other one, and receive the other's, of the same length, in `out`."""
     n = inp.shape[0]
     lengths = [0, n] if group.rank == 0 else [n, 0]
     return Work(what, sent, group, raw.all_to_all_single, out, inp, lengths, lengths, finish=finish)

@@ -33,10 +33,10 @@ Leaves = tuple[tuple[str, tuple[int, ...], str], ...]
 
 @dataclass(eq=False)
 class Split:
-    """How a gathered tensor is cut over ranks. The first collective of it fills this in.
+    """How a gathered tensor is sharded over ranks. Its first collective fills this in.
 
     Attributes:
-        leaves: of this rank's whole tree, of all dtypes, though each dtype is sent by itself; empty for a tensor.
+        leaves: all leaves of this rank's tree, of all dtypes, though each dtype is sent by itself; empty for a tensor.
         rows: by rank, how many rows it has; empty until that is known.
         leaves_by_rank: the `leaves` of each rank.
     """
@@ -51,17 +51,17 @@ class Split:
 
 
 def check_match(op: str, x: Tensor, group: Group, split: Split, free: int | None = None) -> None:
-    """Compare what the ranks are about to send, and fill in `split`. Every rank of the group calls it.
+    """Compare the tensors that ranks are about to send, and fill in `split`. Every rank of the group calls it.
 
     Args:
         op: the name of the collective.
-        x: what this rank sends.
+        x: the tensor that this rank sends.
         group: the ranks.
         cut: has the leaves of this rank.
         free: the dimension whose length may differ between ranks; if it is the first, that of leaves too.
 
     Raises:
-        ValueError: on every rank, with what each has, if anything else differs.
+        ValueError: on every rank, if anything else differs. The message says what each rank has.
     """
     rows = x.shape[free or 0] if x.dim() else -1
     leaves = [(name, len(shape), shape[free is not None :], dtype) for name, shape, dtype in split.leaves]
@@ -81,7 +81,7 @@ def _digest(x: Any) -> int:
 
 
 def _differences(op: str, mine: tuple[str, tuple[int, ...], str, Leaves], group: Group) -> str:
-    """The error: what each rank brings, ranks with equal ones in one line."""
+    """The text of the error: what each rank sends, with equal ranks on one line."""
     holders: dict[str, list[int]] = {}
     for rank, (theirs, shape, dtype, leaves) in zip(group.ranks, gather_objects(mine, group), strict=True):
         tree = ", ".join(f"{name}: {own} {kind}" for name, own, kind in leaves)
@@ -207,7 +207,7 @@ class _Reduce(LinearCollective):
 
 
 class _Alike(LinearCollective):
-    """The mean over ranks of what is the same on all of them, which nothing need be sent for."""
+    """The mean over ranks of a value that is the same on all of them, so nothing is sent."""
 
     @staticmethod
     def forward(x: Tensor, group: Group) -> Tensor:
@@ -261,7 +261,7 @@ def gather(
 def reduce_scatter(
     x: Tensor, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """This rank's part of the sum over ranks: (size * n, ...) -> (n, ...). Adjoint of `all_gather`.
+    """This rank's rows of the sum over ranks: (size * n, ...) -> (n, ...). Adjoint of `all_gather`.
 
     Adds in `reduce_dtype` and returns in `dtype` (default of both: the dtype of `x`). From three ranks on, the order
     in which an element is summed depends on its place in the buffer: two layouts of the same numbers agree to rounding,
@@ -288,9 +288,9 @@ def scatter(
 
 
 def replicate(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """`x` itself, equal on all ranks; its cotangent is the sum of those of all ranks, added in `reduce_dtype`.
+    """`x` itself, equal on all ranks; its cotangent is the sum of all ranks' cotangents, added in `reduce_dtype`.
 
-    For a parameter that every rank holds and uses on its own data. Adjoint of `all_reduce`.
+    It is for a parameter that every rank has and uses on its own data. Adjoint of `all_reduce`.
 
     >>> replicate(torch.ones(2), Group())
     tensor([1., 1.])
@@ -303,8 +303,8 @@ def replicate(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = Non
 def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """The sum over ranks, on every rank. Adjoint of `replicate`.
 
-    The result is one value that all ranks hold, so its cotangent is one value too: every rank must compute the same
-    from it, and the cotangent passes through unchanged. (To sum it, as for N values, would count it N times.)
+    The result is one value that all ranks have, so its cotangent is one value too: every rank must compute the same
+    from it, and the cotangent passes through unchanged. (A sum over ranks would count it N times.)
 
     >>> all_reduce(torch.ones(2), Group())
     tensor([1., 1.])
@@ -315,9 +315,10 @@ def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = No
 
 
 def alike(x: Tensor, group: Group) -> Tensor:
-    """`x` itself, equal on all ranks, of which one value is wanted; each rank's cotangent is an equal part of its own.
+    """`x` itself, equal on all ranks and used as one value; the cotangent is divided by the number of ranks.
 
-    For a number made of `replicate`d ones, whose cotangents would be counted on every rank. Inverse of `replicate`.
+    It is for a number computed from `replicate`d ones, which would otherwise count its cotangent once per rank.
+    Inverse of `replicate`.
 
     >>> alike(torch.ones(2), Group())
     tensor([1., 1.])
@@ -330,8 +331,8 @@ def alike(x: Tensor, group: Group) -> Tensor:
 def nothing_of(x: Tensor) -> Tensor:
     """A tensor without elements, of shape (0, 1), that is a function of `x`.
 
-    A collective that a rank has nothing for hangs on it: all ranks are to make the same collectives in backward. Of an
-    axis alone `torch.cat` would leave it out of second derivatives.
+    A rank that has nothing for a collective sends this, so that all ranks make the same collectives in backward. Of
+    shape (0,) `torch.cat` would leave it out of second derivatives.
 
     >>> nothing_of(torch.ones(2, 3)).shape
     torch.Size([0, 1])
@@ -358,7 +359,7 @@ def _split_of(tree: Tree) -> Split:
 
 
 def _flattened(tree: Tree, rows: int, out_rows: int, run: Callable[[Tensor, Split], Tensor]) -> dict[str, Tensor]:
-    """Run one collective per dtype on leaves flattened side by side: two copies, where a call per leaf costs a latency.
+    """Run one collective per dtype on leaves flattened side by side. It costs two copies; a call per leaf a latency.
 
     Args:
         tree: each leaf is cut in `rows` rows; row i of the flat tensor has row i of every leaf.
@@ -400,7 +401,7 @@ def all_gather_tree(
 ) -> dict[str, Tensor]:
     """`all_gather` of every leaf, (n, ...) -> (sum of n, ...), in one collective per dtype.
 
-    `all_gather_tree(state.params, group)` of a sharded state has every leaf whole, and flat.
+    `all_gather_tree(state.params, group)` of a sharded state returns every full leaf, flat.
 
     >>> all_gather_tree({"a": torch.ones(2), "b": torch.zeros(0)}, Group())
     {'a': tensor([1., 1.]), 'b': tensor([])}
@@ -424,7 +425,7 @@ def reduce_scatter_tree(
 
 
 def _check_rows(tree: Tree, size: int, op: str, group: Group) -> None:
-    """Raise on every rank where a leaf here cannot be cut in `size` parts, or where only other ranks have leaves."""
+    """Raise on every rank if a leaf here cannot be cut into `size` shards, or only other ranks have leaves."""
     bad = [leaf for leaf in tree.values() if leaf.dim() == 0 or leaf.shape[0] % size]
     if bad or not tree:
         check_match(op, torch.zeros((), device=group.device), group, _split_of(tree))
@@ -495,7 +496,7 @@ def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | Non
 
 
 def balanced(length: int, size: int) -> list[int]:
-    """The lengths in which `torch.tensor_split` cuts a length over ranks: the first parts may be longer by one.
+    """The lengths of the shards of `torch.tensor_split`: the first ones may be longer by one.
 
     >>> balanced(5, 4), balanced(2, 3)
     ([2, 1, 1, 1], [1, 1, 0])
@@ -554,7 +555,7 @@ def _rows(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
 
 
 def exchange_rows(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
-    """Send `ins[r]` rows of `x` to rank r of several, in turn; of what is returned `outs[r]` rows come from it.
+    """Send `ins[r]` rows of `x` to each rank r, in turn; `outs[r]` rows of the result come from it.
 
     Its own adjoint, with the lengths swapped.
     """
@@ -566,18 +567,18 @@ def exchange_rows(x: Tensor, outs: list[int], ins: list[int], group: Group) -> T
 def all_to_all(
     x: Tensor, group: Group, split_dim: int, concat_dim: int, *, splits: Sequence[int] | None = None
 ) -> Tensor:
-    """Cut along `split_dim`, whole along `concat_dim`: part `r` of `x` goes to rank `r`.
+    """Gather along `concat_dim` and shard along `split_dim`: chunk `r` of `x` along `split_dim` goes to rank `r`.
 
-    Its own adjoint, with the dimensions swapped.
+    It is its own adjoint, with the dimensions swapped.
 
-    With `split_dim=1` and `concat_dim=2`, (batch, heads, part of the sequence, features) becomes (batch, part of the
-    heads, sequence, features), the ranks' parts one after the other. Lengths along `concat_dim` may differ between
-    ranks, and that of `split_dim` need not divide by their number. Each rank sends all but its own part: (N - 1) / N
+    With `split_dim=1` and `concat_dim=2`, (batch, heads, chunk of the sequence, features) becomes (batch, chunk of the
+    heads, sequence, features), the ranks' chunks one after the other. Lengths along `concat_dim` may differ between
+    ranks, and that of `split_dim` need not divide by their number. Each rank sends all but its own chunk: (N - 1) / N
     of its bytes.
 
     Args:
-        x: this rank's tensor. group: the ranks. split_dim: the dimension that is cut, negative from the end.
-            concat_dim: the one that becomes whole. splits: the length along `split_dim` of each rank; by default those
+        x: this rank's tensor. group: the ranks. split_dim: the dimension to shard, negative from the end.
+            concat_dim: the dimension to gather. splits: the length along `split_dim` of each rank; by default those
             of `torch.tensor_split`. The way back needs them if ranks had other lengths.
 
     Raises:
@@ -594,7 +595,7 @@ def all_to_all(
 def exchange(
     x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: Sequence[int] | None, split: Split
 ) -> Tensor:
-    """`all_to_all`; fills in `split` with the lengths of the ranks' parts."""
+    """`all_to_all`; fills in `split` with the lengths of the ranks' chunks."""
     first, second = (d + x.dim() if d < 0 else d for d in (split_dim, concat_dim))
     wrong = ""
     if not (0 <= first < x.dim() and 0 <= second < x.dim() and first != second):
@@ -633,13 +634,13 @@ mean = zf.collectives.all_reduce(own["w"]["w"], group) / group.size"""
 
 
 def check_batch(batch: tuple[int, ...], path: str, group: Group, parts: Tensor | None = None) -> None:
-    """Raise on every rank where the ranks' batches do not belong together. Every rank of the group calls it.
+    """Raise on every rank if the ranks' batches do not belong together. Every rank of the group calls it.
 
     Args:
         batch: the shape of the batch.
         path: of the leaf.
         group: the ranks.
-        parts: (members, elements) of vectors, where each rank has a part of them.
+        parts: (members, elements) of vectors, where each rank has a shard of them.
 
     Raises:
         ValueError: batches differ in shape, or are bases on several ranks.
@@ -664,7 +665,7 @@ def check_batch(batch: tuple[int, ...], path: str, group: Group, parts: Tensor |
 
 
 def _basis(parts: Tensor) -> tuple[int, int]:
-    """The first member of a batch that is a basis vector of this rank's part, and the one after the last; else (0, 0).
+    """The range of members of a batch that are basis vectors of this rank's shard, first and end; else (0, 0).
 
     `chunk_size` may cut a basis anywhere. A single vector counts as a basis vector if its one nonzero is 1.
     """

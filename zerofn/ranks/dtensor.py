@@ -1,4 +1,4 @@
-"""To DTensors and back."""
+"""Converts local tensors to DTensors and back."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def distributed_class() -> Any:
-    """The class of DTensors, `None` where their library is not loaded: then there is none."""
+    """The class of DTensors; `None` if their library is not loaded, so that there can be none."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def is_distributed(x: Any) -> bool:
-    """Whether `x` is a DTensor; does not import their library, which is loaded if there is one."""
+    """Whether `x` is a DTensor. This does not import their library: if there is a DTensor it is loaded."""
     kind = distributed_class()
     return kind is not None and type(x) is not Tensor and isinstance(x, kind)
 
@@ -84,7 +84,7 @@ class Form:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """For every rank the offsets and sizes of its part; a single one if all ranks have the whole."""
+        """For every rank the offsets and sizes of its shard; a single box if all ranks have the full tensor."""
         begin, (placement,) = (0,) * len(self.shape), self.placements
         if placement.is_replicate():
             return ((begin, tuple(self.shape)),)
@@ -99,7 +99,7 @@ class Form:
         return tuple(found)
 
     def wrap(self, local: Tensor) -> Tensor:
-        """The DTensor of which this rank has `local`; differentiable, and its cotangent has the same placements."""
+        """The DTensor whose local tensor here is `local`; differentiable, and its cotangent has the same placements."""
         from torch.distributed.tensor import DTensor
 
         how: Any = dict(run_check=False, shape=self.shape, stride=self.stride)
@@ -108,7 +108,7 @@ class Form:
             return DTensor.from_local(local, self.mesh, self.placements, **how)
 
     def local(self, x: Any) -> Tensor:
-        """This rank's part of a DTensor, or of a plain tensor with the whole shape; other tensors unchanged.
+        """This rank's shard of a DTensor, or of a plain tensor with the full shape; other tensors unchanged.
 
         A DTensor with other placements, such as a gradient still to be summed, is redistributed: all ranks call this.
         """
@@ -120,7 +120,7 @@ class Form:
 
 
 def in_box(whole: Tensor, box: Box) -> Tensor:
-    """A part of a tensor.
+    """The box of a full tensor, given by its offsets and sizes.
 
     >>> in_box(torch.arange(8).view(2, 4), ((0, 2), (2, 2)))
     tensor([[2, 3],
@@ -144,7 +144,7 @@ def _placed(x: Any, form: Form) -> Any:
 def as_dtensors(
     shards: Mapping[Hashable, tuple[Tensor, tuple[int, ...], tuple[int, ...]]], group: Group
 ) -> dict[Hashable, Tensor]:
-    """DTensors over the memory of shards, each given with the shape of this rank's rows and that of the whole leaf."""
+    """DTensors on the memory of shards, each given with the shape of this rank's rows and the full shape."""
     # A state may have shards on the host. A mesh of another device type would move them.
     kinds = {x.device.type for x, _, _ in shards.values()}
     meshes = {kind: DeviceMesh.from_group(group.pg, kind) for kind in kinds} if group.pg else {}
@@ -155,7 +155,7 @@ def as_dtensors(
 
 
 def _rows_of(shape: tuple[int, ...], rows: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The contiguous DTensor of that shape, cut by rows, of which this rank has `rows`."""
+    """The contiguous DTensor of that shape, sharded by rows, whose local tensor here is `rows`."""
     from torch.distributed.tensor import DTensor, Shard
 
     whole = torch.empty(shape, device="meta")
@@ -168,7 +168,7 @@ def mesh_of_group(group: Group, kind: str) -> DeviceMesh:
 
 
 def by_rows() -> tuple[Any, ...]:
-    """The placements of a DTensor whose rows are cut over a mesh of one axis."""
+    """The placements of a DTensor that is sharded by rows over a mesh of one axis."""
     from torch.distributed.tensor import Shard
 
     return (Shard(0),)
@@ -182,7 +182,7 @@ def replicated(full: Tensor, mesh: Any) -> Tensor:
 
 
 def as_part_of(like: Any, x: Any) -> Any:
-    """This rank's part as a DTensor like another one, which has as many elements here; anything else unchanged."""
+    """This rank's shard as a DTensor like another one that has as many elements here; anything else unchanged."""
     if not is_distributed(like) or type(x) is not Tensor or x.shape != (like.to_local().numel(),):
         return x
     from torch.distributed.tensor import DTensor
@@ -199,12 +199,12 @@ def placed_like(x: Any, like: Any) -> Tensor:
 
 
 def in_full(x: Any) -> Tensor:
-    """The full tensor of a DTensor, for which all ranks call it; a plain tensor unchanged."""
+    """The full tensor of a DTensor; a plain tensor unchanged. All ranks must call it."""
     return x.full_tensor() if is_distributed(x) else x
 
 
 def _from_zero(x: Tensor) -> Tensor:
-    """The same memory as a storage that begins there: torch cannot pickle DTensors whose local tensor has an offset."""
+    """The tensor on a storage that begins at its memory: torch cannot pickle DTensors whose local one has an offset."""
     if x.storage_offset() == 0:
         return x
     # As bytes, since DLPack does not know every dtype.
@@ -218,17 +218,17 @@ def coordinate_of(x: Any) -> tuple[int, ...] | None:
 
 
 def ranks_of(x: Any) -> tuple[int, ...]:
-    """The ranks that a DTensor lies over."""
+    """The ranks of a DTensor's mesh."""
     return tuple(x.device_mesh.mesh.flatten().tolist())
 
 
 def mesh_of(x: Any) -> tuple[int, ...] | None:
-    """The ranks that a DTensor is cut over by rows, in order; `None` for other DTensors and plain tensors."""
+    """The ranks over which a DTensor is sharded by rows, in order; `None` for other DTensors and plain tensors."""
     if not is_distributed(x) or x.device_mesh.ndim != 1 or not x.placements[0].is_shard(0):
         return None
     return tuple(x.device_mesh.mesh.tolist())
 
 
 def as_local(x: Any) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor unchanged."""
+    """This rank's local tensor of a DTensor; a plain tensor unchanged."""
     return x.to_local() if is_distributed(x) else x

@@ -198,15 +198,15 @@ def _traceback(error: BaseException) -> str:
 
 
 def _die_with_parent() -> None:
-    """Have this rank killed when the server is (on Linux; elsewhere it outlives the server)."""
+    """Make the system kill this rank when the server ends (on Linux; elsewhere it outlives the server)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def adopt_orphans() -> None:
-    """Have processes below this one become its children when their parent ends, also those in another session.
+    """Make descendants children of this process when their parent ends, also those in another session.
 
-    On Linux; elsewhere processes that have left the group of their rank are not found.
+    This works on Linux. Elsewhere processes that have left the group of their rank are not found.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
@@ -268,7 +268,7 @@ class _Loop:
             self._on_control(source)
 
     def _fork(self) -> None:
-        """Fork a rank that the caller asks for, or end all if the caller has ended."""
+        """Fork a rank that the caller asks for, or end all ranks if the caller has ended."""
         message, fds, _, _ = socket.recv_fds(self.control, NUMBER.size, 8)
         if not message:
             for pid in self.controls:
@@ -289,7 +289,7 @@ class _Loop:
         _send(rank_control, pid)
 
     def _run_rank(self, rank: int, fds: list[int], rank_control: socket.socket) -> NoReturn:
-        """In the child: run as that rank."""
+        """In the forked child, run as that rank."""
         job, store, _, gate, result, note, out, err = fds
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -303,7 +303,7 @@ class _Loop:
         run_rank(rank, job, store, gate, result, note)
 
     def _on_control(self, rank_control: socket.socket) -> None:
-        """Have a rank write its stack if the caller asks for it, or kill it if the caller has closed its socket."""
+        """Make a rank write its stack if the caller asks for it, or kill it if the caller has closed its socket."""
         try:
             word = rank_control.recv(1)
         except OSError:
@@ -336,7 +336,7 @@ def _kill(pid: int) -> None:
 
 
 def _ended() -> int | None:
-    """A child that has ended and is not reaped: as long as it is a zombie no other process or group has its number."""
+    """A child that has ended and is not reaped. While it is a zombie, no other process or group has its number."""
     try:
         info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -345,7 +345,7 @@ def _ended() -> int | None:
 
 
 def _sweep(ranks: Container[int]) -> None:
-    """Kill the processes that ended ranks left behind: those that are children of this process, and no ranks."""
+    """Kill processes that ended ranks left behind: children of this process that are not ranks."""
     until = time.monotonic() + 5
     while (left := [pid for pid in _children() if pid not in ranks]) and time.monotonic() < until:
         for pid in left:
@@ -370,7 +370,7 @@ def _children() -> list[int]:
 def _preload() -> None:
     """Import what every rank will need. Nothing here may start a thread or use a GPU.
 
-    The compiler too, which the first `vmap`, optimizer or checkpoint of a process imports (0.7 s).
+    It imports the compiler too, which the first `vmap`, optimizer or checkpoint of a process needs (0.7 s).
     """
     import importlib
 
@@ -412,7 +412,7 @@ class _Server:
         self.control: socket.socket | None = None
 
     def fork(self, rank: int, fds: list[int]) -> None:
-        """Have the server fork a rank, and hand it these files."""
+        """Make the server fork a rank, and pass it these files."""
         with self.lock:
             if self.process is None or self.control is None or self.process.poll() is not None:
                 self.start()
@@ -450,7 +450,7 @@ class _Server:
         self.process = self.control = None
 
     def renew(self) -> None:
-        """After the server has ended: have the next fork start another."""
+        """Forget a server that has ended, so that the next fork starts another."""
         with self.lock:
             if self.process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -458,7 +458,7 @@ class _Server:
                     self.stop()
 
     def forget(self) -> None:
-        """In a forked child of this process: the server is the parent's, and must see it when the parent ends."""
+        """In a forked child, drop the server: it is the parent's, and must see when the parent ends."""
         if self.control is not None:
             self.control.close()
         if self.process is not None:

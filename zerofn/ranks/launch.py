@@ -1,4 +1,4 @@
-"""`zf.launch`: the caller's side."""
+"""`zf.launch`: runs a function on local ranks. This file is the caller's side."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RankError, TimeoutError):
-    """Ranks were not finished in time. `ranks` are the numbers of all of them, `rank` the first."""
+    """Ranks did not finish in time. `ranks` are the numbers of all of them, `rank` is the first."""
 
     ranks: list[int]
 
 
 class ServerEnded(RuntimeError):
-    """The process that forks ranks has ended; `began`: after it had forked a rank of this launch."""
+    """The process that forks ranks has ended. `began` says whether it had forked a rank of this launch."""
 
     def __init__(self, began: bool) -> None:
         super().__init__("the process that starts ranks has ended; call launch again for a new one")
@@ -266,19 +266,20 @@ def launch(
 
     In each rank RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as under torchrun,
     and the default process group is initialised: NCCL and gloo if there is a GPU per rank, else gloo, or `backend`.
-    With `init=False` that is left to `fn`. A single rank is a process of its own too.
+    With `init=False`, `fn` initialises it. A single rank is a process of its own too.
 
-    Functions of a script, a notebook or another function travel by value if `cloudpickle` is installed; functions of a
-    module always travel by name. Tensors in arguments and results travel by value and arrive on the CPU. Each rank
-    computes with `threads` threads (None: torch's own choice). What ranks print goes where this process prints.
+    Functions of a script, a notebook or another function are sent by value if `cloudpickle` is installed; functions of
+    a module are always sent by name. Tensors in arguments and results are sent by value and arrive on the CPU. Each
+    rank computes with `threads` threads (None: torch's own choice). Output of ranks goes where this process prints.
     `atexit` handlers do not run in ranks, as in `multiprocessing`.
 
     timeout: seconds for the whole run, None or infinity for no limit.
 
     Raises `RankError` when a rank raises or dies, with its rank and traceback, and `RankTimeout` when ranks
-    are not finished in time, with the stack of each. In every case, also after an interrupt or a kill of this process,
-    all ranks and the processes that they started, in sessions of their own too, have ended afterwards. (Outside of
-    Linux, processes that have left the group of their rank stay.) `TypeError` and `ValueError` name a wrong argument.
+    do not finish in time, with the stack of each. In every case, also after an interrupt or a kill of this process,
+    all ranks have ended afterwards, and so have the processes that they started, even in sessions of their own.
+    (Outside of Linux, processes that have left the group of their rank stay.) `TypeError` and `ValueError` name a
+    wrong argument.
 
         >>> def hello(greeting):
         ...     import torch.distributed as dist

@@ -1,19 +1,19 @@
-"""Collectives in one order on all ranks, though each rank asks for them in the order of its own graph.
+"""Runs collectives in one order on all ranks, though each rank asks for them in the order of its own graph.
 
-With parameters that are gathered on use, collectives are begun inside forward and backward, where each rank follows its
-own graph. Before each collective the ranks exchange which one they ask for. Mostly it is the same one. If not, all
-ranks take part in each collective that any of them asks for: an all-gather needs this rank's shard even if this rank
-does not use the result, and to a sum of gradients it adds zeros. A rank that has nothing more to ask for waits at a
-*rest* and takes part in what others ask for, until every rank rests.
+With parameters that are gathered on use, collectives begin inside forward and backward, where each rank follows its own
+graph. Before each collective the ranks exchange which one they ask for. Mostly it is the same one. If not, all ranks
+join each collective that any of them asks for: an all-gather needs this rank's shard even if this rank does not use the
+result, and this rank adds zeros to a sum of gradients. A rank that has nothing more to ask for waits at a *rest* and
+joins others' collectives, until every rank rests (cf. torch's Join).
 
 The exchange is one small message per collective. A fixed order is not possible: only a rank's own forward knows which
-parameters it needs next. But with each exchange a rank also sends what it expects to ask for next. As far as all ranks
-expect the same, they *promise* it: those collectives follow in that order without an exchange. A rank that then needs
-something else takes part in them all the same, at the latest at its next rest. A promised collective that some rank
-does not use costs its bytes, and after it promises are short again.
+parameters it needs next. But with each exchange a rank also sends the collectives that it expects to ask for next. As
+far as all ranks expect the same, they *promise* it: those collectives follow in that order without an exchange. A rank
+that then needs something else joins them all the same, at the latest at its next rest. A promised collective that some
+rank does not use costs its bytes, and after it promises are short again.
 
-A collective in which a rank cannot take part without data of the user's, a part of a tensor, is a *meeting*: a rank
-takes part in what others ask for until all ranks have come to the same meeting. If one never will, all get an error.
+A rank cannot join a collective that needs its shard of a tensor of the user's. Such a collective is a *meeting*: a rank
+joins others' collectives until all ranks have come to the same meeting. If one never will, all get an error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rounds:
 
     Args:
         control: a group for the exchanges.
-        join: `join(kind, unit)` begins a collective that this rank has not asked for, and returns what waits for it.
+        join: `join(kind, unit)` begins a collective that this rank has not asked for. It returns a function that waits.
     """
 
     def __init__(self, control: Group, join: Callable[[int, int], Callable[[], object]]):
@@ -85,14 +85,15 @@ class Rounds:
         ahead: Callable[[int], list[Asked]] = lambda most: [],
         early: Callable[[Asked, Asked], bool] = lambda now, then: False,
     ) -> Any:
-        """Make the collective `(kind, unit)`, and those that other ranks ask for; returns the result of the first.
+        """Run the collective `(kind, unit)`, and those that other ranks ask for. Return the result of the first.
 
         Args:
             kind: of the collective.
             unit: whose parameters or gradients it moves.
             begin: begins it, and returns a function that waits for it and returns its result.
             ahead: `ahead(n)` returns the collectives that this rank expects to ask for next, at most `n`.
-            early: `early(now, then)` may begin the promised collective `then` while `now` is under way; whether it did.
+            early: `early(now, then)` may begin the promised collective `then` while `now` runs, and returns whether it
+                did.
         """
         mine = (kind, unit)
         while self.promised:
@@ -118,7 +119,7 @@ class Rounds:
     def _next(
         self, begin: Callable[[], Callable[[], Any]], early: Callable[[Asked, Asked], bool] = lambda now, then: False
     ) -> Any:
-        """Make the next promised collective; the one after it may begin before it has ended."""
+        """Run the next promised collective; the one after it may begin before it has ended."""
         end = begin()
         now = self.promised.popleft()
         if self.promised and early(now, self.promised[0]):
@@ -126,11 +127,11 @@ class Rounds:
         return end()
 
     def _join_next(self) -> None:
-        """Take part in the next promised collective, which this rank has not asked for."""
+        """Join the next promised collective, which this rank has not asked for."""
         self._next(partial(self.join, *self.promised[0]))
 
     def _join_all(self, asked: Sequence[Asked] = ()) -> None:
-        """Take part in what was promised and in what others ask for: this rank asks for none of it."""
+        """Join the promised collectives and those that others ask for. This rank asks for none of them."""
         if self.promised:
             self.trust = 1
         self.promised.extend(asked)
@@ -138,7 +139,7 @@ class Rounds:
             self._join_next()
 
     def rest(self, place: int = CALL, numbers_of: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
-        """Return once no rank asks for anything more; until then take part.
+        """Join others' collectives until no rank asks for more.
 
         A rest at a step ends once all ranks rest at a step: a rank between two calls of the model will ask for more
         before its step. A rest between two calls ends wherever the others rest.
@@ -148,7 +149,7 @@ class Rounds:
             numbers_of: at most `NUMBERS` numbers to send to the others; joined collectives may change them.
 
         Returns:
-            The numbers of each rank, in rank order, if all rest at a step; else nothing. They cost no message.
+            The numbers of each rank, in rank order, if all rest at a step; else an empty list. They cost no message.
         """
         if self.promised:
             self._join_all()
@@ -164,11 +165,11 @@ class Rounds:
                 return [said[1 : 1 + len(numbers)] for said in resting.values()]
 
     def meet(self, what: Callable[[], int]) -> str:
-        """Return once all ranks have come to the same meeting; until then take part in what they ask for.
+        """Join others' collectives until all ranks have come to the same meeting.
 
         Args:
-            what: returns the number of this rank's meeting, not negative; asked before each exchange, since collectives
-                that this rank joins may change it.
+            what: returns the number of this rank's meeting, not negative. It is called before each exchange, since
+                collectives that this rank joins may change the number.
 
         Returns:
             Where the other ranks are, if one of them will not come; else an empty string. All that came get the same.
@@ -190,7 +191,7 @@ class Rounds:
                 return ""
 
     def _exchange(self, kind: int, unit: int, more: Sequence[int] = ()) -> Exchanged:
-        """Exchange what ranks ask for; `more` is what this one expects next, or the numbers of a rest."""
+        """Exchange the ranks' requests. `more` are the collectives that this one expects next, or a rest's numbers."""
         mine = [kind, unit, *more]
         sent = torch.tensor(mine + [NOTHING] * (WIDTH - len(mine)), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(WIDTH * self.control.size)
@@ -213,7 +214,7 @@ class Rounds:
 
 
 def _common(rows: list[list[int]]) -> list[Asked]:
-    """What all ranks expect next, up to where one expects something else or nothing."""
+    """The collectives that all ranks expect next, up to where one expects something else or nothing."""
     found: list[Asked] = []
     for i in range(2, 2 + NUMBERS, 2):
         first = rows[0][i], rows[0][i + 1]

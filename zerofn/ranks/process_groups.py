@@ -1,4 +1,4 @@
-"""Process groups: open, meet, lease, close; and which rank is missing."""
+"""Opens and closes process groups, lets ranks meet, and finds out which rank is missing."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ FINISHED, FAILED = "has finished", "has failed"
 
 
 class Waiting(NamedTuple):
-    """What a rank in a long wait writes into the store.
+    """The entry that a rank in a long wait writes into the store.
 
     Attributes:
         what: the collective, or the call.
         channel: the name of the process group, or of the calls of some ranks.
-        number: which one on that channel, counted from 1.
-        bound: whether the wait cannot be given up, since a collective is under way.
+        number: the number of the collective or call on that channel, counted from 1.
+        bound: whether the wait cannot be given up, since a collective is running.
         begun: by channel, how many collectives or calls this rank has begun.
     """
 
@@ -63,7 +63,7 @@ class Waiting(NamedTuple):
 
 
 class Presence:
-    """What the ranks of a job tell each other in its store.
+    """The messages that the ranks of a job leave for each other in its store.
 
     Args:
         store: of torch.distributed, with a prefix of this job alone.
@@ -82,24 +82,24 @@ class Presence:
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def set_waiting(self, where: Waiting) -> None:
-        """Say what this rank waits in."""
+        """Write the collective or call in which this rank waits."""
         self.store.set(f"waits/{self.rank}", json.dumps(where))
 
     def clear_waiting(self) -> None:
-        """Say that this rank does not wait."""
+        """Write that this rank does not wait."""
         self.store.set(f"waits/{self.rank}", "")
 
     def set_finished(self, failed: bool = False) -> None:
-        """Say that this rank takes part in no more collectives; after an error if it has failed."""
+        """Write that this rank joins no more collectives, because of an error if it has failed."""
         self.store.set(f"finished/{self.rank}", FAILED if failed else FINISHED)
 
     def waiting(self, rank: int) -> Waiting | None:
-        """What a rank says that it waits in; None if it says nothing."""
+        """The collective or call in which a rank has written that it waits; None if it does not."""
         text = self.read(f"waits/{rank}")
         return Waiting(*json.loads(text)) if text else None
 
     def how_ended(self, rank: int) -> str:
-        """What has become of a rank that takes part in no more collectives; empty while it may."""
+        """How a rank has ended that joins no more collectives; empty while it may."""
         if said := self.read(f"finished/{rank}"):
             return said
         process = self._process(rank)
@@ -119,11 +119,11 @@ class Presence:
 
 
 class Activity:
-    """Whether ranks compute: those of this machine as /proc says, others as ranks that wait on their machine say.
+    """Finds out whether ranks compute: on this machine from /proc, on others from waiting ranks there.
 
     Args:
         presence: of the job.
-        key: the prefix of what ranks that wait tell each other in the store.
+        key: the prefix of the entries that waiting ranks write into the store.
     """
 
     def __init__(self, presence: Presence, key: str):
@@ -132,7 +132,7 @@ class Activity:
         self.reports: dict[int, tuple[str, float]] = {}
 
     def computes(self, rank: int) -> bool:
-        """Whether a rank has computed in the last `WINDOW` seconds; to be asked about once a second."""
+        """Whether a rank has computed in the last `WINDOW` seconds. Call it about once a second."""
         now = time.monotonic()
         seconds = self.presence.cpu_seconds(rank)
         if seconds is None:
@@ -223,7 +223,7 @@ registry = _Registry()
 
 @contextmanager
 def held_by(holder: Any) -> Iterator[None]:
-    """Groups that are asked for inside are used by `holder`, until `let_go(holder)`."""
+    """Inside, groups that are asked for belong to `holder`, until `let_go(holder)`."""
     before, registry.holder = registry.holder, holder
     try:
         yield
@@ -241,7 +241,7 @@ def let_go(holder: Any, close: bool) -> None:
 
     Args:
         holder: as given to `held_by`.
-        close: whether groups that nobody else uses are closed; else they stay open for the next who asks.
+        close: whether to close groups that nobody else uses; otherwise they stay open for the next holder.
     """
     for key in held_alone(holder) if close else ():
         _close(key)
@@ -261,7 +261,7 @@ def _close(key: Any) -> None:
 
 
 class Closed:
-    """In place of the process group of a group that was closed: any use of it raises."""
+    """Replaces the process group of a closed group: any use of it raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
@@ -282,13 +282,13 @@ def close_all() -> None:
 
 
 def presence() -> Presence | None:
-    """What ranks tell each other in the job's store; None before any group was opened."""
+    """The `Presence` of this job; None before any group was opened."""
     registry.current()
     return registry.presence
 
 
 def finished(failed: bool = False) -> None:
-    """Tell the other ranks that this one takes part in no more collectives; after an error if it has failed."""
+    """Tell the other ranks that this one joins no more collectives, because of an error if it has failed."""
     if registry.presence is not None:
         registry.presence.set_finished(failed)
 
@@ -301,7 +301,7 @@ def opened() -> list[Group]:
 def begun() -> dict[str, int]:
     """By channel, the number of the last collective or common call that this process has begun.
 
-    Without channels on which another thread of this process began the last one: it may begin more.
+    Channels on which another thread of this process began the last one are left out: it may begin more.
     """
     here, me = presence(), threading.get_ident()
     counts = {g.pg.group_name: g.traffic.begun for g in opened() if g.traffic.thread in (0, me)}
@@ -350,9 +350,9 @@ def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | Non
     """Return when all of `ranks` have come to this call.
 
     Args:
-        call: as the user writes it.
+        call: the call as the user writes it.
         ranks: of the world; this one is among them.
-        right: what to write instead, for the error.
+        right: the right code, for the error.
         seconds: to wait for ranks that are not seen to compute; by default `limit()`.
 
     Raises:
@@ -380,7 +380,7 @@ class _Call:
         self.read = 0
 
     def meet(self) -> bool:
-        """Whether all ranks have come; False if the call was given up before this one came."""
+        """Wait, and return whether all ranks have come; False if the call was given up before this one came."""
         try:
             if self.here.read(f"{self.key}/decision"):
                 return False
@@ -401,7 +401,7 @@ class _Call:
         return True
 
     def _decide_last(self) -> str:
-        """Decide as the last rank that came: whether all make the same call."""
+        """Decide, as the last rank that came, whether all make the same call."""
         deadline = time.monotonic() + self.seconds
         while len(self.came) < len(self.ranks) and time.monotonic() < deadline:
             self._read()
@@ -429,7 +429,7 @@ class _Call:
         return decision
 
     def _why_endless(self, activity: Activity, waited: float) -> str:
-        """Why ranks that have not come will never; empty while they may."""
+        """Why ranks that have not come never will; empty while they may."""
         self._read()
         if len(set(self.came.values())) > 1:
             return self._differences()
@@ -463,7 +463,7 @@ class _Call:
         return "the ranks make different calls: " + ", ".join(f"rank {r} {self.came[r]}" for r in sorted(self.came))
 
     def _decide(self, word: str, reason: str = "") -> str:
-        """Decide, unless another rank has; the decision that holds."""
+        """Decide, unless another rank has decided. Return the decision that counts."""
         return self.here.store.compare_set(f"{self.key}/decision", "", f"{word} {reason}".strip()).decode()
 
     def _refuse(self, decision: str) -> NoReturn:
@@ -500,11 +500,11 @@ class Lease:
     """The groups of one attached model."""
 
     def close(self, ranks: tuple[int, ...], seconds: float | None = None) -> None:
-        """Close those that nobody else uses, on every rank.
+        """Close the groups that nobody else uses, on every rank.
 
         Args:
-            ranks: that call this. All ranks of the job open and close groups together: if only some detach their
-                model, its groups stay open for the next who asks for the like.
+            ranks: the ranks that call this. All ranks of the job open and close groups together: if only some detach
+                their model, its groups stay open, and the next model with equal groups gets them.
             seconds: to wait for the others; by default as any other call.
         """
         close, alone = ranks == tuple(range(world()[1])), len(held_alone(self))
@@ -541,7 +541,7 @@ class Background(threading.Thread):
         work: the function, called once.
 
     Attributes:
-        error: what it raised; it is printed as well, since the caller may not ask.
+        error: the error that it raised. It is printed as well, since the caller may not ask for it.
     """
 
     def __init__(self, name: str, work: Callable[[], None]):
@@ -589,7 +589,7 @@ def initialize(backend: str | None = None, file: str | None = None) -> None:
 
 
 def world_size() -> int:
-    """The ranks of the world: of the default group; before there is one, as whoever launched this process says."""
+    """The number of ranks: of the default group, or before there is one as the launcher of this process says."""
     return raw.world()[1] if raw.default_group() is not None else _launched()
 
 
@@ -598,7 +598,7 @@ def _launched() -> int:
 
 
 def _ensure_default() -> bool:
-    """Whether the world has several ranks; makes the default group if this process was launched as a rank."""
+    """Whether the world has several ranks. Makes the default group if this process was launched as a rank."""
     if _launched() > 1 and raw.default_group() is None:
         initialize()
         registry.current()
@@ -640,7 +640,7 @@ def world_group(purpose: Hashable = "") -> Group:
 
 
 def _meet(seconds: float) -> None:
-    """Before a group is opened: an error if other ranks wait elsewhere, as after an error that was caught here."""
+    """Raise before a group is opened if other ranks wait elsewhere, for instance because an error was caught here."""
     together("the opening of a group", tuple(range(raw.world()[1])), "the same calls of zerofn on every rank", seconds)
 
 
@@ -669,7 +669,7 @@ def group_for(function: str, mesh: Any) -> Group:
 def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Group:
     """The ranks along a one-dimensional mesh: a `DeviceMesh`, `mesh["shard"]`, or `mesh` with an `axis`.
 
-    Makes a process group of our own over them; that of the mesh is the user's. Every rank of the world must call this
+    This makes a process group of our own, since the mesh's belongs to the user. Every rank of the world must call this
     in the same order, also for a mesh of fewer ranks: `dist.new_group` names a group by the number of groups that a
     rank has made, and with one call missing two groups get the same name. (`use_local_synchronization` counts the
     groups that a rank *belongs* to: a group that the user made for some ranks only makes the next one hang.)
@@ -696,10 +696,10 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
 
 
 def channels(joining: Sequence[Sequence[Group]]) -> list[Group]:
-    """For each sequence of groups a new channel between all ranks that they connect, directly or through one another.
+    """A new group for each sequence of groups: of all ranks that these connect, directly or through one another.
 
-    It is shared with nobody, so the order of its collectives does not depend on those of the groups. Several groups are
-    the axes of a mesh. Every rank of the world must call it; they wait for each other once.
+    Nobody else uses it, so the order of its collectives does not depend on those of the old groups. Several groups are
+    the axes of a mesh. Every rank of the world must call this; they wait for each other once.
 
     >>> [group.size for group in channels([[Group()], [Group(), Group()]])]
     [1, 1]
@@ -721,7 +721,7 @@ def channels(joining: Sequence[Sequence[Group]]) -> list[Group]:
 
 
 def _joined(groups: Sequence[Group]) -> tuple[int, ...]:
-    """All ranks that these groups connect: along the first axis they are known, along others ranks tell each other."""
+    """All ranks that these groups connect. Ranks know those along the first axis, and exchange those along others."""
     joined = {r for g in groups for r in g.ranks}
     for group in [g for g in groups if g.size > 1][1:]:
         for found in raw.gather_objects(sorted(joined), group):
@@ -764,7 +764,7 @@ def _of_all_ranks(obj: Any) -> list[Any]:
     """The object of each rank of the world, once all have come to open a group.
 
     Raises:
-        RuntimeError: ranks have made different numbers of groups. The next would have a name of its own on each, and
+        RuntimeError: ranks have made different numbers of groups. The next one would have different names on them, and
             they would wait for ever.
     """
     control = world_group("mesh")
@@ -805,7 +805,7 @@ def shutdown() -> None:
 
 
 def _leave() -> None:
-    """At the end of a process under torchrun: close what the library opened.
+    """Close the library's groups at the end of a process under torchrun.
 
     After an error it waits for no other rank: they may be anywhere, and the launcher ends them.
     """

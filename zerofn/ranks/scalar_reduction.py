@@ -3,8 +3,8 @@
 Where autograd or torch.func records them they are differentiable collectives. The derivative depends on the scalar:
 
 * a scalar that a rank uses with its own shard, a norm or a rate, is `replicate`d: the cotangents of all shards add up;
-* a metric is one number, and made `alike` of such scalars: of its one cotangent each rank has an equal part;
-* of a mean of scalars that each rank has for itself, the cotangent is a mean too: a rank's loss counts as one of many.
+* a metric is one number, made `alike` from such scalars: its cotangent is divided equally among ranks;
+* the cotangent of a mean of scalars, one per rank, is a mean too: a rank's loss counts as one of many.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class RankReduction:
     """Reductions of scalars: sums over ranks with different shards, maxima and means over all.
 
     Attributes:
-        shards: the groups that leaves are cut over, one for each axis of a mesh.
-        groups: all groups that gradients are reduced over.
-        model: the groups that the model itself is cut over, as by tensor parallelism.
-        elsewhere: paths of leaves that are whole on all ranks of `model`, and counted in sums by another of them.
+        shards: the groups over which leaves are sharded, one for each axis of a mesh.
+        groups: all groups over which gradients are reduced.
+        model: the groups over which the model itself is sharded, as by tensor parallelism.
+        elsewhere: paths of leaves that all ranks of `model` have in full, and that another of them counts in sums.
         shared: whether any rank has such leaves.
     """
 
@@ -78,24 +78,24 @@ class RankReduction:
         return self._on_parts(x, alike)
 
     def _on_parts(self, x: Tensor, collective: Any) -> Tensor:
-        """A collective that sends something in backward alone, over the ranks that have parts of leaves."""
+        """A collective that communicates only in backward, over the ranks that have shards of leaves."""
         for group in () if numbers_alone((x,)) else (*self.shards, *self.model):
             x = _on_group_device(group, x, collective)
         return x
 
 
 def _zero(x: Any) -> Any:
-    """A zero in the dtype that the sum is made in, for a rank that adds nothing."""
+    """A zero in the dtype of the sum, for a rank that adds nothing."""
     if not isinstance(x, Tensor):
         return 0.0
     return x[:0] if x.ndim else nothing_of(x).sum()
 
 
 def _as_tensor(number: Any, leaves: dict[str, Tensor]) -> Tensor:
-    """A number of Python, such as the 0 that `sum` makes of no leaves at all, as a tensor that can be sent.
+    """A Python number, such as the 0 that `sum` returns for no leaves at all, as a tensor that can be sent.
 
-    A rank without elements may have such a number where others have a sum. So it is of the dtype of one, and a function
-    of the leaves, or that rank would be missing where the others exchange derivatives.
+    A rank without elements may have such a number where others have a sum. So it gets the dtype of a sum, and depends
+    on the leaves: otherwise that rank would not join when the others exchange derivatives.
     """
     none: Any = torch.zeros((), dtype=torch.float32)
     if leaves:
@@ -128,7 +128,7 @@ def _for_parts(x: Tensor, group: Group) -> Tensor:
 
 
 def _reduced_by(collective: Callable[[Tensor, Group], Tensor], groups: Sequence[Group], x: Tensor) -> Tensor:
-    """The sum over the ranks of all groups: by this collective where it is recorded."""
+    """The sum over the ranks of all groups, by this collective where autograd records it."""
     alone = numbers_alone((x,))
     for group in groups:
         x = _reduced(x, group, "sum") if alone else _on_group_device(group, x, collective)
