@@ -34,9 +34,9 @@ class Checkpoints:
     calls the same methods. Files of others are never removed.
 
     Args:
-        root: where; made if it is not there.
-        last: how many of the newest are kept.
-        best: how many more are kept, those with the best scores.
+        root: the directory of all saves; it is made if it does not exist.
+        last: how many of the newest saves are kept.
+        best: how many more saves are kept, those with the best scores.
         largest: whether the best score is the largest, such as an accuracy; by default the smallest, such as a loss.
 
     Raises:
@@ -70,16 +70,16 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which a complete save is there, in the order of saving; damage is found when one is loaded."""
+        """The steps that have a complete save, in the order of saving. Damage is found when a save is loaded."""
         return _in_order(self._saves())
 
     @property
     def best(self) -> int | None:
-        """The step with the best score; `None` where none has one."""
+        """The step with the best score; `None` if no save has a score."""
         return next(iter(self._ranked(self._saves())), None)
 
     def save(self, state: State | Optimizer, *, score: Any = None, wait: bool = True) -> Saving | None:
-        """Save the step that `state` has come to, then remove the saves that are not to be kept.
+        """Save the current step of `state`, then remove the saves that are not to be kept.
 
         Args:
             state: as for `zf.save`.
@@ -102,12 +102,12 @@ class Checkpoints:
         return write_checkpoint(self.at(step), state, wait, entries, self._remove_old)
 
     def load(self, like: State | Optimizer) -> State | None:
-        """Read the newest save that is whole into `like`, as `zf.load`.
+        """Read the newest complete save into `like`, as `zf.load`.
 
-        One that is damaged, or was cut off, is passed over with a warning.
+        A save that is damaged, or was interrupted, is skipped with a warning.
 
         Returns:
-            The state; `None` where there is none to be resumed: the run begins.
+            The state; `None` if there is no save, so that the run begins.
 
         Raises:
             ValueError: it is of another pipeline or model, as for `zf.load`.
@@ -129,7 +129,7 @@ class Checkpoints:
         return None
 
     def _saves(self) -> dict[int, _Save]:
-        """Those with a manifest, by step."""
+        """The saves that have a manifest, by step."""
         found = {}
         for path in self.root.iterdir() if self.root.is_dir() else ():
             name = NAME.fullmatch(path.name)
@@ -143,7 +143,7 @@ class Checkpoints:
         return found
 
     def _ranked(self, saves: dict[int, _Save]) -> list[int]:
-        """Steps from the best score on; of equal ones the later saved first."""
+        """Steps in the order of their scores, the best first; of equal scores the later save comes first."""
         sign = -1 if self._largest else 1
         scored = [step for step in saves if not math.isnan(saves[step].score)]
         return sorted(scored, key=lambda step: (sign * saves[step].score, -saves[step].order))
@@ -170,7 +170,7 @@ def _in_order(saves: dict[int, _Save]) -> list[int]:
 
 
 def _remove(directory: Path) -> None:
-    """The manifest first: if this is cut off, what is left is no checkpoint."""
+    """Remove a save, its manifest first: if this is interrupted, no checkpoint is left."""
     discard(directory / _manifest.NAME)
     _manifest.remove_files(directory, lambda name: True)
     with contextlib.suppress(OSError):  # it has files of the user's

@@ -1,4 +1,4 @@
-"""Data files by torch's distributed checkpoint library."""
+"""Reads and writes data files with torch's distributed checkpoint library (DCP)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ BLOCK_BYTES = 1 << 24  # read at once for a checksum
 
 
 class Piece(NamedTuple):
-    """A contiguous range of a tensor's elements in row-major order, to be written or read by this rank.
+    """A contiguous range of a tensor's elements in row-major order, which this rank writes or reads.
 
     Attributes:
         data: the range, one-dimensional.
-        offset: where it begins.
-        shape: of the whole tensor.
+        offset: the index of its first element.
+        shape: of the full tensor.
     """
 
     data: Tensor
@@ -61,7 +61,7 @@ def chunk(offset: int, length: int) -> Any:
 
 
 class DataFiles(dcp.filesystem.FileSystem):
-    """How DCP opens data files: new ones exclusively, existing ones only if they are regular files."""
+    """Opens data files for DCP: new ones exclusively, existing ones only if they are regular files."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[BinaryIO]:
@@ -88,7 +88,7 @@ def checksums(directory: Path, places: list[Any]) -> list[int]:
 
 
 def first_error(error: Any) -> BaseException:
-    """The error of the first rank that had one, out of DCP's CheckpointException, which is no Exception."""
+    """The error of the first rank that had one, from DCP's CheckpointException, which is no Exception."""
     rank, (cause, _) = min(error.failures.items())
     if len(error.failures) > 1 or rank:
         cause.add_note(f"on rank {', '.join(map(str, sorted(error.failures)))}")
@@ -104,7 +104,7 @@ Renamed = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class _Place(NamedTuple):
-    """Where a piece is in a data file. DCP's reader asks for these attributes; its own class is private."""
+    """The place of a piece in a data file. DCP's reader asks for these attributes; its own class is private."""
 
     relative_path: str
     offset: int
@@ -153,7 +153,7 @@ class _Reader(dcp.FileSystemReader):
         return dcp.Metadata({}, storage_data={})
 
     def open(self) -> dict[str, Any]:
-        """Read the manifest and choose the pieces; returns DCP's metadata of each saved tensor."""
+        """Read the manifest and choose the pieces. Return DCP's metadata of each saved tensor."""
         if self.directory.is_dir():
             self.lock.acquire(self.directory, exclusive=False)
         # Data files have no names, so tensors may be called otherwise from here on.
@@ -205,9 +205,9 @@ def load_pieces(directory: Path, group: Group, choose: Choose, renamed: Renamed 
     Args:
         directory: of the checkpoint.
         group: the ranks that load.
-        choose: from the manifest to the pieces to write into, by name; their number and ranges need not be those that
-            were saved. It raises if the checkpoint does not fit; nothing has been read then.
-        renamed: the manifest with the names of tensors by which they are chosen.
+        choose: takes the manifest and returns the pieces to write into, by name. Their number and ranges may differ
+            from the saved ones. It raises if the checkpoint does not fit, before anything is read.
+        renamed: takes the manifest and returns it with the names that `choose` uses.
     """
     lock = Lock()
     reader = _Reader(directory, choose, lock, renamed)
@@ -271,7 +271,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 def _before_commit(method: Callable) -> Callable:
-    """A method that runs before the new manifest is in place: its errors say so, to all ranks that receive them."""
+    """Wrap a method that runs before the new manifest is in place, so that its errors say so on all ranks."""
 
     @wraps(method)
     def noting(*args: Any) -> Any:
@@ -285,14 +285,14 @@ def _before_commit(method: Callable) -> Callable:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Data files under new names, their checksums, and at the end the manifest.
+    """Writes data files under new names, with checksums, and at the end the manifest.
 
     Only the first rank removes files. Another rank does not know whether the first has put a manifest in place that
-    names them, which may happen after the other was interrupted or has lost its connection.
+    names them; that may happen after the other was interrupted or has lost its connection.
 
     Attributes:
-        old: data files of the checkpoint that was there; `None` where its manifest cannot be read.
-        not_removed: errors of removing them.
+        old: data files of the old checkpoint; `None` if its manifest cannot be read.
+        not_removed: the errors of removing them.
     """
 
     def __init__(self, directory: Path, header: dict[str, Any], lock: Lock, check: Callable[[], None]):
@@ -345,7 +345,7 @@ class _Writer(dcp.FileSystemWriter):
         return done
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
-        """On the first rank, once all data files are on disk."""
+        """End the save on the first rank, once all data files are on disk: write and place the manifest."""
         new = self._write_manifest(self._places(metadata, results))
         try:
             self.manifest.place()
@@ -357,7 +357,7 @@ class _Writer(dcp.FileSystemWriter):
 
     @_before_commit
     def _write_manifest(self, tensors: dict[str, Any]) -> set[str]:
-        """Write it under its temporary name; returns the data files that it names."""
+        """Write the manifest under its temporary name. Return the data files that it names."""
         new = {at[2] for about in tensors.values() for at in about["chunks"]}
         for name in new:
             if not (self.directory / name).exists():
@@ -388,7 +388,7 @@ class _Writer(dcp.FileSystemWriter):
         return tensors
 
     def _remove_old(self, new: set[str]) -> None:
-        """After an fsync of the new manifest's name; until then a failing disk may bring the old one back."""
+        """Remove the old data files, after an fsync: until then a failing disk may bring the old manifest back."""
         try:
             sync_directory(self.directory)
         except OSError as error:
@@ -401,7 +401,7 @@ class _Writer(dcp.FileSystemWriter):
         )
 
     def outcome(self) -> str:
-        """On the first rank after a failure: which checkpoint is there. Removes the files of one that is not."""
+        """On the first rank after a failure: say which checkpoint is in place. Remove the other one's files."""
         if self.manifest.withdraw():
             old = self.old or set()
             _manifest.remove_files(self.directory, lambda name: name.startswith(self.prefix) and name not in old)
@@ -426,11 +426,11 @@ def save_pieces(
 ) -> None:
     """Write one checkpoint together; every rank of `group` calls it.
 
-    An error has a note that says which checkpoint is there: `IN_PLACE`, `AS_IT_WAS` or `UNKNOWN`.
+    An error has a note that says which checkpoint is in place: `IN_PLACE`, `AS_IT_WAS` or `UNKNOWN`.
 
     Args:
         pieces: of this rank, by name. The same piece on several ranks is written once.
-        directory: is made if it is not there.
+        directory: it is made if it does not exist.
         group: the ranks that save.
         header: the manifest; the places of the pieces are added to its `tensors`.
         check: raises if the pieces have been written into since the save began; the old checkpoint then stays.
@@ -466,9 +466,9 @@ def save_pieces(
 
 
 def _save_alone(writer: _Writer, planner: _SavePlanner) -> None:
-    """What `dcp.save` does in one process, without its warning that it is one.
+    """Run `dcp.save` in one process, without its warning that there is only one.
 
-    A save may run in a thread, and filters for warnings are those of all threads.
+    A save may run in a thread, and a warning filter would affect all threads.
     """
     planner.set_up_planner({}, is_coordinator=True)
     writer.reset()

@@ -1,4 +1,4 @@
-"""A file is replaced or it is not: locks, fsync, the manifest."""
+"""Replaces files atomically: locks, fsync, the manifest of a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def absolute_path(call: str, directory: str | os.PathLike) -> Path:
     """The absolute path, which stays right when the process changes its working directory.
 
     Raises:
-        ValueError: `directory` is "", as from an empty setting. pathlib would take it for the working directory.
+        ValueError: `directory` is "", for instance from an empty setting. pathlib would take the working directory.
     """
     if not os.fspath(directory):
         why = "no name would be the directory that the process is in, among whatever else lies there"
@@ -47,7 +47,7 @@ def random_token() -> str:
 
 
 def create(path: Path) -> BinaryIO:
-    """Open a new file for writing. Anything of that name, a link or a pipe too, is an error."""
+    """Open a new file for writing. If anything has that name, even a link or a pipe, this raises."""
     return open(path, "xb")  # O_CREAT with O_EXCL, which follows no link
 
 
@@ -73,7 +73,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def discard(path: Path) -> OSError | None:
-    """Remove a file if it is there; the error, if it could not be removed."""
+    """Remove a file if it exists. Return the error if it could not be removed."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -89,7 +89,7 @@ PATIENCE = 300.0  # seconds that a save waits for another save or load in the sa
 
 
 class Lock:
-    """One save at a time in a directory, and none while it is read.
+    """A lock that allows one save at a time in a directory, and none while it is read.
 
     Use it with `finally: lock.release(); lock.close()`.
 
@@ -97,7 +97,7 @@ class Lock:
         held: whether it is held. Not every file system has locks; there the caller must make one save at a time.
         release: unlocks. It is a C function: Python delivers an interrupt between instructions of Python code, so
             before it or after it and never inside. Closing the file would not unlock it: a process that was forked
-            meanwhile, such as a data loader's worker, has the file open too.
+            meanwhile, such as a data loader's worker, still has the file open.
     """
 
     def __init__(self) -> None:
@@ -109,8 +109,8 @@ class Lock:
         """Wait for the lock.
 
         Args:
-            directory: what is locked.
-            exclusive: against every other lock (`LOCK_EX`), or against exclusive ones only (`LOCK_SH`).
+            directory: the directory to lock.
+            exclusive: excludes every other lock (`LOCK_EX`), or only exclusive ones (`LOCK_SH`).
             patience: seconds to wait; `PATIENCE` by default.
 
         Raises:
@@ -177,7 +177,7 @@ class ManifestWriter:
     """Writes a new manifest under a temporary name, and puts it in place of the old one.
 
     Attributes:
-        placed: whether it is in place; `None` while that is unknown.
+        placed: whether the new manifest is in place; `None` while that is unknown.
     """
 
     def __init__(self, directory: Path, token: str):
@@ -187,7 +187,7 @@ class ManifestWriter:
         self.placed: bool | None = False
 
     def write(self, body: dict[str, Any]) -> None:
-        """Write it under its temporary name, with fsync of file and directory."""
+        """Write the manifest under its temporary name, with fsync of file and directory."""
         body = {"format": FORMAT, "version": VERSION, **body}
         with create(self.temporary) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
             json.dump({**body, "checksum": _checksum(body)}, text, indent=1)
@@ -203,7 +203,7 @@ class ManifestWriter:
         self.placed = True
 
     def withdraw(self) -> bool:
-        """Remove it after a failure; whether it is certain that it is not in place, and will not be."""
+        """Remove the new manifest after a failure. Return whether it is certainly not in place, and will not be."""
         if self.placed is None:
             # If it is still there under its temporary name it is not in place; else it may be.
             try:
@@ -246,11 +246,11 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 class Damaged(ValueError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint differs from what was written."""
 
 
 def damaged(file: Path, why: str) -> Damaged:
-    """The error for a file that is not what was written."""
+    """The error for a file that differs from what was written."""
     right = "an older checkpoint, or a copy of this one; nothing was loaded"
     return Damaged(explain(f"the checkpoint file {file} is damaged", why, right))
 
@@ -300,7 +300,7 @@ def _why_not(directory: Path) -> str:
 
 
 def named_files(directory: Path) -> set[str] | None:
-    """The data files that the manifest in place names; `None` where it cannot be read, whatever the reason."""
+    """The data files that the current manifest names; `None` if it cannot be read, whatever the reason."""
     try:
         return {chunk[2] for about in read(directory)["tensors"].values() for chunk in about["chunks"]}
     except Exception:
@@ -308,11 +308,11 @@ def named_files(directory: Path) -> set[str] | None:
 
 
 def remove_files(directory: Path, which: Callable[[str], bool]) -> list[OSError]:
-    """Remove files of saves; returns the errors of those that could not be removed.
+    """Remove files of saves. Return the errors of those that could not be removed.
 
     Args:
         directory: of the checkpoint.
-        which: whether to remove a file, by its name. Only names of the form that saves give are asked about.
+        which: whether to remove a file, by its name. It is called only for names in the form that saves use.
     """
     try:
         files = [f for f in directory.iterdir() if DATA_FILE.fullmatch(f.name) or TEMPORARY.fullmatch(f.name)]
@@ -330,17 +330,17 @@ SUFFIX = ".tmp"
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> OSError | None:
-    """Replace a file by what `write` writes to the path that it is given.
+    """Replace a file by the one that `write` writes to the path of its argument.
 
-    That path is in a new hidden directory beside the file, which belongs to this call alone: the library may make other
-    files there, and no other user can have put a link there. A process that is killed leaves the directory behind,
-    unlocked, and the next call for the same file removes it.
+    That path is in a new hidden directory beside the file, which only this call uses: the library may make other
+    files there, and no other user can have put a link there. A killed process leaves the directory behind, unlocked,
+    and the next call for the same file removes it.
 
     Returns:
         Why the file, although it is in place, may not survive a loss of power; `None` if it will.
 
     Raises:
-        OSError: it could not be written or put in place. A file that was there is unchanged.
+        OSError: it could not be written or put in place. The old file is unchanged.
     """
     _remove_abandoned(path)
     while True:
@@ -381,7 +381,7 @@ def _write_and_move(temporary: Path, path: Path, write: Callable[[Path], None]) 
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Remove directories of killed processes. On a file system without locks nobody can tell, so they stay."""
+    """Remove directories of killed processes. A file system without locks cannot tell which these are: they stay."""
     ours = re.compile(rf"{re.escape(f'.{path.name}.')}[0-9a-f]{{12}}{re.escape(SUFFIX)}")
     with contextlib.suppress(OSError):
         for other in path.parent.iterdir():

@@ -1,4 +1,4 @@
-"""`zf.load`: whole or in part, on other numbers of ranks."""
+"""`zf.load`: reads a checkpoint, all of it or what fits, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ from .saving import (
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `zf.load(..., strict=False)` has done, by the names of a checkpoint: `adamw/exp_avg/blocks.0.weight`.
+    """The report of `zf.load(..., strict=False)`, by names as in a checkpoint: `adamw/exp_avg/blocks.0.weight`.
 
     Attributes:
-        loaded: what was read.
-        made_anew: what was not read, and why. The pipeline has made it for the parameters that were loaded; a parameter
-            or a buffer among it is unchanged.
-        left_out: what only the checkpoint has.
+        loaded: the entries that were read.
+        made_anew: the entries that were not read, and why. The pipeline has made them for the loaded parameters; a
+            parameter or a buffer among them is unchanged.
+        left_out: the entries that only the checkpoint has.
     """
 
     loaded: tuple[str, ...]
@@ -84,9 +84,9 @@ class PartialLoad:
     left_out: list[str] = field(default_factory=list)
 
     def note(self, bad: list[tuple[str, str]], wanted: list[Entry]) -> None:
-        """Note what to make anew. With one tensor of a leaf go all that the same transform keeps of the leaf.
+        """Record which entries to make anew. With one tensor of a leaf, all tensors of that transform for it are.
 
-        A count kept without its moments would give a bias correction for moments that are lost.
+        A count without its moments would give a bias correction for moments that are lost.
         """
         reasons = dict(bad)
         about = {e.key: (e.owner, e.path if e.of_leaf else None) for e in wanted}
@@ -109,7 +109,7 @@ class PartialLoad:
             raise ValueError(explain(wrong, "\n".join(rows), "the checkpoint of a model with some of the same paths"))
 
     def state(self, like: State, pipe: Pipeline, read: Callable[[Entry], Any]) -> State:
-        """What was read, and what the pipeline makes anew for these parameters."""
+        """The state of the entries that were read and those that the pipeline makes anew for these parameters."""
         if not self.anew:
             return rebuild(like, read)
         kept = lambda e: e.value.clone() if isinstance(e.value, Tensor) else e.value  # noqa: E731
@@ -122,7 +122,7 @@ class PartialLoad:
 
 
 def groups_by_name(opt: Optimizer, saved: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """The optimizer's param_groups, each with what the checkpoint has for its name."""
+    """The optimizer's param_groups, each updated by the checkpoint's group of the same name."""
     if saved is None:
         return None
     known = {group["name"]: group for group in saved}
@@ -136,9 +136,9 @@ def groups_by_name(opt: Optimizer, saved: list[dict[str, Any]] | None) -> list[d
 def share_windows(
     sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], read: Callable[[Callable], dict[str, Any]]
 ) -> None:
-    """Give every rank the mean of the copies that were saved of sums that are not yet reduced.
+    """Give every rank the mean of the saved copies of gradient sums that are not yet reduced.
 
-    Their reduction is a mean over ranks, and the mean of equal copies is any of them, so its result is the same.
+    The later reduction is a mean over ranks, and the mean of equal copies is any of them, so its result is the same.
     One copy is read at a time.
 
     Args:
@@ -173,9 +173,9 @@ def check_views(sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, 
 
     Args:
         sums: entries that are not yet reduced, in the checkpoint or here.
-        flat: by key, what was read.
+        flat: by key, the tensors that were read.
         manifest: of the checkpoint.
-        later: the views that the sums have yet to pass here.
+        later: the views that will still change the sums here.
     """
     others = sorted({*later} ^ {*manifest.get("later", ())})
     if others and any(_is_open(e, flat) and bool(flat[e.key].any()) for e in sums):
@@ -186,7 +186,7 @@ def check_views(sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, 
 
 
 def _is_open(e: Entry, flat: dict[str, Tensor]) -> bool:
-    """Whether a sum belongs to an open window: `accumulate` does not clear the sums of a closed one."""
+    """Whether a sum belongs to an open window. (`accumulate` does not clear the sums of a closed one.)"""
     seen = flat.get(replace(e, slot="seen", below="").key)
     return seen is None or bool(seen.any())
 
@@ -209,32 +209,32 @@ def load(
 def load(
     directory: str | os.PathLike, like: State | Optimizer, *, strict: bool = True, tx: Transform | None = None
 ) -> State | tuple[State, Loaded]:
-    """Read a checkpoint into a new state; going on from it is going on from what was saved, bit for bit.
+    """Read a checkpoint into a new state. Training from it continues the saved run bit for bit.
 
-    Nothing in a checkpoint is run, whoever wrote it: it holds JSON and numbers, each piece with a checksum.
+    No code in a checkpoint is run, whoever wrote it: it has JSON and numbers, each piece with a checksum.
 
     Args:
-        directory: of `zf.save`.
-        like: a state of the same pipeline and model, `zf.init(tx, params)`, which gives structure, devices and dtypes,
-            on any number of ranks, and is not written: with `strict` one that was donated will do. Or an attached
-            model's `opt`, which is written, in place, once everything has been read, with its param_groups and the
-            module's buffers; these stay as they are, with a warning, if the checkpoint has none (that of a state, or
-            of an older version).
-        strict: whether it must be a checkpoint of this very pipeline and model. `False` loads what has the same path,
-            shape and dtype, when a clip or an average was added; the pipeline makes the rest anew for the parameters
-            that were loaded, so that an average begins at them. A leaf for which one tensor of a transform is missing
-            has all that the transform keeps of it made anew, its count too.
+        directory: the directory of `zf.save`.
+        like: a state of the same pipeline and model, `zf.init(tx, params)`, on any number of ranks. It gives structure,
+            devices and dtypes, and is not written: with `strict` it may be a donated one. Or an attached model's `opt`.
+            That is written in place, once everything has been read, with its param_groups and the module's buffers. If
+            the checkpoint has no buffers (it is of a state, or of an older version), they stay, with a warning.
+        strict: whether the checkpoint must be of exactly this pipeline and model. `False` loads entries with the same
+            path, shape and dtype, for instance after a clip or an average was added. The pipeline makes the rest anew
+            for the loaded parameters, so that an average begins at them. If one tensor of a transform is missing for a
+            leaf, all its tensors for that leaf are made anew, its count too.
         tx: with `strict=False` and a state, its pipeline.
 
     Returns:
-        The state; with `like=opt`, `opt.state`. With `strict=False` beside it a report, which prints: the names
-        `loaded`, those `made_anew`, each with the reason, and those `left_out`, which only the checkpoint has.
+        The state; with `like=opt`, `opt.state`. With `strict=False` also a report, which prints: the names `loaded`,
+        those `made_anew`, each with the reason, and those `left_out`, which only the checkpoint has.
 
     Raises:
-        FileNotFoundError: no checkpoint there.
-        ValueError: of another pipeline or model (every missing, unexpected, misshapen and mistyped path is named) or
-            format version; truncated or changed; with `strict=False`, none of the parameters is in it.
-        TypeError: `strict=False` of a state without `tx`, or `tx` without it.
+        FileNotFoundError: the directory has no checkpoint.
+        ValueError: the checkpoint is of another pipeline or model (every missing, unexpected, misshapen and mistyped
+            path is named) or format version, or it is truncated or changed; with `strict=False`, it has none of the
+            parameters.
+        TypeError: `strict=False` with a state and without `tx`, or `tx` without it.
         RuntimeError: only some ranks call it, as for `save`; with `strict=False`, `like` was donated or half written.
 
     >>> import tempfile, torch, zerofn as zf
@@ -305,11 +305,11 @@ class _Reading:
 
     Attributes:
         new: by key, a tensor like the entry's own.
-        flat: by key, the memory to read into: `new` as one dimension where it is contiguous.
+        flat: by key, the memory to read into: `new` in one dimension if it is contiguous.
         manifest: of the checkpoint; set by `choose`, as `read` and `wholes`.
         read: the entries that are read.
-        other_names: by our name, the checkpoint's, where they differ by what wrappers of modules add.
-        wholes: entries whose elements the checkpoint has in another order: memory for the whole tensor, and the order.
+        other_names: by our name, the checkpoint's, if the two differ by a prefix that a wrapper of modules adds.
+        wholes: entries whose elements the checkpoint has in another order: memory for the full tensor, and the order.
     """
 
     def __init__(self, directory: Any, like: State, opt: Optimizer | None, strict: bool):
@@ -330,7 +330,7 @@ class _Reading:
         return self.entries if self.manifest.get("buffers") is None else [*self.entries, *self.buffers]
 
     def renamed(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """The manifest by our names, where its own differ by what wrappers of modules add."""
+        """The manifest with our names, where its own differ by a prefix that a wrapper of modules adds."""
         manifest, self.other_names = with_names_of([*self.entries, *self.buffers], manifest)
         return manifest
 
@@ -365,7 +365,7 @@ class _Reading:
         return pieces
 
     def finish(self) -> None:
-        """Fill `new` from what has been read in another order or into other strides."""
+        """Fill `new` from tensors that were read in another order or into other strides."""
         for e, x, boxes in self.wholes:
             self.flat[e.key].copy_(e.part(x if boxes is None else joined(x.view(-1), e.shape, boxes)).reshape(-1))
         self.wholes.clear()
@@ -378,7 +378,7 @@ class _Reading:
 
 
 def _pipe(like: State, opt: Optimizer | None, strict: bool, tx: Transform | None) -> Pipeline | None:
-    """The pipeline that makes what the checkpoint does not have."""
+    """The pipeline that makes the entries that the checkpoint does not have."""
     if strict or opt is not None:
         if tx is not None:
             why = "tx makes what a checkpoint does not have, of a state and with strict=False"
@@ -392,7 +392,7 @@ def _pipe(like: State, opt: Optimizer | None, strict: bool, tx: Transform | None
 
 
 def _empty(like: Tensor) -> Tensor:
-    """Memory for a tensor that is read: on the same device, pinned alike; on the CPU for a meta tensor."""
+    """Memory for a tensor to read: on the device of `like`, pinned if that is; on the CPU for a meta tensor."""
     device = "cpu" if like.is_meta else like.device
     pinned = device != "cpu" and like.device.type == "cpu" and like.is_pinned()
     return torch.empty_like(like, device=device, pin_memory=pinned, requires_grad=False)

@@ -1,4 +1,4 @@
-"""The safetensors format: export and load."""
+"""Exports and loads models in the safetensors format."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ from .saving import buffers_of, checkpoint_group, load_with_buffers, raise_on_al
 def export_safetensors(
     path: str | os.PathLike, state: State | Optimizer, of: str = "params", tx: Transform | None = None
 ) -> None:
-    """Write the full model under its own names, in the dtype it is stored in, for the `safetensors` format.
+    """Write the full model under its own names, in the dtype in which it is stored, in the `safetensors` format.
 
-    Numbers are those of `zf.full_params`: what the model computes with before it is cast. Behind a view of one's own
-    that is not what is stored (weights on a grid), which `zf.save` keeps. fp32 masters are written as they are.
+    Numbers are those of `zf.full_params`: what the model computes with, before any cast. With a view of your own they
+    may differ from the stored numbers (weights on a grid), which `zf.save` keeps. fp32 masters are written unchanged.
 
-    Of tied names the first is written, the others stand in the metadata as the name they are tied to:
+    Of tied names the first is written. The metadata maps each other name to the one that it is tied to, and
     `safetensors.torch.load_model` ties them again. The file appears in one step when it is complete.
     Buffers of a module, such as running means, are no parameters and not in a state.
 
-    With a sharded state every rank calls it; the first writes, and needs memory for the whole model.
+    With a sharded state every rank must call it. The first rank writes, and needs memory for the whole model.
 
     Args:
         path: of the file.
         state: of `zf.init` or of a step, or an attached model's `opt`.
         of: `"params"`, or the name of an `ema` for the averages.
-        tx: the pipeline, needed where `state` is a state whose parameters are seen through a view of one's own.
+        tx: the pipeline, needed if `state` is a state whose model sees parameters through a view of your own.
 
     Raises:
         ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
-        OSError: it cannot be written. A file that was there is as it was.
+        OSError: the file cannot be written. An old file is unchanged.
         RuntimeError: only some ranks call it, as for `zf.save`.
-        TypeError: a state that is seen through a view of one's own, without `tx`.
+        TypeError: the state needs `tx`, because of a view of your own.
 
     >>> import tempfile, torch, zerofn as zf
     >>> from safetensors.torch import load_file
@@ -99,7 +99,7 @@ def export_safetensors(
 
 
 def _exporting_pipeline(state: State | Optimizer, tx: Transform | None) -> Pipeline | None:
-    """The pipeline of a state; `None` where nobody says it, of a state that is seen as it is stored."""
+    """The pipeline of a state; `None` if it was not given, for a state without a view of the user's."""
     if isinstance(state, Optimizer):
         return state._own.pipe
     pipe = None if tx is None else pipe_of(tx, state, "zf.export_safetensors")
@@ -143,7 +143,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _gather(e: Entry, group: Group) -> Tensor:
-    """All-gather a sharded tensor: the whole on the CPU of the first rank, an empty one on the others."""
+    """All-gather a sharded tensor: the full one on the CPU of the first rank, an empty one on the others."""
     x = e.value.detach()
     if e.offset is not None:
         numel = torch.Size(e.shape).numel()
@@ -175,22 +175,23 @@ def load_safetensors(
     tx: Transform | None = None,
     only: Callable[[str], bool] | None = None,
 ) -> State:
-    """Read parameters by their names from a file of the `safetensors` format, each rank the part that it keeps.
+    """Read parameters by their names from a file of the `safetensors` format. Each rank reads only its shards.
 
-    The other way of `export_safetensors`, and the way in for weights that others have trained: names are those of
-    `model.state_dict()`. A rank reads the rows that it keeps and no others, so that it needs no memory for the whole
-    model; `like` may be a state of meta tensors. Numbers are cast to the dtype that the state stores them in, and are
-    what the model is to compute with: behind a view of one's own what is stored of them is what its `store` gives.
+    This reads files of `export_safetensors` and weights that others have trained: names are those of
+    `model.state_dict()`. A rank reads only the rows that it keeps, so it needs no memory for the whole model; `like`
+    may be a state of meta tensors. Numbers are cast to the stored dtype. They are what the model will compute with:
+    with a view of your own, its `store` computes the stored numbers from them.
 
-    At step 0 the states of transforms begin anew from what was read (an `ema` averages from there); later they stay.
+    At step 0 the states of transforms begin anew from the new parameters (an `ema` averages from there). Later they
+    stay.
 
     Args:
-        path: a file, or the `.json` that tells in which of several files beside it each tensor is.
-        like: a state, which is not written; or an attached model's `opt`, which is, in place, with the buffers that
-            the file has. Of tied names one is enough.
-        tx: the pipeline, where `like` is a state.
-        only: whether a tensor of the file is for this model, by its name; all are, by default. A state has no buffers:
-            `only=lambda name: "running_" not in name`.
+        path: a file, or the `.json` index that says in which of several files beside it each tensor is.
+        like: a state, which is not written; or an attached model's `opt`, which is written in place, with the buffers
+            that the file has. Of tied names one is enough.
+        tx: the pipeline, if `like` is a state.
+        only: takes a tensor's name and returns whether it is for this model; by default all are. A state has no
+            buffers: `only=lambda name: "running_" not in name`.
 
     Returns:
         The state; with `like=opt`, `opt.state`.
@@ -198,8 +199,8 @@ def load_safetensors(
     Raises:
         ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
         FileNotFoundError: no such file.
-        ValueError: tensors that are missing, unexpected, of another shape or of whole numbers, all of them by name.
-        TypeError: a state without `tx`.
+        ValueError: tensors are missing, unexpected, of another shape or of an integer dtype; all are named.
+        TypeError: `like` is a state, and there is no `tx`.
         RuntimeError: only some ranks call it, as for `zf.load`.
 
     >>> import tempfile, torch, zerofn as zf
@@ -241,7 +242,7 @@ def _with_parameters(state: State, leaves: dict[str, Tensor], pipe: Pipeline) ->
 def _read_all(
     path: Any, state: State, buffers: dict[str, Entry], only: Callable[[str], bool] | None, safe_open: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-    """This rank's parts of the parameters by path, the buffers that the file has by name; and as `_names`.
+    """This rank's shards of the parameters by path, the file's buffers by name, and the other names of `_names`.
 
     Raises:
         ValueError, OSError: on every rank, if one could not read.
@@ -283,17 +284,17 @@ def _files(path: Path) -> list[Path]:
             raise FileNotFoundError(f"no file {path}. Of several files give the .json beside them that names them.")
         return [path]
     named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-    # Somebody else wrote the table; only files in its own directory are opened.
+    # Somebody else wrote the index, so only files in its own directory are opened.
     return [path.parent / Path(name).name for name in dict.fromkeys(named)]
 
 
 def _names(
     state: State, wanted: dict[str, Entry], buffers: dict[str, Entry], here: dict[str, Any], path: Any
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """By leaf, and by buffer, its name in the file; and those that differ by what wrappers of modules add.
+    """The name in the file of each leaf and each buffer, and the names that differ by a wrapper's prefix.
 
     Raises:
-        ValueError: tensors that do not fit, all of them by name.
+        ValueError: tensors do not fit; all are named.
     """
     found, bad = {}, []
     leaf_of = dict(zip(state.layout.paths, state.layout.at, strict=True))

@@ -1,4 +1,4 @@
-"""`zf.save`."""
+"""`zf.save`: writes a state to disk, so that any number of ranks can load it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def checkpoint_group(placement: Placement, writes: str | os.PathLike | None = No
 
     Args:
         placement: how the state lies over ranks.
-        writes: the directory, if they save. Parts of a job that train a model each must not share one.
+        writes: the directory, if they save. Groups of a job's ranks that train a model each must not share one.
     """
     if placement.together == 1:
         return Group()
@@ -71,9 +71,9 @@ def checkpoint_group(placement: Placement, writes: str | os.PathLike | None = No
 
 
 def raise_on_all_ranks(failure: BaseException | None, group: Group) -> None:
-    """Raise the error of one rank on every rank; of several errors that of the first rank.
+    """Raise the error of one rank on every rank; of several errors the first rank's.
 
-    A file may be damaged or missing for some ranks alone, and the others must not go on without them.
+    A file may be damaged or missing on some ranks only, and the others must not go on without them.
     """
     failure = next((x for x in gather_objects(failure, group) if x is not None), None)
     if failure is not None:
@@ -92,10 +92,10 @@ def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
 
 
 def check_replicas(state: State, group: Group) -> None:
-    """Raise if tensors that every rank has whole differ between ranks: each is written once.
+    """Raise if replicated tensors differ between ranks, because each is written once.
 
-    Small ones are compared. Where leaves are cut, so are large ones, which may be of pieces: in lists of another
-    library, or of shapes that do not follow the leaf's.
+    Small tensors are compared. Where leaves are sharded, large ones are compared too: they may belong to shards, in
+    lists of another library or with shapes that do not follow the leaf's.
     """
     if group.size == 1:
         return
@@ -107,7 +107,7 @@ def check_replicas(state: State, group: Group) -> None:
         if 0 < e.value.numel() <= MAX_COMPARED or placement.size > 1 or e.of_part
     }
     answers = gather_objects(compared, group)
-    # Of the keys of all ranks, so that all of them raise: one that went on would wait for the others.
+    # Over the keys of all ranks, so that all of them raise: one that went on would wait for the others.
     keys = dict.fromkeys(key for answer in answers for key in answer)
     bad = [(key, "differs between ranks") for key in keys if len({a.get(key) for a in answers}) > 1]
     if bad:
@@ -131,7 +131,7 @@ def buffers_of(model: nn.Module) -> list[Entry]:
 
 
 def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
-    """Raise for buffers that are no plain tensors; warn that `get_extra_state` is not saved."""
+    """Raise for buffers that are not plain tensors; warn that `get_extra_state` is not saved."""
     bad = [
         (e.key, f"a {type(e.value).__name__} of layout {e.value.layout} is no plain tensor")
         for e in buffers
@@ -195,14 +195,14 @@ def load_with_buffers(
     buffers: list[Entry],
     new: dict[str, Tensor],
 ) -> None:
-    """Write a state, learning rates and buffers into an attached model: one load, which is whole or refused.
+    """Write a state, learning rates and buffers into an attached model: either all of them, or an error and none.
 
     Args:
         opt: of the model.
         call: the function that was called, for messages.
-        state: what is loaded.
+        state: the state to load.
         groups: learning rates; by default they stay.
-        buffers: those to write.
+        buffers: the buffers to write.
         new: their values, by key.
     """
     _check_can_be_written(call, buffers, new)
@@ -227,10 +227,10 @@ def _expanded(x: Tensor) -> bool:
 
 
 class Saving:
-    """A save under way: what `zf.save(directory, state, wait=False)` returns.
+    """A running save, returned by `zf.save(directory, state, wait=False)`.
 
-    An error is printed when it happens and raised by `wait()`; the checkpoint that was there is then unchanged. The
-    process does not end before the save has, and the next save or load waits for it.
+    An error is printed when it happens, and `wait()` raises it; the old checkpoint is then unchanged. The process does
+    not end before the save has ended, and the next save or load waits for it.
     """
 
     def __init__(self, directory: str | os.PathLike, write: Callable[[], None]):
@@ -243,14 +243,14 @@ class Saving:
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when it is done.
+        """Wait until the save is done.
 
         Args:
             timeout: seconds.
 
         Raises:
             TimeoutError: it was not done by then, and goes on.
-            Exception: what the save raised.
+            Exception: the error that the save raised.
         """
         self._thread.join(timeout)
         if not self.done:
@@ -264,7 +264,7 @@ class Saving:
 
 
 def copy_to_host(pieces: dict[str, Any]) -> dict[str, Any]:
-    """The pieces in host memory of their own, so that a step may write into the tensors that they came from."""
+    """Copies of the pieces in host memory, so that a step may write into the original tensors."""
     return {key: piece._replace(data=piece.data.to("cpu", copy=True)) for key, piece in pieces.items()}
 
 
@@ -274,7 +274,7 @@ def check_no_step_since(writes: Callable[[], int]) -> Callable[[], None]:
     It compares a counter and takes no lock: with a lock training would wait for a disk.
 
     Args:
-        writes: how often writing has begun or ended; odd in between.
+        writes: returns how often a write has begun or ended; odd during a write.
     """
     before = writes()
 
@@ -290,7 +290,7 @@ def check_no_step_since(writes: Callable[[], int]) -> Callable[[], None]:
 
 
 def check_not_written_since(state: State) -> Callable[[], None]:
-    """A function that raises if a state has been donated since this call, or one of its tensors written into."""
+    """A function that raises if, since this call, a state was donated or one of its tensors was written into."""
     tensors = [x for x in flatten(state)[0] if isinstance(x, Tensor)]
     before = writes(tensors)
 
@@ -306,10 +306,9 @@ def check_not_written_since(state: State) -> Callable[[], None]:
 
 
 def check_once(check: Callable[[], None]) -> Callable[[], None]:
-    """`check` is called at once, and the function that is returned raises its error.
+    """Call `check` at once, and return a function that raises its error.
 
-    Copies have been made by then, so a later step does no harm. The error waits for the moment at which all ranks
-    raise together.
+    Copies have been made by then, so a later step does no harm. The error is raised later, by all ranks together.
     """
     found: Exception | None = None
     try:
@@ -329,12 +328,12 @@ def check_once(check: Callable[[], None]) -> Callable[[], None]:
 
 
 def saved_name(e: Entry, copy: int | None) -> str:
-    """The name of an entry in a checkpoint: of sums that are not yet reduced there is one for each copy."""
+    """The name of an entry in a checkpoint. A sum that is not yet reduced has one for each copy."""
     return e.key if copy is None else f"{e.key}@{copy}"
 
 
 def copies_in(manifest: dict[str, Any]) -> int:
-    """How many copies of each unreduced gradient sum a checkpoint has; in older checkpoints one for each rank."""
+    """How many copies a checkpoint has of each unreduced gradient sum; in older checkpoints one for each rank."""
     return manifest.get("copies", manifest["ranks"])
 
 
@@ -359,10 +358,9 @@ def name_to_read(e: Entry, manifest: dict[str, Any], placement: Placement) -> st
 
 
 def with_names_of(wanted: list[Entry], manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The manifest with the names of `wanted` where its own differ by what wrappers of modules add; and these names.
+    """The manifest with the names of `wanted` where its own differ by a prefix that wrappers of modules add; and these.
 
-    Checkpoints of before names were those of the plain model have them, and those of a tree that was a wrapped model's
-    `state_dict()`.
+    Older checkpoints have such prefixes, and so has one of a tree that was a wrapped model's `state_dict()`.
     """
     given = dict.fromkeys([*map(_base_in(manifest), manifest["tensors"]), *manifest["values"]])
     found = unwrapped_names(given, [e.key for e in wanted])
@@ -415,8 +413,8 @@ def _base(name: str, manifest: dict[str, Any]) -> str:
 def _misfits(e: Entry, about: dict[str, Any]) -> list[str]:
     found = []
     shape, dtype = tuple(about["shape"]), about["dtype"]
-    # A rank whose part of every leaf is empty cannot tell shards from a slot that has no elements at all; the shape of
-    # a leaf without elements is that of the whole or of the part.
+    # A rank whose shard of every leaf is empty cannot tell shards from a slot without elements: a leaf without
+    # elements may have the shape of the full tensor or of the shard.
     empty = e.value.numel() == 0 and math.prod(shape) == 0
     vacant = empty and (math.prod(e.shape) == 0 or (e.offset is not None and shape == (0,)))
     if shape != tuple(e.shape) and not vacant:
@@ -453,27 +451,26 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Litera
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Literal[False]) -> Saving: ...
 @kept_out_of_graphs("it writes files", "zf.save(directory, state), outside of what is compiled")
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool = True) -> Saving | None:
-    """Write a checkpoint; one that is there is replaced.
+    """Write a checkpoint, which replaces an old one in the same directory.
 
-    Every tensor is kept by its path (`params/blocks.0.weight`, `adamw/exp_avg/blocks.0.weight`), whole or in
-    the pieces that ranks have, so any number of ranks can load it. A save that fails or dies at any moment
-    leaves the checkpoint that was there: the new one takes its place in a single step, at the end. It needs
-    room for both until then.
+    Every tensor is saved by its path (`params/blocks.0.weight`, `adamw/exp_avg/blocks.0.weight`), in full or in
+    the shards that ranks have, so any number of ranks can load it. If a save fails or dies at any moment, the old
+    checkpoint stays: the new one replaces it in a single step, at the end. The disk needs room for both until then.
 
-    With a sharded state every rank calls it, and all must see the same file system. Where parts of a job train
-    a model each (a pipeline over one axis of a mesh), all call it together, each part with its own directory.
+    With a sharded state every rank must call it, and all must see the same file system. If groups of ranks train
+    a model each (a pipeline over one axis of a mesh), all call it together, each group with its own directory.
 
     Args:
-        directory: where; made if it is not there.
+        directory: the checkpoint's directory; it is made if it does not exist.
         state: of `zf.init` or of a step, or an attached model's `opt`.
-        wait: whether to return when it is on disk. `False` copies the tensors to host memory, which takes as much of
-            it once more, and writes them in a thread while training goes on. Any number of ranks; the next save or
+        wait: whether to return only when it is on disk. `False` copies the tensors to host memory, which must have room
+            for them, and writes them in a thread while training goes on, on any number of ranks. The next save or
             load, and the end of the process, wait for it.
 
     Returns:
-        Nothing; with `wait=False` a `Saving`, whose `wait()` returns when it is on disk and raises what went wrong.
+        Nothing; with `wait=False` a `Saving`, whose `wait()` returns when it is on disk and raises its error.
 
-    What is kept, and what is yours to keep beside it:
+    What a checkpoint has, and what you must keep yourself:
 
     =====================================  ===========================================================
     of a state                             parameters, the states of all transforms, counters
@@ -484,19 +481,19 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
                                            place in the data, gradients, `get_extra_state` of modules
     =====================================  ===========================================================
 
-    Buffers are those of the first rank, as where it alone saves a `state_dict()`; loading gives them to all. A
-    model that is trained by functions of a state keeps its buffers by itself.
+    Buffers are the first rank's, as if it alone saved a `state_dict()`; loading gives them to all ranks. In the pure
+    route a checkpoint has no buffers of the model: save them yourself.
 
     Raises:
         ValueError: `directory` is "".
-        TypeError: no state, or a value in it that is neither a tensor nor a plain number or text.
+        TypeError: `state` is no state, or has a value that is neither a tensor nor a plain number or text.
         RuntimeError: `opt` makes a step meanwhile, in another thread, or with `in_backward=True` has begun one that
-            `opt.step()` has not closed; or something writes into the state, such as a step with `donate=True`. A
-            checkpoint that was there stays.
+            `opt.step()` has not closed; or something writes into the state, such as a step with `donate=True`. An old
+            checkpoint stays.
         OSError: the disk is full or the directory cannot be written. Nothing is lost.
-        RuntimeError: only some ranks call it (`if rank == 0: zf.save(...)`), or some make another call. A rank that is
-            late is waited for as long as it is seen to compute, and else for the 25 seconds that
-            ZEROFN_TOGETHER_TIMEOUT in the environment may set otherwise. Nothing is written.
+        RuntimeError: only some ranks call it (`if rank == 0: zf.save(...)`), or some make another call. The others wait
+            for a late rank as long as they see it compute; for one that does not, they wait 25 seconds (set
+            ZEROFN_TOGETHER_TIMEOUT in the environment to change this). Nothing is written.
 
     >>> import tempfile, torch, zerofn as zf
     >>> tx = zf.adamw(lr=1e-3)
@@ -518,7 +515,7 @@ def write_checkpoint(
     more: dict[str, Any],
     then: Callable[[Group], None] | None = None,
 ) -> Saving | None:
-    """As `save`; the manifest gets the entries of `more`, and `then(group)` is called once it is in place."""
+    """As `save`, with the entries of `more` in the manifest. `then(group)` is called once it is in place."""
     from .dcp import save_pieces
 
     opt = state if isinstance(state, Optimizer) else None
@@ -578,7 +575,7 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
     """The manifest without the places of tensors in data files.
 
     Raises:
-        TypeError: entries that cannot be saved, all of them by path.
+        TypeError: entries cannot be saved; all are named by path.
     """
     placement = state.layout.placement
     tensors: dict[str, Any] = {}
@@ -619,13 +616,13 @@ def state_of(given: Any, where: str, form: bool = False) -> State:
     """The state itself, or that of an attached model's `opt`.
 
     Args:
-        given: by the user.
+        given: the user's argument.
         where: the call, with `{}` for the argument.
-        form: whether its numbers are not needed: then it may be one that has none any more, or half written ones.
+        form: whether only its structure is needed. Then its memory may have been donated, or be half written.
 
     Raises:
         TypeError: it is neither.
-        RuntimeError: a step has taken its memory (`donate=True`), or was writing into it when it raised.
+        RuntimeError: a step has taken its memory (`donate=True`), or raised while writing into it.
     """
     state = given.state if isinstance(given, Optimizer) else given
     if not isinstance(state, State):
@@ -644,7 +641,7 @@ def _version() -> str:
 
 
 def _disk_error(directory: Any, error: OSError) -> OSError:
-    """The error of a disk as one that says which checkpoint is there."""
+    """An error of the disk, with a message that says which checkpoint is in place."""
     notes = getattr(error, "__notes__", [])
     where = "".join(f" {note}" for note in notes if note.startswith("on rank"))
     fate = "".join(f"; {note}" for note in notes if not note.startswith("on rank"))

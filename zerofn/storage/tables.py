@@ -46,7 +46,7 @@ from ..ranks.group import Group
 
 
 def format_bytes(size: float) -> str:
-    """A size in the largest unit of which there is at least one.
+    """A size in the largest unit that gives at least 1.
 
     >>> [format_bytes(n) for n in (0, 1023, 1536, 5 * 1024**2, 3 * 1024**4)]
     ['0 B', '1023 B', '1.5 KiB', '5.0 MiB', '3.0 TiB']
@@ -112,13 +112,13 @@ class StationRow(NamedTuple):
     """The gradient of one leaf behind one transform.
 
     Attributes:
-        transform: its name; `"model"` for where gradients come from.
-        path: the leaf.
+        transform: its name; `"model"` for the gradients of the model itself.
+        path: of the leaf.
         dtype: of the gradient; behind the optimizer, of the new parameter.
         handed: placements of the gradient that the transform receives, one for each axis of the mesh.
         placements: those of the gradient that it returns.
-        scaled_by: the transforms by whose factors it is multiplied.
-        bytes: of this rank's part of it.
+        scaled_by: the transforms whose factors multiply the gradient.
+        bytes: of this rank's shard of it.
     """
 
     transform: str
@@ -136,16 +136,16 @@ class StationsTable:
 
     Attributes:
         stations: a row for each transform and leaf, from the model on.
-        mesh: ranks along each axis that gradients are reduced over.
-        zero: the ZeRO stage: 0 where nothing is cut, 1 where gradients are summed up whole and states are cut, 2 where
-            both are cut, 3 where parameters are as well.
-        gradients: bytes of gradients that this rank holds between a backward and the step, as `zf.vjp` gives them.
+        mesh: ranks along each axis over which gradients are reduced.
+        zero: the ZeRO stage: 0 if nothing is sharded, 1 if states are sharded and full gradients are accumulated, 2 if
+            both are sharded, 3 if parameters are sharded too.
+        gradients: bytes of gradients that this rank has between a backward and the step, as `zf.vjp` returns them.
         sent: by collective, the bytes that this rank sends for one optimizer step of an attached model, all micro-steps
             of its window together: gradients, parameters, whole leaves to their owners. Parameters under `shard`
-            are gathered twice in a micro-step, less what need not be given back between. Without padding, a number for
-            each leaf that tells whether it was used, and numbers of the tree.
-        world: ranks there are.
-        meant: whether gradients are reduced over ranks, or the chain says by `zf.local()` that they are not to be.
+            are gathered twice in a micro-step, except those that need not be freed in between. Padding, the number per
+            leaf that says whether it was used, and numbers of the tree are not counted.
+        world: the number of ranks.
+        meant: whether gradients are reduced over ranks, or the chain says by `zf.local()` that they are not.
     """
 
     stations: tuple[StationRow, ...]
@@ -191,7 +191,7 @@ def _zero(pipe: Pipeline) -> int:
 
 
 def _sent(pipe: Pipeline) -> dict[str, int]:
-    """Bytes by collective for one window, which is as long as all transforms that hold gradients make it."""
+    """Bytes by collective for one window. All transforms that accumulate gradients determine its length."""
     found: dict[str, int] = {}
     window = left = math.prod(part.facts.window for part in pipe.parts)
     for part, view, at in zip(pipe.parts, pipe.views, pipe.stations[1:], strict=True):
@@ -211,7 +211,7 @@ def _sent(pipe: Pipeline) -> dict[str, int]:
 def _sent_by_wire(
     pipe: Pipeline, view: View, at: Station, leaf: Leaf, window: int, reached: int
 ) -> Iterator[tuple[str, int]]:
-    """Bytes of one leaf by collective, of a window of micro-steps in which `reached` gradients come to the wire."""
+    """Bytes of one leaf by collective, for a window of micro-steps in which `reached` gradients come to the wire."""
     assert view.wire is not None
     size, before, after = view.wire.group.size, at.handed[leaf.path], at.gives[leaf.path]
     assert after.sum_dtype is not None and after.stored_dtype is not None
@@ -227,7 +227,7 @@ def _sent_by_wire(
 
 
 def _sent_for_owners(handed: Spec, gives: Spec, optimizes: bool, pipe: Pipeline) -> int:
-    """Bytes that this rank sends for one leaf: its pieces of gradient and parameter; as the owner, the update."""
+    """Bytes that this rank sends for one leaf: its shards of gradient and parameter; as the owner, the update."""
     owners = [p.rank for p in handed.placements if isinstance(p, Owner)]
     if not owners or handed.dtype is None or gives.stored_dtype is None:
         return 0
@@ -265,7 +265,7 @@ def _station_lines(table: StationsTable) -> Iterator[str]:
 
 
 def _kinds(rows: list[StationRow]) -> Iterator[tuple[str, ...]]:
-    """The lines of one station: like leaves share one."""
+    """The lines of one station: similar leaves share one."""
     groups: dict[tuple[str, ...], list[StationRow]] = {}
     for row in rows:
         groups.setdefault(_cells(row), []).append(row)
@@ -292,13 +292,13 @@ class Row(NamedTuple):
 
     Attributes:
         transform: the transform that keeps it; `"params"`, or `"state"` for the state's own counters.
-        slot: what it is to the transform, for instance `"exp_avg"`; `""` for a parameter.
-        path: the leaf it belongs to; `""` where it belongs to none.
-        global_shape: over all ranks.
-        local_shape: what this rank holds.
+        slot: its name in the transform's state, for instance `"exp_avg"`; `""` for a parameter.
+        path: the leaf to which it belongs; `""` if it belongs to none.
+        global_shape: its full shape.
+        local_shape: the shape of this rank's shard.
         dtype: of the elements.
         device: where they are.
-        bytes: what this rank holds.
+        bytes: of this rank's shard.
     """
 
     transform: str
@@ -313,15 +313,15 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Table:
-    """What `describe` and `plan` return: data in `rows`, a table in `str`.
+    """The result of `describe` and `plan`: data in `rows`, a table in `str`.
 
     Attributes:
         rows: a `Row` for each tensor.
         parameters: elements of all leaves over all ranks, tied ones once.
         placement: how the state lies over ranks.
-        buffers: a `Row` for each buffer of a module, in the dtype that it computes in: of `describe(opt)`, and of
+        buffers: a `Row` for each buffer of a module, in the dtype in which it computes, from `describe(opt)` and from
             `plan` of a module. They are in no state and in no sum of bytes.
-        road: the stations of the chain; of `plan` only, since a state does not know its chain. Not compared.
+        road: the stations of the chain; only from `plan`, since a state does not know its chain. Not compared.
     """
 
     rows: tuple[Row, ...]
@@ -358,10 +358,10 @@ class Table:
 
 
 def describe(state: State | Optimizer) -> Table:
-    """What a state holds: every tensor's path, shapes, dtype, device and bytes, by transform.
+    """A table of a state: every tensor's path, shapes, dtype, device and bytes, by transform.
 
-    In print, leaves that differ in numbers only (`blocks.0.weight` ... `blocks.11.weight`) share a line,
-    and what is left of a wide tree is counted; `rows` has every tensor.
+    When printed, leaves that differ in numbers only (`blocks.0.weight` ... `blocks.11.weight`) share a line, and
+    the last leaves of a wide tree are only counted. `rows` has every tensor.
 
     Args:
         state: of `zf.init`, of a step, or an attached model's `opt`.
@@ -423,7 +423,7 @@ def _state_lines(table: Table) -> Iterator[str]:
 
 
 def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
-    """The lines of one slot: like leaves share one, and what is beyond `MAX_LINES` is counted."""
+    """The lines of one slot: similar leaves share one, and leaves beyond `MAX_LINES` are counted."""
     if rows[0].slot and len(rows) > 1 and all(row.global_shape == row.local_shape == () for row in rows):
         # A counter for each leaf; the lines above have their paths.
         row = rows[0]
@@ -464,20 +464,20 @@ def _shape(shape: tuple[int, ...]) -> str:
 def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int = 0) -> Table:
     """The table of a state before anything is allocated, exactly as `describe` will show it, and its `road`.
 
-    The road is the stations of the chain, printed below the table: behind each transform the dtype of gradients, how
-    ranks along each axis have them, and by what they are scaled; the ZeRO stage that follows; bytes of gradients that
-    this rank holds until a step, and those that it sends for one. A transform of one's own stands there by what its
+    The road, printed below the table, shows the stations of the chain: behind each transform the dtype of gradients,
+    their placement along each mesh axis, and the factors that scale them; the ZeRO stage; the bytes of gradients that
+    this rank keeps until a step, and the bytes that it sends for one. For a transform of your own it shows what its
     `through` and its view say.
 
     Args:
         tx: the pipeline.
-        params: a tree of tensors as for `zf.init`, or a module as for `zf.attach`. Meta tensors do:
+        params: a tree of tensors as for `zf.init`, or a module as for `zf.attach`. They may be meta tensors:
             `with torch.device("meta"): model = Model()`.
-        world_size: ranks that the pipeline's sharding will find.
-        rank: the one whose part is shown, of all ranks of the world. The first holds the most.
+        world_size: the number of ranks.
+        rank: the rank whose shards are shown. The first rank has the most.
 
     Raises:
-        ValueError: no such rank or world, or a transform whose first state follows from the numbers of parameters.
+        ValueError: there is no such rank or world, or a transform's first state depends on the parameters' numbers.
 
     >>> import torch, zerofn as zf
     >>> tx = zf.chain(zf.accumulate(4), zf.adamw(lr=1e-3))
@@ -522,7 +522,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
 
 
 def _stored(pipe: Pipeline, leaves: Leaves) -> Leaves:
-    """This rank's part of each leaf in the stored dtype, by the last station; a whole leaf keeps its strides."""
+    """This rank's shard of each leaf in the stored dtype, by the last station; a full leaf keeps its strides."""
     found: Leaves = {}
     for path, spec in pipe.stations[-1].gives.items():
         x = leaves[path]
