@@ -129,6 +129,16 @@ def refused(folder: str) -> None:
         else:
             raise AssertionError(f"{more} was not refused")
         opt.detach()
+    # Last, since the first rank alone is told it and the others wait for it in their steps: each ends by an error.
+    net = model()
+    opt = zf.attach(net, zf.chain(zf.shard(), zf.adamw(RATE)))
+    try:
+        train(net, opt, folder, max_grad_norm=0.0, save_strategy="steps", save_steps=2)
+    except RuntimeError as error:
+        assert dist.get_rank() or "opt.state_dict() on rank 0 and not on every rank" in str(error), error
+        assert dist.get_rank() or "zf.integrations.TrainerMixin" in str(error), error
+    else:
+        raise AssertionError("shards of one rank were saved")
 
 
 if __name__ == "__main__":

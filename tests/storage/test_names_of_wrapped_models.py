@@ -252,6 +252,16 @@ def test_labels_by_names():
         zf.plan(zf.chain(decays, zf.sgd(0.1)), compiled(Net()))
 
 
+@pytest.mark.parametrize("wrap", [lambda m: m, checkpoint_wrapper, nn.DataParallel, compiled])
+def test_modules_of_torch_jit_have_their_names(wrap: Callable[[nn.Module], nn.Module]):
+    """Their submodules are in no dict, and are asked for by name. To attach one is refused under its name."""
+    model = wrap(nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))))
+    assert {"0", "1", "1.0", "1.1"} <= {name for name, _ in wrapper_names.modules_of(model)}
+    assert "1.1.running_mean" in wrapper_names.saved_buffers(model)
+    with pytest.raises(ValueError, match=r"compiled by torch.jit(.|\n)*\n  1: RecursiveScriptModule"):
+        zf.attach(model, zf.sgd(0.1))
+
+
 def test_two_of_one_name_are_refused():
     model = nn.DataParallel(nn.Linear(2, 2))
     model.register_parameter("weight", nn.Parameter(torch.ones(2)))

@@ -333,6 +333,11 @@ def attached(directory, names):
         third, by_torch = eager(name, seed=2)
         read = by_torch.state_dict()
         dcp.load(read, checkpoint_id=Path(directory) / f"{name}.dcp")
+        if name == "zero1":
+            # DCP reads what it is asked for: one whose window is closed asks for no sums of single ranks.
+            raises(ValueError, "each of 3 ranks has its own in the middle of a window", by_torch.load_state_dict, read)
+            assert int(by_torch.state.step) == int(by_torch.state.micro_step) == 0
+            read = opt.state_dict()
         by_torch.load_state_dict(read)
         same(again.state, opt.state)
         same(by_torch.state, opt.state)

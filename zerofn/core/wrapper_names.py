@@ -39,16 +39,24 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
         at: Any = model
         for key in name.split("."):
             while (attribute := attribute_of(at)) is not None and key != attribute:
-                inside = registered(at)[1].get(attribute)
-                if inside is None or key in registered(at)[1]:
+                inside = _submodule(at, attribute)
+                if inside is None or _submodule(at, key) is not None:
                     break
                 at = inside
             if attribute is None or key != attribute:
                 found.append(key)
-            at = registered(at)[1].get(key) if isinstance(at, nn.Module) else None
+            at = _submodule(at, key)
         return ".".join(found)
 
     return plain
+
+
+def _submodule(at: Any, name: str) -> nn.Module | None:
+    """The submodule of this name; `None` where there is none."""
+    if not isinstance(at, nn.Module) or name not in registered(at)[1]:
+        return None
+    # Not `get`: what a module of TorchScript has its submodules in is no dict.
+    return registered(at)[1][name]
 
 
 def names_with_wrappers(model: nn.Module) -> dict[str, str]:

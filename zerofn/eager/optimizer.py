@@ -304,10 +304,11 @@ class Optimizer(OptimizerBase):
         scale, the count of a window) are among those of the first parameter, under names that begin with `zerofn/`.
         Parameters, counters and names are under the key `"zerofn"`, which torch's optimizers ignore. Shards are
         DTensors of the full shapes, sharded by rows. A leaf that has fewer rows than ranks, or an owner, is gathered
-        for this, so every rank must call it. `zf.save` keeps the module's buffers too.
+        for this. `zf.save` keeps the module's buffers too. Every rank must call it where leaves are sharded, or where
+        an open window has sums of gradients that differ between ranks: one rank has a part of the state there.
 
         Raises:
-            RuntimeError: in the middle of a step; or only some ranks came to a gather.
+            RuntimeError: in the middle of a step; or only some ranks came where every rank is to.
 
         >>> import torch, zerofn as zf
         >>> opt = zf.attach(torch.nn.Linear(2, 2), zf.adamw(0.1))

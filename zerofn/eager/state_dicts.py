@@ -56,24 +56,21 @@ from .resident_params import ResidentParams
 # torch would give it: all ranks ask for those together.
 
 
-def placed(state: State, cutting: Sequence[Group], meet: Callable[[], object]) -> list[Any]:
+def placed(state: State, cutting: Sequence[Group]) -> list[Any]:
     """What each entry of a state is in a state dict, in the order of `entries`.
 
     Sums of gradients that are each rank's own are zeros, with the shape of the leaf: those of an open window have an
-    entry of their own.
+    entry of their own. Where leaves are cut, all ranks call it together.
 
     Args:
         state: over several ranks, or of one process.
         cutting: the ranks that leaves are cut over, one axis after the other.
-        meet: called before the first message: it raises where only some ranks came.
     """
     found = entries(state)
     single = cutting[0] if len(cutting) == 1 and cut_as_by_torch(state, cutting) else None
     apart = state.layout.placement.apart
     sums = [e.of_leaf and e.owner in apart and isinstance(e.value, Tensor) for e in found]
     alike = [single is not None and e.offset is not None and in_own_rows(e, single.size) for e in found]
-    if any(e.offset is not None and not (a or s) for e, a, s in zip(found, alike, sums, strict=True)):
-        meet()
     out: list[Any] = []
     for e, of_sum, own_rows in zip(found, sums, alike, strict=True):
         if of_sum:
@@ -427,17 +424,12 @@ class Names:
         kept = [x for of in self.leaves.values() for x in of.values()]
         self.plain = told and not rates and not holds and not any(x.of_rank for x in kept)
 
-    def open_windows(self) -> list[str]:
-        """Transforms that hold sums which are each rank's own."""
-        counts = [(x.entry.owner, x.entry.value) for x in self.numbers.values() if x.entry.owner in self.apart]
-        return list(dict.fromkeys(owner for owner, x in counts if isinstance(x, Tensor) and not x.ndim and bool(x)))
-
     def state_of(self) -> dict[str, dict[str, Any]]:
         """By path, what a state dict has of each leaf."""
         out = {path: {name: _shown(name, x) for name, x in own.items() if _has(x)} for path, own in self.leaves.items()}
         most = max([float(x) for own in out.values() for name, x in own.items() if name == STEP], default=0.0)
         if not self.plain and out:
-            held = self.open_windows()
+            held = open_windows(self.state)
             ranks = self.state.layout.placement.copies if held else 0
             more = {name: _copy(x.value) for name, x in self.numbers.items()}
             more |= {UPDATES: torch.tensor(int(most)), APART: torch.tensor(ranks)}
@@ -459,6 +451,13 @@ class Names:
         """The transform that makes a parameter from a gradient of this leaf."""
         both = zip(self.groups.optimizers, self.groups.groups, strict=True)
         return next(o.transform for o, g in both if any(self.paths[id(p)] == path for p in g["params"]))
+
+
+def open_windows(state: State) -> list[str]:
+    """Transforms that hold sums of gradients which are each rank's own."""
+    apart = state.layout.placement.apart
+    numbers = [(e.owner, e.value) for e in entries(state) if e.owner in apart and not e.of_leaf] if apart else []
+    return list(dict.fromkeys(owner for owner, x in numbers if isinstance(x, Tensor) and not x.ndim and bool(x)))
 
 
 def torch_names(kept: LeafTensors, optimizer: Transform) -> dict[str, str]:
@@ -520,18 +519,17 @@ def as_state_dict(
     state: State,
     groups: ParamGroups,
     paths: Mapping[int, str],
-    meet: Callable[[], object],
 ) -> dict[str, Any]:
     """What `opt.state_dict()` returns. Tensors are those of the state where ranks have the rows that torch gives them.
+    Where leaves are cut, all ranks call it together.
 
     Args:
         pipe: the pipeline.
         state: of it.
         groups: of the optimizer.
         paths: `id(parameter)` to path.
-        meet: called on all ranks before they send something.
     """
-    names = Names(pipe, state, groups, paths, placed(state, pipe.road.cutting, meet))
+    names = Names(pipe, state, groups, paths, placed(state, pipe.road.cutting))
     by_path = names.state_of()
     numbers = {path: i for i, path in enumerate(by_path)}
     listed = []
@@ -586,6 +584,7 @@ class Loading:
         ours = given.get(OWN_KEY)
         self.own_key: Mapping[str, Any] = ours if isinstance(ours, Mapping) else {}
         self.bad: list[tuple[str, str]] = []
+        self.told: dict[str, Any] = {}
         self.fits: list[tuple[Entry, Tensor]] = []
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.values: dict[tuple[str, int], Any] = {}
@@ -625,6 +624,10 @@ class Loading:
             return
         right = "a state dict of the same model and optimizer; of another chain zf.save(directory, opt), and\n"
         right += "         zf.load(directory, like=opt, strict=False), which makes anew what is missing"
+        if int(self.told.get(APART, 0)):
+            right += ";\n         in the middle of a window zf.save(directory, opt) and zf.load(directory, like=opt),\n"
+            right += "         or on each rank what that rank has saved, torch.save(opt.state_dict(), f'{rank}.pt');\n"
+            right += "         dcp.save, and a full state dict, of what is saved after an update"
         raise ValueError(
             bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(set(self.bad)), right)
         )
@@ -746,9 +749,7 @@ class Loading:
     def _of_window(self, place: str, x: _Kept, given: Any, apart: int) -> None:
         copies = self.names.state.layout.placement.copies
         if not isinstance(given, Tensor) or apart != copies:
-            why = f"missing: each of {apart} ranks has its own in the middle of a window, and those of this one\n"
-            why += "are in the dict of this rank alone; to give them up: begin from what was saved after an update"
-            self.bad.append((place, why))
+            self.bad.append((place, f"missing: each of {apart} ranks has its own in the middle of a window"))
         else:
             self._take(place, x, given)
 
@@ -966,12 +967,19 @@ class StateDicts:
 
     def to_save(self) -> dict[str, Any]:
         """What `opt.state_dict()` returns."""
-        return as_state_dict(self.pipe, self.home.settled(), self.groups, self.paths, self._meet)
+        state = self.home.settled()
+        if self.pipe.road.cutting or open_windows(state):
+            # What one rank has is a part: a file of it alone could be loaded by no other.
+            right = "zf.save(directory, opt) on every rank. A Trainer does it on every rank by its mixin,\n"
+            right += "class Trainer(zf.integrations.TrainerMixin, transformers.Trainer). For one file of\n"
+            right += "whole states: get_optimizer_state_dict(model, opt, options=StateDictOptions(\n"
+            right += "full_state_dict=True, cpu_offload=True)) on every rank, of which the first one has them"
+            self._meet("opt.state_dict()", right)
+        return as_state_dict(self.pipe, state, self.groups, self.paths)
 
-    def _meet(self, call: str = "opt.state_dict()") -> None:
+    def _meet(self, call: str, right: str) -> None:
         """Wait for the other ranks, which make the same call."""
         if self.home.channels.control is not None:
-            right = f"{call} on every rank; then `if rank == 0:` around what one rank does with it"
             together(call, self.home.channels.control.ranks, right)
 
     def named(self, state: State) -> Callable[[str, LeafTensors], LeafTensors]:
@@ -1012,7 +1020,7 @@ class StateDicts:
 
     def _read(self, state: State, given: dict[str, Any]) -> ToLoad:
         if is_torch_form(given):
-            self._meet("opt.load_state_dict(...)")
+            self._meet("opt.load_state_dict(...)", "opt.load_state_dict(...) on every rank")
             names = Names(self.pipe, with_marks(state), self.groups, self.paths)
             return Loading(names, given, self.home.channels.control).run()
         both = pairs(self.of(with_marks(state)), given)

@@ -1,0 +1,72 @@
+"""`opt.state_dict()` on one rank alone, as a Trainer calls it: told where that rank has a part of the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from time_limits import limit
+from torch import nn
+
+import zerofn as zf
+
+CHAINS: dict[str, Any] = {
+    "all_reduce": lambda: [zf.all_reduce()],
+    "reduce_scatter": lambda: [zf.reduce_scatter()],
+    "shard": lambda: [zf.shard()],
+    "an open window, cut": lambda: [zf.accumulate(2), zf.reduce_scatter()],
+    "an open window, whole": lambda: [zf.accumulate(2), zf.all_reduce()],
+    "a closed window, whole": lambda: [zf.accumulate(1), zf.all_reduce()],
+}
+WHOLE = ("all_reduce", "a closed window, whole")
+
+
+def alone(kind: str, then: str, rank_of_call: int) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    opt = zf.attach(model, zf.chain(*CHAINS[kind](), zf.adamw(0.1)))
+
+    def step() -> None:
+        model(torch.ones(2, 4)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+    step()
+    try:
+        if dist.get_rank() == rank_of_call:
+            opt.state_dict()
+        elif then == "trains":
+            step()
+            step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+CELLS = [
+    ("shard", "trains", 0),
+    ("shard", "ends", 1),
+    ("reduce_scatter", "ends", 0),
+    ("an open window, cut", "ends", 0),
+    ("an open window, whole", "ends", 0),
+    ("all_reduce", "ends", 0),
+    ("a closed window, whole", "ends", 1),
+]
+MORE = [(kind, then, rank) for kind in CHAINS for then in ("trains", "ends") for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "kind, then, rank", [*CELLS, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE if c not in CELLS)]
+)
+@pytest.mark.filterwarnings("ignore:module forward hook")
+def test_the_dict_of_one_rank_alone(kind: str, then: str, rank: int):
+    if kind in WHOLE and then == "trains":
+        pytest.skip("the other rank waits in its steps, as it must")
+    told = zf.launch(alone, 2, kind, then, rank, timeout=limit())[rank]
+    if kind in WHOLE:
+        assert told == ""
+    else:
+        assert told.startswith(f"opt.state_dict() on rank {rank} and not on every rank\n")
+        assert "zf.save(directory, opt)" in told and "TrainerMixin" in told and "full_state_dict=True" in told
