@@ -174,3 +174,54 @@ def test_what_stands_otherwise_is_right_or_refused_by_name():
         for name, message in told.items():
             known = "write:" in message and ("DTensor" in message or name == "short leaf")
             assert known or (name == "other shape" and "must match" in message), (name, message)
+
+
+STAGES = {"all_reduce": zf.all_reduce, "reduce_scatter": zf.reduce_scatter, "gathered": zf.shard}
+WRITES = {
+    "copy_": lambda p, x: p.copy_(x),
+    "add_": lambda p, x: p.add_(x, alpha=0.5),
+    "add_ by name": lambda p, x: p.add_(other=x),
+    "__iadd__": lambda p, x: p.__iadd__(x),
+    "__setitem__": lambda p, x: p.__setitem__(slice(1, None), x[1:]),
+    "masked_fill_": lambda p, x: p.masked_fill_(x > 0, 2.0),
+    "lerp_": lambda p, x: p.lerp_(x, 0.25),
+    "addcmul_": lambda p, x: p.addcmul_(x, x),
+}
+
+
+def into_whole(front: Any, mesh: Any) -> dict[str, Any]:
+    """What a write of a DTensor into a parameter that is whole says, and what the cure makes."""
+    model, found = model_of(), {}
+    opt = zf.attach(model, zf.chain(front(), zf.sgd(0.1)))
+    p, full = model[0].weight, value((5, 3), 0)
+    x, rows = distribute_tensor(full, mesh, [Shard(0)]), distribute_tensor(value((2, 3), 1), mesh, [Shard(0)])
+    with opt.gathered(), torch.no_grad():
+        start = p.clone()
+        for name, write in WRITES.items():
+            told, untouched = said(lambda w=write: w(p, x)), torch.equal(p, start)
+            write(p, x.full_tensor())
+            found[name] = (told, untouched, p.tolist())
+            p.copy_(start)
+        found["of another shape"] = said(lambda: p.copy_(rows))
+    opt.detach()
+    with torch.no_grad():
+        found["detached"] = said(lambda: p.copy_(x))
+    return found
+
+
+def into_wholes() -> dict[str, dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (P.rank_and_size()[1],))
+    return {stage: into_whole(front, mesh) for stage, front in STAGES.items()}
+
+
+def test_a_write_into_a_whole_parameter_refuses_a_dtensor_by_path():
+    for found in zf.launch(into_wholes, 2, timeout=limit()):
+        for stage in STAGES:
+            assert "0.weight is a plain tensor" in found[stage]["of another shape"]
+            assert "mixed torch.Tensor and DTensor" in found[stage]["detached"]
+            for name, write in WRITES.items():
+                told, untouched, made = found[stage][name]
+                want = model_of()[0].weight.detach()
+                write(want, value((5, 3), 0))
+                assert "0.weight is a plain tensor" in told and "x.full_tensor() in the place of x" in told, told
+                assert untouched and torch.equal(torch.tensor(made, dtype=torch.float64), want), (stage, name)

@@ -15,7 +15,7 @@ from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..ranks.dtensor import Form
 from ..sharded.gather_on_use import Units
-from ..sharded.guarded_parameter import CLIPPING_BY_NORM, CLIPPING_FUNCTIONS, Asks, Partial, tell
+from ..sharded.guarded_parameter import CLIPPING_BY_NORM, CLIPPING_FUNCTIONS, Asks, Replica, tell
 from ..sharded.parameter import Gathering, piece_of
 from .sharded_parameter import ShardedParameter, wrap_existing_hooks
 from .state_dicts import hook_state_dicts
@@ -69,7 +69,7 @@ def label(
         _as_dtensor(undo, path, params[path], forms[path], units, guard)
     if units is None or gathering is None:
         for path in [path for path in params if path not in forms]:
-            tell(undo, params[path], Partial, path=path, **guard)
+            tell(undo, params[path], Replica, path=path, **guard)
         return
     pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
     for leaf in pipe.layout.leaves:

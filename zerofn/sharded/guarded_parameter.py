@@ -11,6 +11,7 @@ torch's functions would reach other programs in this process; to gather would ha
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import sys
@@ -27,7 +28,8 @@ from .._compat.functorch import COMPILER, uncompiled
 from .._compat.tensors import CONVERTING, version
 from .._errors import explain
 from ..core.layout import Leaves
-from .parameter import check_plain, plain
+from ..ranks.dtensor import is_distributed
+from .parameter import IN_FULL, WRITING, check_plain, in_place, plain, refuse_distributed
 
 PACKAGE = __name__.partition(".")[0]
 OURS = f"{PACKAGE}."
@@ -242,6 +244,31 @@ class Partial(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+class Replica(Partial):
+    """A parameter that this rank has in full: what writes into it refuses DTensors, which stand for other ranks too.
+
+    Methods, and no `__torch_function__`, which every use of a parameter in forward would pass. So what is no method
+    (`torch._foreach_copy_`), `p.data` and `p.grad` end in torch's words, as of any plain tensor.
+    """
+
+
+def _without_dtensors(name: str) -> Callable[..., Any]:
+    """The method of `Tensor` of that name, which refuses DTensors."""
+    method = getattr(Tensor, name)
+
+    @functools.wraps(method)
+    def checked(self: Replica, *args: Any, **kwargs: Any) -> Any:
+        if any(map(is_distributed, (*args, *kwargs.values()))):
+            refuse_distributed(f"{name} of a parameter", f"the parameter {self.path}", IN_FULL)
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
+for _name in [name for name in dir(Tensor) if name in WRITING or (in_place(name) and name[0] != "_")]:
+    setattr(Replica, _name, _without_dtensors(_name))
 
 
 def _logs(frame: Any) -> bool:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -1210,7 +1210,11 @@ def exchanged(
         replicated = _Replicated(target, whole)
         given = Wholes(replicated)
         return (args[0], *given.of(args[1:])), {k: x if k == "out" else given.of(x) for k, x in kwargs.items()}
-    beside = [of for x in tensors_in((*args, *kwargs.values())) if (of := origin_of(x)) is not None]
+    tensors = [*tensors_in((*args, *kwargs.values()))]
+    beside = [of for x in tensors if (of := origin_of(x)) is not None]
+    if not beside:
+        paths = ", ".join([x.path for x in tensors if isinstance(x, nn.Parameter) and "path" in vars(x)])
+        refuse_distributed(f"{name} of a parameter", f"the parameter {paths}", IN_FULL)
     given = Wholes(lambda x: as_part(x, beside, name, part_of) if isinstance(x, kind) else None)
     return given.of(args), given.of(kwargs)
 
@@ -1233,7 +1237,7 @@ def as_part(x: Any, beside: Iterable[Origin], name: str, part_of: Callable[[Tens
         if of.shape == x.shape and _cut_alike(x, of):
             mine = of._replace(how="a DTensor", gradient=False, in_hook=False)
             return part_of(x.to_local().reshape(-1), mine)
-    return _full(x, name, known)
+    return _full(x, name, known[0])
 
 
 def _cut_alike(x: Any, of: Origin) -> bool:
@@ -1253,11 +1257,10 @@ def _cut_alike(x: Any, of: Origin) -> bool:
     )
 
 
-def _full(x: Any, name: str, beside: list[Origin]) -> Tensor:
-    of = beside[0] if beside else None
+def _full(x: Any, name: str, of: Origin) -> Tensor:
     where = f"over ranks {x.device_mesh.mesh.tolist()} as {', '.join(map(str, x.placements))}"
-    wrong = f"{name} of {of}, {tuple(of.shape)}, and a DTensor of shape {tuple(x.shape)} {where}" if of else name
-    if of is None or not of.pieces or in_backward() or of.in_hook:
+    wrong = f"{name} of {of}, {tuple(of.shape)}, and a DTensor of shape {tuple(x.shape)} {where}"
+    if not of.pieces or in_backward() or of.in_hook:
         why = "it is cut otherwise, and would be gathered, for which ranks would wait for each other here"
         raise RuntimeError(explain(wrong, why, "x.full_tensor() in its place, gathered before on every rank"))
     by = of.pieces[0].by
@@ -1273,10 +1276,22 @@ def _full(x: Any, name: str, beside: list[Origin]) -> Tensor:
 def check_plain(x: Any, how: str, path: str) -> None:
     """Refuse a DTensor in the place of a tensor that is full on this rank."""
     if is_distributed(x):
-        why = f"{path} is a plain tensor here, of its whole shape"
-        raise RuntimeError(
-            explain(f"{how} with a DTensor x", why, f"{how.replace('= x', '= x.full_tensor()')}, on every rank")
-        )
+        refuse_distributed(how, path, how.replace("= x", "= x.full_tensor()"))
+
+
+IN_FULL = "x.full_tensor() in the place of x"
+
+
+def refuse_distributed(how: str, what: str, right: str) -> NoReturn:
+    """Raise for a DTensor beside what is whole on this rank.
+
+    Args:
+        how: what is done with the DTensor.
+        what: what is whole.
+        right: what to write.
+    """
+    why = f"{what} is a plain tensor here, of its whole shape"
+    raise RuntimeError(explain(f"{how} with a DTensor x", why, f"{right}, on every rank"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
