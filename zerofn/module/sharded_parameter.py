@@ -32,6 +32,7 @@ from ..sharded.parameter import (
     Origin,
     Piece,
     Wholes,
+    as_norm,
     check_no_argument,
     check_sizes,
     check_unwritten,
@@ -359,7 +360,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     if pointwise(name) or name in BY_NAME[Kind.COMPARES]:
         _check_beside(name, [*args, *kwargs.values()])
     wholes = _wholes(name)
-    return BY_VALUE.get(name, func)(*wholes.of(args), **wholes.of(kwargs))
+    return as_norm(name, BY_VALUE.get(name, func)(*wholes.of(args), **wholes.of(kwargs)))
 
 
 def _check_beside(name: str, args: list[Any]) -> None:

@@ -179,7 +179,7 @@ class ReadOnly(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if has_other_class(types, (ReadOnly,)):
+        if has_other_class(types, (ReadOnly, Norm)):
             return NotImplemented
         kwargs = kwargs or {}
         with torch.DisableTorchFunctionSubclass():
@@ -215,6 +215,53 @@ def check_unwritten(name: str, args: tuple, kwargs: dict) -> None:
                 "x.clone() for a tensor of one's own; for torch.optim.Muon, zf.muon(lr) in the chain of zf.attach",
             )
         )
+
+
+# Functions whose result over norms is a norm, and moves of one.
+OF_NORMS = frozenset({
+    "clone", "cpu", "cuda", "detach", "double", "float", "linalg_norm", "linalg_vector_norm", "norm", "sqrt", "stack",
+    "to",
+})  # fmt: skip
+# What logs and files have of a tensor, which asks for its class.
+OUTSIDE = frozenset({"__deepcopy__", "__format__", "__reduce_ex__", "__repr__"})
+NORMS = frozenset({"_foreach_norm", "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "norm"})
+
+
+class Norm(Tensor):
+    """The norm of a whole, or of several, as `torch.nn.utils.clip_grad_norm_` returns it: the same on all ranks.
+
+    FSDP2's is a DTensor, of which programs ask `.full_tensor()`: here that is the number itself, and no collective.
+    What is computed of it otherwise is a plain tensor, and so is what is pickled.
+    """
+
+    @classmethod
+    @uncompiled
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if has_other_class(types, (Norm,)):
+            return NotImplemented
+        with torch.DisableTorchFunctionSubclass():
+            if func.__name__ in OUTSIDE:
+                args = (args[0].as_subclass(Tensor), *args[1:])
+            out = func(*args, **kwargs or {})
+            if func.__name__ in OF_NORMS:
+                return _norm(out)
+            return out.as_subclass(Tensor) if type(out) is Norm else out
+
+    def full_tensor(self) -> Tensor:
+        """The number as a plain tensor. Named as that of DTensor."""
+        with torch.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+def _norm(out: Any) -> Any:
+    return out.as_subclass(Norm) if type(out) is Tensor and not out.requires_grad else out
+
+
+def as_norm(name: str, out: Any) -> Any:
+    """The result of a function of that name on wholes: a `Norm` where it is one and has no graph."""
+    if name not in NORMS:
+        return out
+    return type(out)(map(_norm, out)) if type(out) in (list, tuple) else _norm(out)
 
 
 def _is(x: Any) -> bool:
@@ -656,7 +703,7 @@ def computes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginO
 
 def _of_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
     out, found = with_wholes(func, name, args, kwargs, origin_of)
-    return read_only(out, found)
+    return as_norm(name, read_only(out, found))
 
 
 def with_wholes(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> tuple[Any, list[Tensor]]:
@@ -1213,7 +1260,7 @@ def exchanged(
     tensors = [*tensors_in((*args, *kwargs.values()))]
     beside = [of for x in tensors if (of := origin_of(x)) is not None]
     if not beside:
-        paths = ", ".join([x.path for x in tensors if isinstance(x, nn.Parameter) and "path" in vars(x)])
+        paths = ", ".join([vars(x)["path"] for x in tensors if isinstance(x, nn.Parameter) and "path" in vars(x)])
         refuse_distributed(f"{name} of a parameter", f"the parameter {paths}", IN_FULL)
     given = Wholes(lambda x: as_part(x, beside, name, part_of) if isinstance(x, kind) else None)
     return given.of(args), given.of(kwargs)
@@ -1332,7 +1379,7 @@ class Part(Tensor):
     @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         # Not traced: in a graph a `Part` would be a plain tensor, and its norm would be of this rank's shard alone.
-        if has_other_class(types, (Part, ReadOnly)):
+        if has_other_class(types, (Part, ReadOnly, Norm)):
             return NotImplemented
         name, kwargs = func.__name__.partition(".")[0], kwargs or {}
         with torch.DisableTorchFunctionSubclass():
