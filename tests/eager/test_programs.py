@@ -233,7 +233,7 @@ UNEVEN = (
 
 def small_buckets():
     """Many buckets even of a small model."""
-    zerofn.sharded.reducer.cut = functools.partial(zf.core.coalesced_views.cut, limit=400)
+    zerofn.sharded.reducer.cut = functools.partial(zf.core.bucketed_views.cut, limit=400)
 
 
 def everything(names):

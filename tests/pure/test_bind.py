@@ -120,7 +120,7 @@ class Bound:
         self.stored = self.state.params
         self.fn = zf.bind(self.loss, self.tx, self.state)
         self.vector = zf.bind(self.outputs, self.tx, self.state)
-        self.pipe = zf.core.resolve.pipeline(self.tx, self.state.layout, "test")
+        self.pipe = zf.core.pipeline.pipeline(self.tx, self.state.layout, "test")
 
     @staticmethod
     def loss(p, x):

@@ -77,7 +77,7 @@ def count_alive(how, whole):
     state = zf.init(TX, params)
     del params
     seen = {"forward": 0, "backward": 0, "gradients": 0}
-    group = zf.pure.states.pipe_of(TX, state, "test").sharding.group
+    group = zf.pure.api.pipe_of(TX, state, "test").sharding.group
     passed = 0
 
     def note(o):
@@ -135,7 +135,7 @@ def traffic():
     rank, _ = P.rank_and_size()
     params, fn = counted_program("module")
     state = zf.init(TX, params)
-    group = zf.pure.states.pipe_of(TX, state, "test").sharding.group
+    group = zf.pure.api.pipe_of(TX, state, "test").sharding.group
     group.traffic.reset()
     gc.collect()
     gc.disable()

@@ -360,7 +360,7 @@ def through_one(stage, tx, loss, params, local, v, wants):
     state = zf.init(tx, params)
     fn = zf.bind(loss, tx, state)
     stored = state.params
-    resolved = zf.core.resolve.pipeline(tx, state.layout, "test")
+    resolved = zf.core.pipeline.pipeline(tx, state.layout, "test")
     cut = {leaf.path: resolved.road.store(v[leaf.path], leaf) for leaf in state.layout.leaves}
     cut = {path: cut[path] for path in stored}
 
