@@ -74,6 +74,7 @@ class Pipeline:
         stations: what gradients are in front of each part and behind it.
         road: the views between the model and storage.
         model: the groups of several ranks over which the model itself is cut, of which the chain does not know.
+        checked: whether every step makes the checks that else the first few make.
     """
 
     tx: Transform
@@ -85,6 +86,7 @@ class Pipeline:
     stations: tuple[Station, ...]
     road: Road
     model: tuple[Group, ...] = ()
+    checked: bool = False
     _begun: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
     _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,9 +126,18 @@ class Attachment:
         in_backward: whether leaves are updated in backward.
         start: returns the first values of parameters.
         hold_frozen: whether frozen parameters have states too, so that they can be unfrozen later.
+        check: whether every step makes the checks that otherwise the first steps make.
     """
 
-    def __init__(self, model: nn.Module, tx: Transform, in_backward: bool, start: Start, hold_frozen: bool = False):
+    def __init__(
+        self,
+        model: nn.Module,
+        tx: Transform,
+        in_backward: bool,
+        start: Start,
+        hold_frozen: bool = False,
+        check: bool = False,
+    ):
         check_hookable(model)
         named = parameters_of(model)
         check_free(named)
@@ -140,13 +150,19 @@ class Attachment:
         try:
             named = parameters_of(model) if self.distributed.named else named
             held = {path for path, p in named.items() if hold_frozen or p.requires_grad}
-            self._bind(named, held, tx, in_backward, start)
+            self._bind(named, held, tx, in_backward, start, check)
         except BaseException as error:
             self.give_up(error)
             raise
 
     def _bind(
-        self, named: dict[str, nn.Parameter], held: Set[str], tx: Transform, in_backward: bool, start: Start
+        self,
+        named: dict[str, nn.Parameter],
+        held: Set[str],
+        tx: Transform,
+        in_backward: bool,
+        start: Start,
+        check: bool,
     ) -> None:
         model, model_groups = self.model, self.distributed.groups
         wrapped = names_with_wrappers(model)
@@ -156,6 +172,8 @@ class Attachment:
         myself = weakref.ref(self)
         with lease() as channels:
             pipe = pipeline(tx, layout, "zf.attach", model=model_groups)
+            if check:
+                pipe = replace(pipe, checked=True)
             if not check_alone(model, bool(pipe.step_groups)):
                 tell_unreduced(pipe, "zf.attach(model, tx)")
             if pipe.scaled:

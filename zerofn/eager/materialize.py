@@ -176,6 +176,7 @@ def materialize(
     device: torch.device | str | None = None,
     in_backward: bool = False,
     hold_frozen: bool = False,
+    check: bool = False,
 ) -> Optimizer:
     """`zf.attach` for a model on the meta device: makes it leaf by leaf. Under `shard` each rank keeps its shards.
 
@@ -194,7 +195,7 @@ def materialize(
             restored afterwards.
         device: the model's new device; by default torch's default device.
         in_backward: as for `zf.attach`.
-        hold_frozen: as for `zf.attach`.
+        hold_frozen, check: as for `zf.attach`.
 
     Returns:
         The `Optimizer` of `zf.attach`. Parameters of `model` are the objects that they were.
@@ -217,6 +218,7 @@ def materialize(
     check_init("zf.materialize", init, seed)
     check_flag("materialize", "in_backward", in_backward)
     check_flag("materialize", "hold_frozen", hold_frozen)
+    check_flag("materialize", "check", check)
     if init is None:
         check_resets(model)
     at = device_of(device)
@@ -225,7 +227,7 @@ def materialize(
         made = by_reset(model, seed, at) if init is None else by_function(model, init, seed, at)
         return _start(pipe, params, model, made)
 
-    return Optimizer(model, tx, in_backward, start, hold_frozen)
+    return Optimizer(model, tx, in_backward, start, hold_frozen, check)
 
 
 def _start(

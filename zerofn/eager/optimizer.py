@@ -208,6 +208,7 @@ class Optimizer(OptimizerBase):
         in_backward: bool = False,
         start: Start = from_values,
         hold_frozen: bool = False,
+        check: bool = False,
     ):
         # torch's lists of hooks, which its constructor would make. torch itself runs the hooks on steps.
         for name in HOOKS_OF.values():
@@ -216,7 +217,7 @@ class Optimizer(OptimizerBase):
         self.metrics: dict[str, Tensor] = {}
         self.lr_scheduler: Any = None
         try:
-            self._own = own = Attachment(model, tx, in_backward, start, hold_frozen)
+            self._own = own = Attachment(model, tx, in_backward, start, hold_frozen, check)
             own.belongs_to(self)
             self.defaults = {k: x for k, x in self.param_groups[0].items() if k != "params"}
         except BaseException as error:
@@ -387,7 +388,9 @@ def _run_hooks(opt: Optimizer, method: str, when: str, *state_dict: Any) -> Any:
 @kept_out_of_graphs(
     "it makes an optimizer, and hooks on the model", "opt = zf.attach(model, tx), outside of what is compiled"
 )
-def attach(model: nn.Module, tx: Transform, in_backward: bool = False, hold_frozen: bool = False) -> Optimizer:
+def attach(
+    model: nn.Module, tx: Transform, in_backward: bool = False, hold_frozen: bool = False, check: bool = False
+) -> Optimizer:
     """Attach a pipeline to a model that is trained by `loss.backward()`.
 
     The model stays the same object and is called as before. Any backward of PyTorch's own is right, on any output, any
@@ -401,6 +404,9 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False, hold_froz
             pipeline that treats leaves alone (groups of `partition` and `masked` too), and one backward per step.
         hold_frozen: make states for parameters that are frozen now, too, as `torch.optim` does, so that they can be
             unfrozen later. Without it they cost no memory, and stay frozen.
+        check: make in every step the checks that otherwise the first steps make, for a program that changes as it runs.
+            Under `scale_loss` the graph of every backward, and not of the first ten, is searched for tensors that left
+            the model otherwise than by its return.
 
     Returns:
         An `Optimizer` to call `step()` and `zero_grad()` on. It is an instance of `torch.optim.Optimizer`.
@@ -452,4 +458,5 @@ def attach(model: nn.Module, tx: Transform, in_backward: bool = False, hold_froz
         )
     check_flag("attach", "in_backward", in_backward)
     check_flag("attach", "hold_frozen", hold_frozen)
-    return Optimizer(model, tx, in_backward, hold_frozen=hold_frozen)
+    check_flag("attach", "check", check)
+    return Optimizer(model, tx, in_backward, hold_frozen=hold_frozen, check=check)

@@ -54,8 +54,7 @@ class ThreadState(threading.local):
         seen: by path, for the current call: the stored tensor, its view, and the address of the view.
         crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
         last_views: by path, the last view of a parameter, and the stored tensor that it is a view of.
-        searched: the loss scale of each backward whose graph was searched, by its number: the last one, and those
-            inside of it.
+        scales: the loss scale of the last backward and of those inside of it, by its number.
         tracker: of the outputs of the current call; `None` where outputs are not copied.
     """
 
@@ -65,7 +64,7 @@ class ThreadState(threading.local):
         self.seen: Seen = {}
         self.crossed_at: int | None = None
         self.last_views: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
-        self.searched: dict[int, Tensor | None] = {}
+        self.scales: dict[int, Tensor | None] = {}
         self.tracker: OutputTracker | None = None
 
     def stale(self) -> bool:
@@ -324,6 +323,11 @@ def _only_cast(view: LeafView, given: Tensor, stages: Sequence[View]) -> LeafVie
 # `ModelBoundary` casts and scales where inputs enter an attached model and outputs leave it.
 
 
+# The first backwards, whose graphs are searched for ways past the boundary. A program is the same in each step as a
+# rule, and a search takes 2 us for every node of the graph.
+SEARCHED = 10
+
+
 def take_back(actions: list[Callable[[], object]]) -> None:
     """Call functions that undo something, from the last to the first. An interrupted one (Ctrl-C) is called again."""
     while actions:
@@ -343,6 +347,7 @@ class ModelBoundary:
         forms: by path, the DTensor that forward gets in place of a local parameter.
 
     Attributes:
+        to_search: the number of backwards that are still to be searched.
         node_kinds: kinds of autograd nodes, by class, of all classes that `scaled_checks` has met in its search.
         blocks: ids of the modules whose graphs are walked when a call ends.
         end_hooks, show_hooks: by id of a module, the id of the hook that ends its calls, and of the hook before the
@@ -366,6 +371,7 @@ class ModelBoundary:
         self.crossing: Callable[[Edge, bool], Crossing] = functools.partial(Crossing, self)
         self.views = ParameterViews(pipe, units, self.local, self.crossing, forms)
         self.node_ranges = NodeRanges()
+        self.to_search: float = math.inf if pipe.checked else SEARCHED
         self.node_kinds: dict[type, int] = {}
         self.attributes = AttributeTensors(self, list(model.modules()))
         self.blocks: set[int] = set()
@@ -480,7 +486,7 @@ class ModelBoundary:
     def scale_of_cotangent(self) -> Tensor | None:
         """The loss scale for a cotangent, the same all through a backward.
 
-        At its first cotangent the graph of the backward is searched for paths that bypass the boundary.
+        At the first cotangent of each of the first backwards its graph is searched for paths that bypass the boundary.
         """
         if not self.scaled or torch.compiler.is_compiling():
             return self.scale()
@@ -488,9 +494,12 @@ class ModelBoundary:
         local.crossed_at = next_sequence_nr()
         if task == NO_BACKWARD:
             return self.scale()
-        if task not in local.searched:
+        if task not in local.scales:
             roots, _ = backward_call()
             # A backward inside of another one, as reentrant checkpoints make them, ends before the outer one goes on.
-            local.searched = {**({} if roots else local.searched), task: self.scale()}
-            check_closed(self, roots)
-        return local.searched[task]
+            local.scales = {**({} if roots else local.scales), task: self.scale()}
+            if roots and self.to_search:
+                check_closed(self, roots)
+                # One that was refused does not count.
+                self.to_search -= 1
+        return local.scales[task]

@@ -30,7 +30,7 @@ from .nested_tensors import made, map_tensors
 # parameters and inputs. A tensor of the inside that reaches the loss otherwise brings a cotangent without the factor,
 # and gradients are too small by it, in silence. So tensors that a call leaves in attributes of modules, and outputs
 # that hooks of the user's are given, cross the boundary too. Other ways (closures, globals) are searched for in the
-# graph (`backward_graph_search`).
+# graphs of the first backwards (`check_closed`).
 
 
 # Attributes that every module has.
@@ -211,8 +211,8 @@ def _items(value: Any) -> list[int]:
 # leave to parameters and inputs. So every path from the loss to a leaf crosses the boundary outward and inward by
 # turns. On a path that does not, through a closure, a cache or a list, the factor is missing or counts twice.
 #
-# Every backward is searched. That takes about 2 us for a node, and autograd takes 10 and more to run it. To search
-# now and then would miss what a program does in its thousandth step alone.
+# The first ten backwards are searched, and every one where `zf.attach(..., check=True)` asks for it: a search takes
+# about 2 us for a node. What a program does in its thousandth step alone is not seen otherwise.
 
 
 # Kinds of nodes.
