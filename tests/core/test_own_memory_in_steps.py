@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import zerofn as zf
 from zerofn._compat.functorch import COMPILES_STATES  # inside
+from zerofn._compat.tensors import memories  # inside: what compares addresses
+from zerofn.core import returned_values  # inside: when addresses are compared
 from zerofn.extend import Facts, Prepared, Scope, Transform
 
 Copy = Callable[[Tensor], Tensor]
@@ -331,3 +333,58 @@ def test_a_state_in_a_class_that_trees_do_not_look_into_is_refused():
     made = Transform("mine", init_fn=lambda leaves, layout: {"kept": Kept(leaves)}, update_fn=lambda g, s, *_: (g, s))
     with pytest.raises(TypeError, match=r"mine, whose state is or has a Kept, with a tensor at kept\.last\.a"):
         zf.init(zf.chain(made, zf.sgd(0.1)), start())
+
+
+def keeps_from(step: int, how: Callable[[Tensor], Tensor], every: int = 1) -> Transform:
+    """It adds to gradients how far parameters have come since it kept them, from that step on."""
+    calls = []
+
+    def update(grads, state, params, carry, ctx):
+        calls.append(1)
+        new = {path: g + (params[path] - state["kept"][path]) for path, g in grads.items()}
+        due = len(calls) >= step and len(calls) % every == 0
+        return new, {"kept": {path: how(params[path]) for path in grads}} if due else state
+
+    first = lambda leaves, layout: {"kept": zeros(leaves)}  # noqa: E731
+    return Transform("keeps", Scope.WHOLE, init_fn=first, update_fn=update)
+
+
+def after(tx: Transform, steps: int = 9, **more: Any) -> Tensor:
+    model = nn.ParameterDict({"w": torch.ones(3)})
+    opt = zf.attach(model, zf.chain(tx, zf.sgd(0.1)), **more)
+    for _ in range(steps):
+        (model["w"] ** 2).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return model["w"].detach().clone()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("how", [_itself, Tensor.detach])
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_what_is_copied_in_first_steps_is_copied_in_all(step, how, every):
+    """Later than that the very object is, and with `check=True` a view of it as well."""
+    seen_early, checked = step + (-step) % every <= 3, how is Tensor.detach
+    right = after(keeps_from(step, torch.clone, every))
+    assert torch.equal(after(keeps_from(step, how, every), check=checked and not seen_early), right)
+    if checked and not seen_early:
+        # Its state has followed the parameter, as docs/writing-a-transform.md says.
+        assert not torch.equal(after(keeps_from(step, how, every)), right)
+
+
+def test_addresses_are_compared_in_the_first_three_steps_that_come_to_a_transform(monkeypatch):
+    """Held micro-steps are none of them."""
+    counted: list[int] = []
+    real = returned_values._distinct
+
+    def spy(new, old, others, numbers):
+        counted.append(numbers is memories)
+        return real(new, old, others, numbers)
+
+    monkeypatch.setattr(returned_values, "_distinct", spy)
+    tx = zf.chain(zf.accumulate(2), keeps_from(1, torch.clone))
+    after(tx, steps=12)
+    assert counted == [True] * 3 + [False] * 3
+    counted.clear()
+    after(tx, steps=12, check=True)
+    assert counted == [True] * 6

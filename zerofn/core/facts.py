@@ -33,7 +33,7 @@ class Facts:
         copies: whether its update makes tensors as large as what it is given, besides what it returns.
         keeps: whether what it gives may share memory: its state, the carry, metrics and new parameters with what it
             is handed or with one another, and updates with parameters of other leaves. Such are copied, for which
-            each step compares addresses; `False` is of one that makes its own.
+            its first steps compare addresses; `False` is of one that makes its own.
         counterpart: the class of `torch.optim` that does the same, whose form its state dicts have; `None` without one.
         torch_names: what that class calls the slots that have another name here, as `(here, there)`.
         starts_wide: its first state is made of leaves as wide as gradients, where `precision` makes these wider than

@@ -17,7 +17,7 @@ from .arguments import check_flag, check_needs, learning_rate, made_outside_of_g
 from .context import Context, Prepared
 from .facts import Facts
 from .layout import Layout, Leaves
-from .returned_values import misfit, own_start, own_update
+from .returned_values import misfit
 from .state import counter
 from .transform import Transform, TransformState
 from .tree import flatten, tree_map
@@ -223,10 +223,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
         return Transform(
             made.name,
             needs=needs,
-            # It copies what its function keeps itself: first states leaf by leaf.
-            facts=Facts(
-                optimizes=optimizer, rate=config.get("lr") if optimizer else None, keeps=False, starts_wide=True
-            ),
+            facts=Facts(optimizes=optimizer, rate=config.get("lr") if optimizer else None, starts_wide=True),
             init_fn=made.init,
             prepare_fn=made.prepare,
             update_fn=made.update,
@@ -271,8 +268,7 @@ class _OnLeaves:
         if wrong:
             right = "init=torch.zeros_like, or a dict or tuple of tensors"
             raise ValueError(bad_leaves(f"{self.name}: init, which gives the state of a leaf, returned", wrong, right))
-        # Leaf by leaf, so that no more than one is in memory twice.
-        return {**counted, "value": {path: own_start([made.pop(path)]) for path in leaves}}
+        return {**counted, "value": made}
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         now = number(state[STEP]) if self.counts else ctx.micro_step
@@ -307,7 +303,7 @@ class _OnLeaves:
                 kept[path] = _stored(kept[path], returned[1])
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
-        return own_update(self.optimizes, (out, {"value": kept} if stateful else {}), state, grads, params)
+        return out, {"value": kept} if stateful else {}
 
 
 def _misreturned(returned: Any, param: Tensor) -> str | None:

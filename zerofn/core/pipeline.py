@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._compat.tensors import memories
 from .._errors import bad_leaves, explain, kind_of
 from ..kernels.recording import only_compiled
 from ..ranks.group import Group
@@ -46,7 +47,7 @@ from .survey import (
     survey,
 )
 from .transform import Transform, TransformState, no_state, nothing_to_prepare, number_tensors, pass_through
-from .tree import tensors_of
+from .tree import Numbers, objects, tensors_of
 from .view import WIRE, Dtypes, Factor, IncompleteWire, LeafView, Ranks, View, Wire, cutting_wires
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -418,7 +419,12 @@ def check_model_parts(parts: Sequence[Transform], layout: Layout, where: str, at
 
 
 def pipeline(
-    tx: Transform, layout: Layout, where: str, ranks: Ranks = group_for, model: tuple[Group, ...] = ()
+    tx: Transform,
+    layout: Layout,
+    where: str,
+    ranks: Ranks = group_for,
+    model: tuple[Group, ...] = (),
+    checked: bool = False,
 ) -> Pipeline:
     """Resolve a transform for a layout.
 
@@ -428,6 +434,7 @@ def pipeline(
         where: the public function that was called, for messages.
         ranks: opens groups of ranks.
         model: the groups over which the model itself is cut.
+        checked: whether every step makes the checks that else the first few make.
 
     Raises:
         ValueError: it cannot train these parameters.
@@ -435,7 +442,8 @@ def pipeline(
     tx = as_transform(tx)
     parts = complete(tx.members)
     check_complete(parts, where)
-    parts = tuple([replace_innermost(part, _guarded, layout) for part in parts])
+    guarded = partial(_guarded, checked=checked)
+    parts = tuple([replace_innermost(part, guarded, layout) for part in parts])
     found = [_resolved(part, layout, ranks) for part in parts]
     check_views(found, layout)
     talking = frozenset([view.name for view in found if view is not None and view.wire is not None])
@@ -461,38 +469,102 @@ def pipeline(
         hand_to_owners(stations, placement)
         check_pieces(parts, stations, where)
     layout = canonical(replace(layout, placement=placement))
-    return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model)
+    return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model, checked)
 
 
-def _guarded(t: Transform, paths: Set[str], where: str) -> Transform:
+# Steps of a transform, in each pipeline, that compare the addresses of what it returns.
+COMPARED = 3
+
+
+def _guarded(t: Transform, paths: Set[str], where: str, checked: bool = False) -> Transform:
     """The same transform, which harms nothing else by what it returns, nor by what it keeps; fused with others, too."""
     check_signatures(t)
-    guarded, fuse = _with_own_memory(_with_check(t)), t.joins
+    guarded, fuse = _guard(t, len(paths), checked), t.joins
     if fuse is None:
         return guarded
 
     def joins(behind: Sequence[Transform]) -> tuple[Transform, int] | None:
         found = fuse(behind)
-        return found and (_with_own_memory(_with_check(found[0])), found[1])
+        return found and (_guard(found[0], len(paths), checked), found[1])
 
     return replace(guarded, joins=joins)
 
 
-def _with_check(t: Transform) -> Transform:
-    """The same transform, whose update half raises where it returns what does not fit its leaves."""
-    if t.update_fn is pass_through:
-        return t
+class _Comparing:
+    """How it is told that tensors which a transform returns are one with others that are written.
+
+    By the addresses of their storages (`memories`) in its first steps, and as long as it returns what has to be copied.
+    Later by the objects that they are.
+
+    Args:
+        budget: what its first steps take of it.
+        left: how much of it is left.
+    """
+
+    def __init__(self, budget: float):
+        self.budget = self.left = budget
+
+    def numbers(self, ctx: Context, taken: int) -> Numbers:
+        """What to compare in a call that takes so much of the budget. A graph is made for any number of steps."""
+        if ctx.recorded:
+            return memories
+        if self.left <= 0:
+            return objects
+        self.left -= taken
+        return memories
+
+    def copied(self) -> None:
+        """Something had to be copied."""
+        self.left = self.budget
+
+
+def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
+    """The same transform, whose functions raise where they return what does not fit its leaves.
+
+    And unless it says that it keeps nothing of others, it shares no memory with what is written behind it.
+
+    Args:
+        t: the transform.
+        leaves: how many it is handed in a step.
+        checked: whether addresses are compared in every step.
+    """
     # A group of optimizers leaves alone what it does not train.
-    some = t.facts.optimizes and t.members_fn is not None
+    some, keeps = t.facts.optimizes and t.members_fn is not None, t.facts.keeps
+    # Updates may be called for each leaf. Once more is asked of one that is prepared to see whether it raises.
+    updates = _Comparing(math.inf if checked else COMPARED * max(leaves, 1))
+    prepares = _Comparing(math.inf if checked else 2 * COMPARED)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        return own_start([open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, layout.every))])
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        found = check_prepared(t.name, t.prepare_fn(state, grads, params, ctx))
+        own = own_prepared(found, state, grads, params, ctx, prepares.numbers(ctx, 1))
+        if own is not found:
+            prepares.copied()
+        return own
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        returned = t.update_fn(grads, state, params, carry, ctx)
-        found = check_returned(t.name, t.facts, returned, grads, params, some, state)
+        found = check_returned(
+            t.name, t.facts, t.update_fn(grads, state, params, carry, ctx), grads, params, some, state
+        )
         if ctx.looks and any([x.grad_fn is not None for x in tensors_of({"": found})]):
             raise unrecorded([f"{t.name}: what it has returned, made of a tensor from elsewhere"], ctx.unrecorded)
-        return found
+        if not keeps:
+            return found
+        numbers = updates.numbers(ctx, len(grads))
+        own = own_update(t.facts.optimizes, found, state, grads, params, carry, numbers)
+        if own[0] is not found[0] or own[1] is not found[1]:
+            updates.copied()
+        return own
 
-    return replace(t, update_fn=update)
+    # What does nothing is known by its functions, and is not run.
+    return replace(
+        t,
+        init_fn=init if keeps and t.init_fn is not no_state else t.init_fn,
+        prepare_fn=prepare if keeps and t.prepare_fn is not nothing_to_prepare else t.prepare_fn,
+        update_fn=t.update_fn if t.update_fn is pass_through else update,
+    )
 
 
 def _as_wide(dtypes: Dtypes, t: Transform, paths: Set[str], where: str) -> Transform:
@@ -509,31 +581,6 @@ def _as_wide(dtypes: Dtypes, t: Transform, paths: Set[str], where: str) -> Trans
         return t.init_fn({path: x.to(wide[path]) for path, x in leaves.items()}, layout)
 
     return replace(t, init_fn=init)
-
-
-def _with_own_memory(t: Transform) -> Transform:
-    """The same transform, which shares no memory with what is written behind it (`own_memory`)."""
-    if not t.facts.keeps:
-        return t
-
-    def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return own_start([open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, layout.every))])
-
-    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        found = check_prepared(t.name, t.prepare_fn(state, grads, params, ctx))
-        return own_prepared(found, state, grads, params, ctx)
-
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        returned = t.update_fn(grads, state, params, carry, ctx)
-        return own_update(t.facts.optimizes, returned, state, grads, params, carry)
-
-    # What does nothing is known by its functions, and is not run.
-    return replace(
-        t,
-        init_fn=t.init_fn if t.init_fn is no_state else init,
-        prepare_fn=t.prepare_fn if t.prepare_fn is nothing_to_prepare else prepare,
-        update_fn=t.update_fn if t.update_fn is pass_through else update,
-    )
 
 
 def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:

@@ -17,13 +17,16 @@ from .._errors import bad_leaves, explain, kind_of
 from .context import Context, Prepared
 from .facts import Facts
 from .layout import Layout, Leaves
-from .tree import Tree, apart, clone, flatten, moved, tensors_of, tree_keys, unflatten
+from .tree import Numbers, Tree, apart, clone, flatten, moved, tensors_of, tree_keys, unflatten
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions copy the tensors that a transform returns, if they share memory with something that is written later.
 #
 # A gradient belongs to its caller, who may write into it or add the next one to it. Parameters and states are written
 # in place, one after the other, by a step or when another state is loaded.
+#
+# In the first steps of a transform the addresses of storages are compared (`memories`), and in later steps too once
+# something had to be copied. Otherwise later steps compare tensors as objects (`objects`), which does not see views.
 
 
 def own_start(given: list[Tree]) -> Tree:
@@ -43,24 +46,34 @@ def own_start(given: list[Tree]) -> Tree:
 
 
 def own_prepared(
-    prepared: Prepared, state: Mapping[str, Any], grads: Leaves | None, params: Leaves, ctx: Context
+    prepared: Prepared,
+    state: Mapping[str, Any],
+    grads: Leaves | None,
+    params: Leaves,
+    ctx: Context,
+    numbers: Numbers = memories,
 ) -> Prepared:
     """What a transform decides before it sees leaves, with copies of what shares memory.
 
     Args:
         prepared: what its `prepare_fn` returned.
         state: what it was handed, as are `grads`, `params` and `ctx`.
+        numbers: what tells that two tensors are one.
     """
     carry, new = prepared.carry, prepared.state
     if carry is not None and (ctx.donate or ctx.donate_to_kernels):
         # A leaf is updated after others have been written.
-        carry = apart({"": carry}, params.values())[""]
+        carry = apart({"": carry}, params.values(), numbers)[""]
     if new:
-        new = _distinct(dict(new), state, (*(grads or {}).values(), *params.values()))
+        given = dict(new)
+        found = _distinct(given, state, (*(grads or {}).values(), *params.values()), numbers)
+        new = new if found is given else found
     emit = prepared.emit
     if isinstance(emit, Tensor) and not ctx.recorded:
         # Behind what holds nothing is run, and so nothing written.
         emit = bool(emit.item())
+    if carry is prepared.carry and new is prepared.state and emit is prepared.emit:
+        return prepared
     return replace(prepared, carry=carry, state=new, emit=emit)
 
 
@@ -71,6 +84,7 @@ def own_update(
     grads: Leaves,
     params: Leaves,
     carry: Any = None,
+    numbers: Numbers = memories,
 ) -> tuple[Leaves | None, Any]:
     """What an update half returned, with copies of what shares memory.
 
@@ -81,24 +95,25 @@ def own_update(
         grads: what it was handed.
         params: stored parameters of these leaves.
         carry: what it was handed, which may be another leaf's.
+        numbers: what tells that two tensors are one.
     """
     out, own = returned
     others = (*grads.values(), *params.values(), *(() if carry is None else tensors_of({"": carry})))
     if out and optimizes:
         # A parameter that stays as it is, or was written in place, may be returned.
-        out = _distinct(out, params, (*others, *tensors_of(state)))
+        out = _distinct(out, params, (*others, *tensors_of(state)), numbers)
     elif out and out is not grads:
         # That of another leaf is written before it is read.
         moved = {path: x for path, x in out.items() if x is not params.get(path)}
-        if moved and (found := apart(moved, params.values())) is not moved:
+        if moved and (found := apart(moved, params.values(), numbers)) is not moved:
             out = {**out, **found}
     if own is state or not own:
         return out, own
     made = out.values() if optimizes and out else ()
-    return out, _distinct(own, state, (*others, *made))
+    return out, _distinct(own, state, (*others, *made), numbers)
 
 
-def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[Tensor]) -> Any:
+def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[Tensor], numbers: Numbers) -> Any:
     """New entries in place of old ones, with copies of what shares memory with others, or with one another.
 
     What is at its place in `old` already may stay. No tensor has two elements at one place, as an expanded one has.
@@ -107,6 +122,7 @@ def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[T
         new: nested dicts of tensors or trees of them.
         old: what they replace, and what stays beside them.
         others: tensors that are written later, or by others.
+        numbers: what tells that two tensors are one.
     """
     if torch.compiler.is_compiling():
         # Addresses cannot be compared while tracing. A compiler that generates code removes copies without a use.
@@ -115,20 +131,20 @@ def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[T
     if not given:
         return new
     fresh, beside = tensors_of(moved(new, old)), _beside(new, old)
-    every, taken = memories([*given, *beside]), memories(others)
+    every, taken = numbers([*given, *beside]), numbers(others)
     # As a rule each has a storage, none of them another's: found without a call in Python for each tensor.
-    alone = len(every) == len(given) + len(beside) and taken.isdisjoint(memories(fresh))
-    if alone and not any(map(_overlaps, fresh)):
+    alone = len(every) == len(given) + len(beside) and taken.isdisjoint(numbers(fresh))
+    if alone and (numbers is not memories or not any(map(_overlaps, fresh))):
         return new
     was = dict(zip(tree_keys(old), flatten(old)[0], strict=True))
     values, spec = flatten(new)
     stays = [not isinstance(x, Tensor) or x is was.get(keys) for keys, x in zip(tree_keys(new), values, strict=True)]
     at_home = [x for x, here in zip(values, stays, strict=True) if here and isinstance(x, Tensor)]
-    seen = taken | memories([*beside, *at_home])
+    seen = taken | numbers([*beside, *at_home])
     for i, x in enumerate(values):
         if not stays[i]:
-            values[i] = x.clone() if _overlaps(x) or not seen.isdisjoint(memories([x])) else x
-            seen |= memories([values[i]])
+            values[i] = x.clone() if _overlaps(x) or not seen.isdisjoint(numbers([x])) else x
+            seen |= numbers([values[i]])
     return unflatten(spec, values)
 
 

@@ -234,16 +234,31 @@ def clone(tree: Tree) -> Tree:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 
 
-def apart(tree: Tree, tensors: Iterable[Tensor]) -> Tree:
-    """`tree`, with copies of the tensors that share memory with `tensors`, which will be written in place."""
+# Numbers of tensors, equal where two of them are one: `memories`, or `objects`.
+Numbers = Callable[[Iterable[Tensor]], set[int]]
+
+
+def objects(tensors: Iterable[Tensor]) -> set[int]:
+    """The numbers of these tensors as objects, as `memories` gives those of their storages."""
+    return set(map(id, tensors))
+
+
+def apart(tree: Tree, tensors: Iterable[Tensor], numbers: Numbers = memories) -> Tree:
+    """`tree`, with copies of the tensors that share memory with `tensors`, which will be written in place.
+
+    Args:
+        tree: of tensors and others.
+        tensors: the others.
+        numbers: what tells that two are one: `memories`, or `objects`, which does not see views.
+    """
     if torch.compiler.is_compiling():
         # Addresses cannot be compared while tracing. A compiler that generates code removes copies without a use.
         return clone(tree)
-    taken = memories(tensors)
-    if taken.isdisjoint(memories(tensors_of(tree if type(tree) is dict else {"": tree}))):
+    taken = numbers(tensors)
+    if taken.isdisjoint(numbers(tensors_of(tree if type(tree) is dict else {"": tree}))):
         return tree
     values, spec = flatten(tree)
-    shared = [isinstance(t, Tensor) and not taken.isdisjoint(memories([t])) for t in values]
+    shared = [isinstance(t, Tensor) and not taken.isdisjoint(numbers([t])) for t in values]
     return unflatten(spec, [t.clone() if one else t for t, one in zip(values, shared, strict=True)])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Set
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -171,9 +170,7 @@ class Attachment:
         # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
         myself = weakref.ref(self)
         with lease() as channels:
-            pipe = pipeline(tx, layout, "zf.attach", model=model_groups)
-            if check:
-                pipe = replace(pipe, checked=True)
+            pipe = pipeline(tx, layout, "zf.attach", model=model_groups, checked=check)
             if not check_alone(model, bool(pipe.step_groups)):
                 tell_unreduced(pipe, "zf.attach(model, tx)")
             if pipe.scaled:

@@ -406,7 +406,8 @@ def attach(
             unfrozen later. Without it they cost no memory, and stay frozen.
         check: make in every step the checks that otherwise the first steps make, for a program that changes as it runs.
             Under `scale_loss` the graph of every backward, and not of the first ten, is searched for tensors that left
-            the model otherwise than by its return.
+            the model otherwise than by its return. The addresses of what transforms of one's own return are compared
+            in every step, and not in the first three.
 
     Returns:
         An `Optimizer` to call `step()` and `zero_grad()` on. It is an instance of `torch.optim.Optimizer`.
