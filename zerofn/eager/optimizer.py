@@ -432,10 +432,10 @@ def attach(
     Between steps `p.requires_grad_(False)` freezes a parameter that has a state, and `p.requires_grad_(True)` unfreezes
     it. All ranks must do the same. A frozen parameter keeps its value, its state and its count of updates.
 
-    A hook on a parameter gets the value for `p.grad`: under `shard` this rank's shard of the mean, else the gradient of
-    this rank. A linear hook makes the same step in both cases. One that is not linear (a clamp) is refused under
-    `shard`. Where `p.grad` is `None` after backward, call `p.register_post_accumulate_grad_hook`
-    before `attach`: a hook that is registered later finds `None`, and reading it warns.
+    A hook on a parameter gets the value for `p.grad`: under `shard` this rank's shard of the mean, as under FSDP2, else
+    the gradient of this rank. A linear hook makes the same step in both cases; one that is not linear (a clamp) does
+    not. Where `p.grad` is `None` after backward, call `p.register_post_accumulate_grad_hook` before `attach`: a hook
+    that is registered later finds `None`, and reading it warns.
 
     Raises:
         TypeError: `model` is no module.

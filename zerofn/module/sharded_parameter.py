@@ -40,7 +40,6 @@ from ..sharded.parameter import (
     draws,
     exchanged,
     first_by_position,
-    handed,
     in_place,
     kept,
     kind_of,
@@ -282,7 +281,7 @@ def _give(func: Any, name: str, args: tuple, kwargs: dict, frame: FrameType) -> 
         return args[0]._shown(func(*args, **kwargs), "p.detach()", frame)
     if name == "register_hook":
         p, hook = args
-        return func(p, hook if ours(frame) else handed(hook, _of_hooks(p)))
+        return func(p, hook if ours(frame) else Handed(hook, _of_hooks(p)))
     if name == "register_post_accumulate_grad_hook":
         p, hook = args
         return func(p, hook if ours(frame) else AfterGradients(hook, p))
@@ -307,7 +306,7 @@ def wrap_existing_hooks(p: ShardedParameter, undone: list[Callable[[], object]])
 
     undone.append(undo)
     hooks, after = gradient_hooks(p), hooks_after(p)
-    hooks.update((number, handed(hook, _of_hooks(p))) for number, hook in hooks.items())
+    hooks.update((number, Handed(hook, _of_hooks(p))) for number, hook in hooks.items())
     after.update((number, AfterGradients(hook, p)) for number, hook in after.items())
 
 

@@ -22,9 +22,9 @@ from ..sharded.guarded_parameter import Partial, in_memory
 from ..sharded.parameter import (
     PRIVATE,
     SIZES,
+    Handed,
     Origin,
     first_by_position,
-    handed,
     in_place,
     part_of,
     plain,
@@ -262,7 +262,7 @@ class DTensorParameter(Partial):
     def _given(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Wrap a hook on the gradient, so that it gets the value that `p.grad` will have."""
         if self.in_parts():
-            return handed(hook, self._origin("what a hook is given", True))
+            return Handed(hook, self._origin("what a hook is given", True))
         form = self.form
 
         def local(g: Tensor) -> Tensor | None:

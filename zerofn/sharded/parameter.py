@@ -438,10 +438,6 @@ class MeanOfWholes(Function):
 # An `Origin` says which leaf a shard is of, and how to gather it. These functions refuse where it cannot be gathered.
 
 
-# The method that asks for the full tensor by name, which a hook may do.
-EXPLICIT = "full_tensor"
-
-
 class Origin(NamedTuple):
     """Where a shard comes from, and how to gather it.
 
@@ -451,8 +447,6 @@ class Origin(NamedTuple):
         gradient: whether it is a gradient.
         pieces: this rank's pieces of leaves, concatenated; empty where they cannot be gathered.
         shape: of the full tensor.
-        in_hook: whether it is the argument of a gradient hook, or computed from one. At other stages than `shard` a
-            hook gets this rank's own gradient, not a shard of the mean.
         state: whether it is of the optimizer's state.
     """
 
@@ -461,7 +455,6 @@ class Origin(NamedTuple):
     gradient: bool
     pieces: tuple[Piece, ...] = ()
     shape: torch.Size = torch.Size()
-    in_hook: bool = False
     state: bool = False
 
     def __str__(self) -> str:
@@ -477,8 +470,6 @@ class Origin(NamedTuple):
         """Gather the full tensor, for the function of that name; differentiable."""
         if not self.pieces or in_backward():
             refuse(name, self)
-        if self.in_hook and name != EXPLICIT:
-            refuse_in_hook(name, self)
         check_no_argument()
         return gathered(part.as_subclass(Tensor), self.pieces, f"{name} of {self}").view(self.shape)
 
@@ -556,20 +547,6 @@ def refuse(name: str, of: Origin) -> Any:
             f"{name} of {of}",
             why,
             f"{instead}\nx.to_local() for this rank's piece by itself",
-        )
-    )
-
-
-def refuse_in_hook(name: str, of: Origin) -> Any:
-    """Raise for a function that is not linear in the argument of a gradient hook."""
-    raise RuntimeError(
-        explain(
-            f"{name.strip('_')} of {of}, in a hook or of what it kept",
-            "under shard a hook is given this rank's part of the mean over ranks, at all other stages the rank's own\n"
-            "gradient. What is linear in it makes the same step of both, and this is not",
-            "zf.clip_by_value(max_value), or a zf.leafwise function, in the chain: of the mean, at every stage\n"
-            "p.grad.clamp_(...) after backward, on parts of the mean\n"
-            "x.to_local() for this rank's piece of the mean by itself; after backward x.full_tensor() for all of it",
         )
     )
 
@@ -814,15 +791,15 @@ def elements_of_one(func: Any, name: str, args: tuple, kwargs: dict, origin_of: 
 
 
 def _rows_beside(args: tuple, kwargs: dict, origin_of: OriginOf) -> tuple[tuple, dict] | None:
-    """Inside a gradient hook, the arguments with this rank's rows of plain operands, such as a mask.
+    """In backward, as in a gradient hook, the arguments with this rank's rows of plain operands, such as a mask.
 
-    Nothing is gathered in a hook, or for a tensor that it kept. `None` elsewhere, and where an operand has more than
+    Nothing is gathered there. `None` elsewhere, and where an operand has more than
     this rank's rows of a tensor that broadcasts to the full shape.
     """
     tensors = [*tensors_in((*args, *kwargs.values()))]
     parts = [of for of in map(origin_of, tensors) if of is not None]
     of = parts[0]
-    if not (in_backward() or any(part.in_hook for part in parts)) or not all(map(of.alike, parts)):
+    if not in_backward() or not all(map(of.alike, parts)):
         return None
     beside = [x for x in tensors if origin_of(x) is None]
     if any((x.requires_grad and torch.is_grad_enabled()) or not _expands(x.shape, of.shape) for x in beside):
@@ -1165,61 +1142,6 @@ def _local(x: Any, target: Tensor, of: Origin, name: str, origin_of: OriginOf) -
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Gradient hooks on sharded parameters may compute only linear functions, so that the step equals that of other stages.
-#
-# At other stages a hook gets this rank's own gradient, and its result is averaged over ranks. Under `shard` gradients
-# are averaged as they leave a block, and a hook gets this rank's shard of the mean. A sum, a product with a mask or a
-# parameter commutes with the mean, so the step is the same. A clamp, a sign, a square or a comparison does not, and
-# the step would silently be another one. It is refused in the hook, and later for what the hook kept. Running hooks
-# before the reduction would need the full gradients of all blocks in memory, which `shard` is there to avoid.
-
-
-# The position of an argument that is given by name.
-PLACES = {
-    "input": 0, "self": 0, "condition": 0, "other": 1, "end": 1, "tensor1": 1, "mask": 1, "src": 1, "tensor2": 2,
-    "weight": 2, "value": 2,
-}  # fmt: skip
-SUMS = ("add", "copy", "fill", "iadd", "isub", "neg", "negative", "positive", "radd", "rsub", "sub", "subtract", "zero")
-PRODUCTS = ("imul", "mul", "multiply", "rmul")
-QUOTIENTS = ("div", "divide", "itruediv", "true_divide", "truediv")
-# Of a function: whether it is linear in its arguments at these positions together.
-LINEAR: dict[str, Callable[[set[int]], bool]] = {
-    **dict.fromkeys(SUMS, lambda places: True),
-    **dict.fromkeys(PRODUCTS, lambda places: not {0, 1} <= places),
-    **dict.fromkeys(QUOTIENTS, lambda places: 1 not in places),
-    "addcdiv": lambda places: 2 not in places,
-    "addcmul": lambda places: not {1, 2} <= places,
-    "lerp": lambda places: 2 not in places,
-    "masked_fill": lambda places: 1 not in places,
-    "where": lambda places: 0 not in places,
-}
-
-
-def from_hooks(args: tuple, kwargs: dict, origin_of: OriginOf) -> dict[int, Origin]:
-    """The arguments that are computed from a gradient hook's argument, by position, with their origin."""
-    given = [*enumerate(args), *((PLACES.get(k, -1), x) for k, x in kwargs.items() if k != "out")]
-    found = ((at, origin_of(x)) for at, value in given for x in tensors_in((value,)))
-    return {at: of for at, of in found if of is not None and of.in_hook}
-
-
-def check_linear(name: str, kwargs: dict, places: dict[int, Origin]) -> None:
-    """Refuse an elementwise function that is not linear in a gradient hook's argument.
-
-    `Origin.whole` decides about functions that are not elementwise.
-
-    Args:
-        name: of the function.
-        kwargs: its arguments by name.
-        places: `from_hooks` of its arguments.
-    """
-    if kind_of(name) is not Kind.ELEMENTS:
-        return
-    linear = LINEAR.get(name.removeprefix(FOREACH).strip("_"))
-    if linear is None or not linear(set(places)) or kwargs.get("rounding_mode") is not None:
-        refuse_in_hook(name, next(iter(places.values())))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # DTensors may be operands beside sharded tensors: `p.copy_(x)`, `p.grad.mul_(x)`, `p.grad = x` with a DTensor `x`.
 #
 # A DTensor that is sharded over the same ranks in the same rows is taken by its local tensor, and nothing is sent. One
@@ -1282,7 +1204,7 @@ def as_part(x: Any, beside: Iterable[Origin], name: str, part_of: Callable[[Tens
     known = list(beside)
     for of in known:
         if of.shape == x.shape and _cut_alike(x, of):
-            mine = of._replace(how="a DTensor", gradient=False, in_hook=False)
+            mine = of._replace(how="a DTensor", gradient=False)
             return part_of(x.to_local().reshape(-1), mine)
     return _full(x, name, known[0])
 
@@ -1307,7 +1229,7 @@ def _cut_alike(x: Any, of: Origin) -> bool:
 def _full(x: Any, name: str, of: Origin) -> Tensor:
     where = f"over ranks {x.device_mesh.mesh.tolist()} as {', '.join(map(str, x.placements))}"
     wrong = f"{name} of {of}, {tuple(of.shape)}, and a DTensor of shape {tuple(x.shape)} {where}"
-    if not of.pieces or in_backward() or of.in_hook:
+    if not of.pieces or in_backward():
         why = "it is cut otherwise, and would be gathered, for which ranks would wait for each other here"
         raise RuntimeError(explain(wrong, why, "x.full_tensor() in its place, gathered before on every rank"))
     by = of.pieces[0].by
@@ -1360,8 +1282,6 @@ def refuse_distributed(how: str, what: str, right: str) -> NoReturn:
 
 
 WRITTEN = (Kind.ELEMENTS, Kind.WRITES)
-# Made of the shard's shape and not of its elements.
-BESIDE = (Kind.LIKE, Kind.DRAWS)
 # What functions of torch call their first argument; those of two of these names have it first that is first here.
 FIRST = ("condition", "sorted_sequence", "input", "tensors", "tensor", "self")
 
@@ -1430,13 +1350,9 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     kind = kind_of(name, attribute)
     if (kind in WRITTEN and in_place(name)) or kwargs.get("out") is not None:
         return written(func, name, args, kwargs, origin_of)
-    hooked = from_hooks(args, kwargs, origin_of)
-    if hooked:
-        check_linear(name, kwargs, hooked)
     # `where(condition)` gives indices.
     handler = HANDLERS[Kind.COMPUTES if name == "where" and len(args) == 1 and not kwargs else kind]
-    out = handler(func, name, args, kwargs, origin_of)
-    return in_hook(out, name) if hooked and kind not in BESIDE else out
+    return handler(func, name, args, kwargs, origin_of)
 
 
 def _whole(x: Any, name: str) -> Tensor | None:
@@ -1461,29 +1377,12 @@ def first_by_position(kwargs: dict) -> tuple[tuple, dict]:
 def written(func: Any, name: str, args: tuple, kwargs: dict, origin_of: OriginOf) -> Any:
     """Run a function that writes into its first argument, or into `out`."""
     check_unwritten(name, args, kwargs)
-    hooked = from_hooks(args, kwargs, origin_of)
-    if hooked:
-        check_linear(name, kwargs, hooked)
     given = kwargs.get("out")
     target = args[0] if given is None else given
     if given is not None:
-        out = into_out(func, name, args, kwargs, origin_of)
-    else:
-        into = write if type(target) in (list, tuple) or origin_of(target) is not None else into_plain
-        out = into(func, name, args, kwargs, origin_of)
-    for x in tensors_in([target]) if hooked else ():
-        if isinstance(x, Part):
-            x.of = x.of._replace(in_hook=True)
-    return out
-
-
-def in_hook(out: Any, name: str) -> Any:
-    """Mark the result of a function as computed from a gradient hook's argument."""
-    if type(out) is not Stay:
-        return type(out)(in_hook(x, name) for x in out) if type(out) in (list, tuple) else out
-    if not (out.part.is_floating_point() or out.part.is_complex()):
-        refuse_in_hook(name, out.of)
-    return Stay(out.part, out.of._replace(in_hook=True))
+        return into_out(func, name, args, kwargs, origin_of)
+    into = write if type(target) in (list, tuple) or origin_of(target) is not None else into_plain
+    return into(func, name, args, kwargs, origin_of)
 
 
 def origin_of(x: Any) -> Origin | None:
@@ -1568,11 +1467,6 @@ class AfterGradients:
     def __call__(self, p: Tensor) -> None:
         if self.came:
             self.hook(p)
-
-
-def handed(hook: Callable[[Tensor], Any], of: Origin) -> Handed:
-    """A gradient hook that calls the user's `hook` with a `Part`, and takes a `Part` or a full tensor from it."""
-    return Handed(hook, of._replace(in_hook=True))
 
 
 def kept(out: Any) -> Any:
