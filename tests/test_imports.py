@@ -86,6 +86,9 @@ def folder(module):
 
 def test_modules_import_one_way():
     graph = {name: siblings(name) for name in MODULES.keys() - FOLDERS}
+    # What stands on public names asks the package for them, which is imported by then and asks for contrib when it is
+    # asked itself.
+    graph |= {name: needs - {"__init__"} for name, needs in graph.items() if name.startswith("contrib.")}
     done, order = set(), []
     while len(done) < len(graph):
         ready = [n for n, needs in graph.items() if n not in done and needs <= done]
@@ -304,6 +307,56 @@ def test_built_in_transforms_are_written_with_what_extend_exports():
 
 
 DOORS = {"zerofn", *(f"zerofn.{m}" for m in ("extend", "schedules", "collectives", "integrations", "testing"))}
+
+
+# What a module of contrib takes from the inside of the package, and why no public name can give it.
+INSIDE_OF_CONTRIB = {
+    "contrib.deepspeed_checkpoint": {
+        "core.bucketed_views": "how an attached model stores what it sees: where tensor parallelism has cut the model,",
+        "core.pipeline": "no function of a transform and a state can resolve its pipeline; so `opt._own` is read too",
+        "storage.saving": "ranks come together, and raise the error of one of them on all, as `zf.load` does",
+    },
+    "contrib.doctor": {
+        "kernels.native": "where this installation keeps the kernels that it has built",
+        "ranks.backend": "what torch was built with; only this module imports torch.distributed",
+    },
+    "contrib.profile": {
+        "_compat.autograd": "private names of torch: where a backward is, and its end",
+        "_compat.functorch": "private names of torch: whether torch.func has wrapped a tensor",
+        "core.html": "the look of the package's tables in notebooks",
+        "storage.tables": "the look of the package's tables as text",
+    },
+    "contrib.unroll": {"_compat.functorch": "private names of torch: the levels of torch.func"},
+}
+PRIVATE_ATTRIBUTES = {"contrib.deepspeed_checkpoint": {"_own"}}
+
+
+def of_the_inside(module):
+    """What a module imports that is no public door, its own folder left out."""
+    doors = {"__init__", *(door.removeprefix("zerofn.") for door in DOORS)}
+    return {name for name in siblings(module) if name not in doors and not name.startswith("contrib.")}
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if m.startswith("contrib.")))
+def test_contrib_stands_on_public_names(module):
+    assert of_the_inside(module) == INSIDE_OF_CONTRIB.get(module, {}).keys()
+    # What it asks the package itself for is public, and so is what it asks of objects.
+    asked = [name for name, _ in imports(MODULES[module]) if name.startswith("zerofn.")]
+    assert [name for name in asked if name.count(".") == 1 and name[7:] not in dir(zf)] == []
+    assert [name for name in asked if name.startswith("zerofn.extend.") and name[14:] not in zf.extend.__all__] == []
+    attributes = [node for node in ast.walk(MODULES[module]) if isinstance(node, ast.Attribute)]
+    others = [x.attr for x in attributes if ast.unparse(x.value) != "self" and re.match("_[a-z]", x.attr)]
+    assert {name for name in others if name not in OF_TUPLES} == PRIVATE_ATTRIBUTES.get(module, set())
+
+
+OF_TUPLES = {"_replace", "_asdict", "_fields"}  # public, though their names do not look so
+
+
+def test_nothing_imports_contrib_but_the_lazy_table():
+    importers = {m for m in MODULES for n in siblings(m) if n.startswith("contrib.") and not m.startswith("contrib.")}
+    assert importers == {"__init__", "__main__"}
+    # In `__init__` for type checkers alone.
+    assert not [n for n, at_top in imports(MODULES["__init__"], top_level_only=True) if "contrib" in n and at_top]
 
 
 def unmarked(source):

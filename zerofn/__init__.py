@@ -19,6 +19,7 @@ if _TYPE_CHECKING:
     from .contrib import curvature
     from .contrib.deepspeed import from_deepspeed as from_deepspeed
     from .contrib.deepspeed_checkpoint import load_deepspeed as load_deepspeed
+    from .contrib.from_torch import from_torch as from_torch
     from .contrib.layer_drop import layer_drop as layer_drop
     from .contrib.profile import profile as profile
     from .contrib.replay import record as record
@@ -26,6 +27,7 @@ if _TYPE_CHECKING:
     from .contrib.sequence_parallel import sequence_mean as sequence_mean
     from .contrib.sequence_parallel import sequence_parallel as sequence_parallel
     from .contrib.torchopt import as_torchopt as as_torchopt
+    from .contrib.unroll import unroll as unroll
     from .core.arguments import floats as floats
     from .core.chain import chain as chain
     from .core.chain import guest as guest
@@ -45,7 +47,6 @@ if _TYPE_CHECKING:
     from .pure.api import update as update
     from .pure.api import vjp as vjp
     from .pure.step import make_step as make_step
-    from .pure.unroll import unroll as unroll
     from .ranks.launch import RankError as RankError
     from .ranks.launch import launch as launch
     from .storage.checkpoints import Checkpoints as Checkpoints
@@ -66,7 +67,6 @@ if _TYPE_CHECKING:
     from .transforms.clip import clip_by_global_norm as clip_by_global_norm
     from .transforms.clip import clip_by_value as clip_by_value
     from .transforms.ema import ema as ema
-    from .transforms.from_torch import from_torch as from_torch
     from .transforms.lion import lion as lion
     from .transforms.loss_scale import scale_loss as scale_loss
     from .transforms.low_precision_adam import low_precision_adam as low_precision_adam
@@ -117,7 +117,7 @@ _LATER = {
     "full_params": "pure.api",
     "init": "pure.api",
     "make_step": "pure.step",
-    "unroll": "pure.unroll",
+    "unroll": "contrib.unroll",
     "launch": "ranks.launch",
     "RankError": "ranks.launch",
     "sequence_mean": "contrib.sequence_parallel",
@@ -139,7 +139,7 @@ _LATER = {
     "clip_by_global_norm": "transforms.clip",
     "clip_by_value": "transforms.clip",
     "ema": "transforms.ema",
-    "from_torch": "transforms.from_torch",
+    "from_torch": "contrib.from_torch",
     "lion": "transforms.lion",
     "scale_loss": "transforms.loss_scale",
     "low_precision_adam": "transforms.low_precision_adam",

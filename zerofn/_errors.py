@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from difflib import get_close_matches
+from types import FrameType
 from typing import Any
 
 # What people who come from optax, DeepSpeed, FSDP2 or the Hugging Face Trainer type first.
@@ -50,16 +51,23 @@ def bad_leaves(what: str, leaves: Iterable[tuple[str, str]], right: str) -> str:
 
 
 def users_line() -> int:
-    """The `stacklevel` with which a warning, given where this is called, names the first line that is not of zerofn.
+    """The `stacklevel` with which a warning, given where this is called, names a line of the user's.
 
-    Nor of torch, whose decorators lie between. `Checkpoints.load` calls `zf.load`, and a pipeline a transform's
-    `init_fn`: nobody could count the functions.
+    That is the first line that is neither of zerofn, nor of torch, whose decorators lie between, nor of the package
+    that calls this. `Checkpoints.load` calls `zf.load`, and a pipeline a transform's `init_fn`: nobody could count the
+    functions.
     """
     level, frame = 1, inspect.currentframe()
     frame = frame and frame.f_back
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zerofn", "torch"):
+    # A program without a package of its own is the user's.
+    passed = {"zerofn", "torch", _package_of(frame)} - {"__main__"}
+    while frame is not None and _package_of(frame) in passed:
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _package_of(frame: FrameType | None) -> str:
+    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
 
 
 def kind_of(x: Any) -> str:

@@ -37,7 +37,11 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("zerofn_listener", default=N
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Give `listener` the ranges of this thread inside."""
+    """Give `listener` the ranges of this thread inside: `begin(kind, name)` and `end()`, one inside of another.
+
+    Kinds are `"phase"` of a step, `"update"` and `"view"` of a transform, and `"wait"` for other ranks. Before an
+    update ends, `moved(name, read, written)` has the states and parameters that it read and wrote, by owner.
+    """
     token = _LISTENER.set(listener)
     try:
         yield

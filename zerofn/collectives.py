@@ -25,4 +25,5 @@ from zerofn.ranks.differentiable import replicate as replicate
 from zerofn.ranks.differentiable import replicate_tree as replicate_tree
 from zerofn.ranks.group import Group as Group
 from zerofn.ranks.process_groups import mesh_group as mesh_group
+from zerofn.ranks.process_groups import opened as opened
 from zerofn.ranks.process_groups import world_group as world_group

@@ -16,7 +16,8 @@ it prints, compares and pickles. A `View` says how the model sees what is stored
 ({'w': tensor([3.])}, {'w': tensor([6.])})
 """
 
-from zerofn._errors import bad_leaves, explain
+from zerofn._errors import bad_leaves, explain, kind_of, unknown_keyword, users_line
+from zerofn._ranges import listener, listening
 from zerofn.core.arguments import (
     TINY,
     check_betas,
@@ -30,14 +31,15 @@ from zerofn.core.arguments import (
     no_weight,
     weight_of,
 )
-from zerofn.core.bucketed_views import Like
 from zerofn.core.chain import as_transform, chain, labels_by_path, of_members, texts_of_labels, values_by_path
 from zerofn.core.context import Context, Prepared
 from zerofn.core.facts import AVERAGE, COUNT, OVERFLOW_LEAF, SKIPPED_STEPS, Facts, Scope
 from zerofn.core.layout import AxisPlacement, Flat, Layout, Leaf, Leaves, Owner, Partial, Replicate, Shard, span, width
 from zerofn.core.leafwise import transform
+from zerofn.core.number_graphs import Unrecorded
 from zerofn.core.offload import Conveyor
 from zerofn.core.optimizer import LeafList, LeafStep, direction, like, optimizer, without_elements
+from zerofn.core.pipeline import context_of
 from zerofn.core.spec import (
     NOT_REDUCED,
     OF_ITS_OWN,
@@ -51,10 +53,13 @@ from zerofn.core.spec import (
     watches_parameters,
 )
 from zerofn.core.state import counter
+from zerofn.core.state_entries import Entry, entries, rebuild
 from zerofn.core.transform import ScalarOrSchedule, Transform, TransformState
-from zerofn.core.tree import flatten, select, tree_map
+from zerofn.core.tree import flatten, select, tree_map, unflatten
+from zerofn.core.uncompiled import kept_out_of_graphs
 from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ranks
-from zerofn.kernels.adam import adam_, adam_operator, adam_update, alike, has_kernel, plain, typed
+from zerofn.core.wrapper_names import buffers_in
+from zerofn.kernels.adam import adam_, adam_operator, adam_update, alike, has_kernel, implementation_for, plain, typed
 from zerofn.kernels.fused_adam import fused_operator, fused_update, many_for_fused
 from zerofn.kernels.norms import not_finite, squared_norm
 from zerofn.kernels.recording import (
@@ -101,6 +106,7 @@ __all__ = [
     "Context",
     "Conveyor",
     "Dtypes",
+    "Entry",
     "Facts",
     "Flat",
     "Group",
@@ -109,7 +115,6 @@ __all__ = [
     "LeafList",
     "LeafStep",
     "Leaves",
-    "Like",
     "Misplaced",
     "Owner",
     "Partial",
@@ -123,6 +128,7 @@ __all__ = [
     "Through",
     "Transform",
     "TransformState",
+    "Unrecorded",
     "View",
     "ViewOf",
     "Wire",
@@ -135,6 +141,7 @@ __all__ = [
     "as_it_is",
     "as_transform",
     "bad_leaves",
+    "buffers_in",
     "certain",
     "chain",
     "changes_gradients",
@@ -146,19 +153,26 @@ __all__ = [
     "check_lr",
     "check_number",
     "concrete",
+    "context_of",
     "counter",
     "differentiated",
     "direction",
+    "entries",
     "explain",
     "flatten",
     "fused_operator",
     "fused_update",
     "given",
     "has_kernel",
+    "implementation_for",
+    "kept_out_of_graphs",
+    "kind_of",
     "known_formats",
     "labels_by_path",
     "leaf_key",
     "like",
+    "listener",
+    "listening",
     "makes_parameters",
     "many_for_fused",
     "misfit",
@@ -176,6 +190,7 @@ __all__ = [
     "plus_product",
     "plus_quotient",
     "random_bits",
+    "rebuild",
     "recorded",
     "reduce_scatter_into",
     "root",
@@ -189,6 +204,9 @@ __all__ = [
     "transform",
     "tree_map",
     "typed",
+    "unflatten",
+    "unknown_keyword",
+    "users_line",
     "values_by_path",
     "watches_parameters",
     "weight_of",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import gcd
@@ -404,17 +403,3 @@ def outlasting(name: str) -> Iterator[None]:
             yield
         finally:
             torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
-
-
-def with_globals(fn: Any, names: dict[str, Any]) -> Any:
-    """A copy of a Python function of torch's with other values for some global names.
-
-    Raises:
-        RuntimeError: the function does not use these names in this release of torch.
-    """
-    missing = [name for name in names if name not in fn.__globals__ or name not in fn.__code__.co_names]
-    if missing:
-        raise RuntimeError(f"{fn.__name__} of torch {torch.__version__} does not use {', '.join(missing)}")
-    copy = types.FunctionType(fn.__code__, {**fn.__globals__, **names}, fn.__name__, fn.__defaults__, fn.__closure__)
-    copy.__kwdefaults__ = fn.__kwdefaults__
-    return copy

@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._errors import explain, kind_of
-from ..core.arguments import check_count, check_number
-from ..core.layout import Leaves
-from ..core.state import State
-from ..core.transform import Transform
-from ..core.uncompiled import kept_out_of_graphs
-from ..kernels.norms import leaf_norms
-from ..kernels.rounding import leaf_key, random_bits
-from ..pure.api import bind, pipe_of
+from zerofn import State, Transform, bind
+from zerofn.extend import (
+    Leaves,
+    check_count,
+    check_number,
+    context_of,
+    explain,
+    kept_out_of_graphs,
+    kind_of,
+    leaf_key,
+    random_bits,
+    squared_norm,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `Hessian`: products of the Hessian of a loss with vectors, over parameters that may be sharded.
@@ -45,7 +49,7 @@ class Hessian:
     """
 
     def __init__(self, loss_fn: Callable[..., Any], tx: Transform, state: State, batch: tuple, where: str):
-        self.pipe = pipe_of(tx, state, f"zf.curvature.{where}")
+        self.ranks = context_of(tx, state, f"zf.curvature.{where}")
         trainable = set(state.layout.trained)
         self.leaves = {p: x.detach().requires_grad_(p in trainable) for p, x in state.leaves.items()}
         self.paths = tuple(p for p in self.leaves if p in trainable)
@@ -92,7 +96,7 @@ class Hessian:
         found = {}
         for p in paths:
             x = self.leaves[p]
-            where = {"offset": self.pipe.road.offsets.get(p, 0), "stream": _STREAM, "device": x.device}
+            where = {"offset": self.ranks.offsets.get(p, 0), "stream": _STREAM, "device": x.device}
             bits = random_bits(x.numel(), seed=seed, step=step, key=leaf_key(p), **where).view(x.shape)
             found[p] = (bits & 1).to(x.dtype) * 2 - 1 if signs else (bits.double() / 2.0**31).to(x.dtype)
         return found
@@ -111,12 +115,13 @@ class Hessian:
         # In fp32 torch adds up in a tree, which loses no more than rounding the products does; leaves and ranks are
         # added in float64. Wholly in float64 the two inner products of a step would take a tenth of its time.
         own = sum((_wide(u[p]) * _wide(v[p])).sum().double() for p in u)
-        return float(self.pipe.reduction.sum(torch.as_tensor(own)))
+        return float(self.ranks.reduction.sum(torch.as_tensor(own)))
 
     def norm(self, v: Leaves) -> float:
         """The norm over all ranks, in one pass over memory."""
-        own = sum(n.double().square() for n in leaf_norms({p: x.contiguous() for p, x in v.items()}).values())
-        return math.sqrt(float(self.pipe.reduction.sum(torch.as_tensor(own))))
+        # Leaf by leaf, since a sum over all of them would be one in fp32.
+        own = sum(squared_norm({p: x.contiguous()}).double() for p, x in v.items())
+        return math.sqrt(float(self.ranks.reduction.sum(torch.as_tensor(own))))
 
     def unit(self, v: Leaves) -> Leaves:
         norm = math.sqrt(self.inner(v, v))
@@ -177,7 +182,7 @@ class Trace(NamedTuple):
     error: Tensor
 
 
-@kept_out_of_graphs(_WHY, _RIGHT.format("max_eigenvalue"), "curvature.max_eigenvalue")
+@kept_out_of_graphs(_WHY, _RIGHT.format("max_eigenvalue"), "zf.curvature.max_eigenvalue")
 def max_eigenvalue(
     loss_fn: Callable[..., Any],
     tx: Transform,
@@ -252,7 +257,7 @@ def _power_iteration(hessian: Hessian, start: Leaves, tol: float, max_iter: int)
     return value, settled
 
 
-@kept_out_of_graphs(_WHY, _RIGHT.format("spectrum"), "curvature.spectrum")
+@kept_out_of_graphs(_WHY, _RIGHT.format("spectrum"), "zf.curvature.spectrum")
 def spectrum(
     loss_fn: Callable[..., Any],
     tx: Transform,
@@ -318,7 +323,7 @@ def _lanczos(hessian: Hessian, v: Leaves, most: int) -> tuple[list[float], list[
         vectors.append({p: x / beside[-1] for p, x in w.items()})
 
 
-@kept_out_of_graphs(_WHY, _RIGHT.format("trace"), "curvature.trace")
+@kept_out_of_graphs(_WHY, _RIGHT.format("trace"), "zf.curvature.trace")
 def trace(
     loss_fn: Callable[..., Any],
     tx: Transform,

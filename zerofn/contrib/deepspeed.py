@@ -13,20 +13,23 @@ from typing import Any
 
 import torch
 
-from .._errors import bad_leaves, explain, kind_of, users_line
-from ..core.arguments import TINY, misfit
-from ..core.chain import chain
-from ..core.transform import Transform
-from ..ranks.process_groups import world_group
-from ..transforms.accumulate import accumulate
-from ..transforms.adam import adam, adamw
-from ..transforms.clip import clip_by_global_norm
-from ..transforms.loss_scale import scale_loss
-from ..transforms.low_precision_adam import low_precision_adam
-from ..transforms.offload import offload
-from ..transforms.precision import precision
-from ..transforms.sgd import sgd
-from ..transforms.sharding import all_reduce, reduce_scatter, shard
+from zerofn import (
+    accumulate,
+    adam,
+    adamw,
+    all_reduce,
+    chain,
+    clip_by_global_norm,
+    low_precision_adam,
+    offload,
+    precision,
+    reduce_scatter,
+    scale_loss,
+    sgd,
+    shard,
+)
+from zerofn.collectives import world_group
+from zerofn.extend import TINY, Transform, bad_leaves, explain, kind_of, misfit, users_line
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Keys of a DeepSpeed configuration without a transform: those to ignore, and what to write for the others.

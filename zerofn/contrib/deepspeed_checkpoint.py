@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import bad_leaves, explain, kind_of, users_line
+from zerofn import Optimizer, State
+from zerofn.extend import Entry, bad_leaves, buffers_in, entries, explain, kind_of, rebuild, users_line
+
+# What has no public name: the pipeline of an attached model, which no function of a state can resolve where the model
+# itself is cut by tensor parallelism; and how ranks raise one error together.
 from ..core.bucketed_views import stored_part
 from ..core.pipeline import init_transforms
-from ..core.state import State
-from ..core.state_entries import Entry, entries, rebuild
-from ..core.wrapper_names import buffers_in
-from ..eager.optimizer import Optimizer
 from ..storage.saving import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerofn import __version__, launch
+from zerofn.collectives import world_group
+from zerofn.extend import adam_, all_reduce_, implementation_for
+
+# What has no public name: where this installation keeps its kernels, and what its torch was built with.
 from ..kernels import native as native_cache
-from ..kernels.adam import adam_, implementation_for
 from ..ranks.backend import available
-from ..ranks.launch import launch
 
 # Elements of the update that is timed: 16 MiB of parameters, gradients and moments in bf16.
 ELEMENTS = 1 << 21
@@ -73,8 +76,6 @@ def _version(name: str) -> str:
 
 
 def _versions() -> Finding:
-    from .. import __version__
-
     versions = [f"zerofn {__version__}", f"torch {torch.__version__}", f"optree {_version('optree')}"]
     versions += [f"numpy {_version('numpy')}", f"Python {platform.python_version()}", platform.platform(terse=True)]
     return Finding("versions", ", ".join(versions))
@@ -160,9 +161,6 @@ def _ranks(nproc: int) -> Finding:
 
 
 def _add_up() -> float:
-    from ..ranks.collectives import all_reduce_
-    from ..ranks.process_groups import world_group
-
     x = torch.ones(())
     all_reduce_(x, world_group("doctor"))
     return float(x)

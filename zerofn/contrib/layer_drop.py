@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._errors import explain, kind_of
-from ..core.wrapper_names import modules_of
-from ..kernels.rounding import leaf_key, random_bits
+from zerofn.extend import explain, kind_of, leaf_key, random_bits
 
 # A stream of the counter generator that no rounding draws from.
 _STREAM = 78
@@ -151,7 +149,7 @@ class _Kept:
 
 
 def _outermost(model: nn.Module) -> nn.ModuleList:
-    lists = {name: m for name, m in modules_of(model) if isinstance(m, nn.ModuleList)}
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     outer = {n: m for n, m in lists.items() if not any(o != n and f"{n}.".startswith(f"{o}.") for o in lists if o)}
     if "" in lists:
         outer = {"": lists[""]}

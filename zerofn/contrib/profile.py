@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from zerofn import Optimizer
+from zerofn.collectives import opened
+from zerofn.extend import check_flag, explain, kind_of, listener, listening
+
+# What has no public name: torch's own private names, and the look of the package's tables.
 from .._compat.autograd import at_end_of_backward, in_backward
 from .._compat.functorch import is_wrapped
-from .._errors import explain, kind_of
-from .._ranges import PHASE, UPDATE, VIEW, WAIT, listener, listening
-from ..core.arguments import check_flag
 from ..core.html import bars
-from ..eager.optimizer import Optimizer
-from ..module.nested_tensors import tensors_in
-from ..ranks.process_groups import opened
 from ..storage.tables import align_columns, format_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -207,6 +206,9 @@ def _number(n: float) -> str:
 # Instruments of `profile`: a clock of phases, hooks on modules, a counter of operations, bytes sent.
 
 
+# The kinds of ranges, as a listener is told them.
+PHASE, UPDATE, VIEW, WAIT = "phase", "update", "view", "wait"
+
 # Phases of which operations are counted.
 COUNTED = ("forward", "backward", "update")
 
@@ -326,7 +328,7 @@ class ModelHooks:
         self.depth -= 1
         if self.depth == 0:
             self.clock.set_outside("loss")
-            hooked = [x for x in tensors_in(output) if x.requires_grad and not is_wrapped(x)]
+            hooked = [x for x in _tensors_in(output) if x.requires_grad and not is_wrapped(x)]
             self.undo += [x.register_hook(self._arrived).remove for x in hooked]
 
     def _arrived(self, grad: Tensor) -> None:
@@ -428,6 +430,19 @@ class Measurement:
 
 def _traffic() -> dict[Any, tuple[dict[str, int], dict[str, int]]]:
     return {group: (group.traffic.by_op, group.traffic.calls_by_op) for group in opened()}
+
+
+def _tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
+    """The tensors in whatever a module returns; objects of any class are searched."""
+    if isinstance(value, Tensor):
+        return [value]
+    if value is None or not depth or isinstance(value, str | bytes | int | float | complex | type | torch.nn.Module):
+        return []
+    if isinstance(value, Mapping):
+        held: Iterable[Any] = value.values()
+    else:
+        held = value if isinstance(value, tuple | list) else list(getattr(value, "__dict__", {}).values())
+    return [x for one in held for x in _tensors_in(one, depth - 1)]
 
 
 def _now() -> float:
@@ -575,7 +590,7 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
     if not isinstance(target, Optimizer) and (not callable(target) or isinstance(target, torch.nn.Module)):
         right = "zf.profile(opt) of opt = zf.attach(model, tx), or zf.profile(step) of step = zf.make_step(loss_fn, tx)"
         raise TypeError(explain(f"zf.profile({kind_of(target)})", "it makes no training step", right))
-    if isinstance(target, Optimizer) and not target._own.here:
+    if isinstance(target, Optimizer) and not target.attached:
         right = "opt = zf.attach(model, tx); zf.profile(opt)"
         raise ValueError(explain("zf.profile(opt) after opt.detach()", "it makes no steps any more", right))
     check_flag("zf.profile", "flops", flops)

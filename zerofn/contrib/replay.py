@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._errors import explain
-from ..core.arguments import check_count, check_function
-from ..core.state import State
-from ..core.state_entries import entries
-from ..core.tree import Tree, tree_map
-from ..core.uncompiled import kept_out_of_graphs
+from zerofn import State
+from zerofn.extend import check_count, entries, explain, kept_out_of_graphs, kind_of, tree_map
+
+Tree = Any
 
 # Integer dtypes by size in bytes.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,7 +71,7 @@ def replay(step: Callable[..., tuple[State, Any]], state: State, *batch: Tree, *
     >>> found.owner, found.path, found.element
     ('params', 'w', 1)
     """
-    check_function("zf.replay", step)
+    _check_step("zf.replay", step)
     if not isinstance(state, State):
         right = "state = zf.init(tx, params), and the step of zf.make_step(loss_fn, tx)"
         raise TypeError(explain(f"zf.replay got a {type(state).__name__}", "it is not a state", right))
@@ -131,9 +129,15 @@ def record(step: Callable[..., tuple[State, Any]], last: int = 8) -> Record:
     >>> found.step, found.owner, found.path, found.element
     (2, 'params', 'w', 1)
     """
-    check_function("zf.record", step)
+    _check_step("zf.record", step)
     check_count("zf.record", "last", last, "steps that are kept")
     return Record(step, last)
+
+
+def _check_step(function: str, step: Any) -> None:
+    if not callable(step):
+        why = f"the first argument is a step, and {step!r} is {kind_of(step)}"
+        raise TypeError(explain(f"{function}({step!r}, ...)", why, f"{function}(zf.make_step(loss_fn, tx), ...)"))
 
 
 def _run(step: Callable[..., Any], state: State, batch: Tree, keywords: dict[str, Any]) -> tuple[State, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .._compat.tensors import with_globals
-from .._errors import explain
-from ..ranks.collectives import gather_numbers
-from ..ranks.differentiable import Split, all_gather, all_to_all, balanced, exchange
-from ..ranks.group import Group
-from ..ranks.process_groups import group_for
+from zerofn.collectives import Group, all_gather, all_to_all, mesh_group, world_group
+from zerofn.extend import all_gather_into, explain
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sequence parallelism: each rank has a part of every sequence, and attention a part of the heads.
@@ -46,11 +43,9 @@ def around(attention: Attention, group: Group, heads: int, sequence: int) -> Att
         of_heads = query.dim() + heads if heads < 0 else heads
         of_positions = query.dim() + sequence if sequence < 0 else sequence
         key, value = (_repeated(x, query, group.size, of_heads) for x in (key, value))
-        splits = [Split(), Split(), Split()]
-        q, k, v = (
-            exchange(x, group, of_heads, of_positions, None, split)
-            for x, split in zip((query, key, value), splits, strict=True)
-        )
+        lengths: list[int] = []
+        q = all_to_all(query, group, of_heads, of_positions, lengths=lengths)
+        k, v = (all_to_all(x, group, of_heads, of_positions) for x in (key, value))
         mask = kwargs.get("attn_mask")
         if isinstance(mask, Tensor):
             own = query.shape[of_positions], key.shape[of_positions]
@@ -66,7 +61,7 @@ def around(attention: Attention, group: Group, heads: int, sequence: int) -> Att
                     "sequence_parallel(attention, mesh, heads=2, sequence=1) for (batch, sequence, heads, features)",
                 )
             )
-        return all_to_all(out, group, of_positions, of_heads, splits=splits[0].rows)
+        return all_to_all(out, group, of_positions, of_heads, splits=lengths)
 
     return parallel
 
@@ -82,7 +77,7 @@ def _repeated(x: Tensor, query: Tensor, size: int, heads: int) -> Tensor:
 def _whole(mask: Tensor, own: tuple[int, int], whole: tuple[int, int], group: Group) -> Tensor:
     """A mask (..., queries, keys) of whole sequences: as given, or gathered if each rank has that of its part."""
     shape = (1, 1, *mask.shape)[-2:]
-    rows, dims = gather_numbers([*shape, *own, *whole], group, "match"), mask.dim()
+    rows, dims = _of_all_ranks([*shape, *own, *whole], group), mask.dim()
 
     def is_on_all(i: int) -> set[str]:
         ways = {"one": lambda row: 1, "own": lambda row: row[2 + i], "whole": lambda row: row[4 + i]}
@@ -106,10 +101,33 @@ def _whole(mask: Tensor, own: tuple[int, int], whole: tuple[int, int], group: Gr
     )
 
 
+def _of_all_ranks(numbers: list[int], group: Group) -> list[list[int]]:
+    """The numbers of each rank."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=group.device)
+    every = mine.new_empty(group.size * len(numbers))
+    all_gather_into(every, mine, group, what="match")
+    return every.view(group.size, len(numbers)).tolist()
+
+
 def _of_my_heads(mask: Tensor, heads: int, group: Group) -> Tensor:
     if mask.dim() < 3 or mask.shape[-3] == 1 or mask.shape[-3] != heads:
         return mask
-    return mask.split(balanced(heads, group.size), dim=-3)[group.rank]
+    return mask.tensor_split(group.size, dim=-3)[group.rank]
+
+
+def _group(function: str, mesh: Any) -> Group:
+    """The ranks of a mesh, or all for `None`."""
+    if mesh is None:
+        return world_group()
+    if type(mesh).__name__ != "DeviceMesh":
+        raise TypeError(
+            explain(
+                f"{function}(..., mesh={mesh!r})",
+                "mesh is a one-dimensional DeviceMesh, or None for all ranks",
+                f"{function}(..., init_device_mesh('cpu', (2, 2), mesh_dim_names=('data', 'sequence'))['sequence'])",
+            )
+        )
+    return mesh_group(mesh)
 
 
 def sequence_mean(losses: Tensor, mesh: Any = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -137,7 +155,7 @@ def sequence_mean(losses: Tensor, mesh: Any = None, weights: Tensor | None = Non
     >>> zf.sequence_mean(torch.tensor([1.0, 2.0, 9.0]), weights=torch.tensor([True, True, False]))
     (tensor(1.5000), tensor(2., dtype=torch.float64))
     """
-    group = group_for("sequence_mean", mesh)
+    group = _group("sequence_mean", mesh)
     if weights is not None and weights.shape != losses.shape:
         raise ValueError(
             f"weights of shape {tuple(weights.shape)} for losses of shape {tuple(losses.shape)}: one for each"
@@ -204,7 +222,7 @@ def sequence_parallel(attention: Any, mesh: Any = None, *, heads: int = -3, sequ
                 "sequence_parallel(torch.nn.functional.scaled_dot_product_attention, mesh)",
             )
         )
-    group = group_for("sequence_parallel", mesh)
+    group = _group("sequence_parallel", mesh)
     if isinstance(attention, nn.Module):
         return SequenceParallel(attention, group)
     return around(attention, group, heads, sequence)
@@ -250,7 +268,7 @@ class _Attentions(TorchFunctionMode):
         self.parallel = around(attention, group, heads=-3, sequence=-2)
         # It calls attention by a global name, while modes are off: in a copy of it that name is the parallel function.
         names = {"scaled_dot_product_attention": self.parallel, "has_torch_function": lambda _: False}
-        self.multi_head = with_globals(F.multi_head_attention_forward, names)
+        self.multi_head = _with_globals(F.multi_head_attention_forward, names)
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -275,6 +293,20 @@ class _Attentions(TorchFunctionMode):
 
     def __reduce__(self) -> Any:
         return _Attentions, (self.group,)
+
+
+def _with_globals(fn: Any, names: dict[str, Any]) -> Any:
+    """A copy of a Python function of torch's with other values for some global names.
+
+    Raises:
+        RuntimeError: the function does not use these names in this release of torch.
+    """
+    missing = [name for name in names if name not in fn.__globals__ or name not in fn.__code__.co_names]
+    if missing:
+        raise RuntimeError(f"{fn.__name__} of torch {torch.__version__} does not use {', '.join(missing)}")
+    copy = types.FunctionType(fn.__code__, {**fn.__globals__, **names}, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
 
 
 class _Inside(threading.local):

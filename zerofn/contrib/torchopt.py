@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from .._errors import explain
-from ..core.transform import Transform, number_tensors
-from ..core.tree import Tree, flatten, unflatten
-from ..core.view import no_view
-from ..kernels.recording import recorded
+from zerofn.extend import Transform, explain, flatten, no_view, recorded, unflatten
+
+Tree = Any
 
 
 def as_torchopt(tx: Transform) -> Any:
@@ -60,7 +58,7 @@ def as_torchopt(tx: Transform) -> Any:
         # torchopt's classes pass a tuple where `init` was given a list.
         like = flatten(params)[1]
         given = unflatten(like, grads) if like.num_leaves == len(grads) else updates
-        numbers = [x for _, x in number_tensors(tx)]
+        numbers = _numbers(tx)
         # Parameters of a model require grad; without this a step by hand would record a graph that nobody uses.
         with torch.set_grad_enabled(torch.is_grad_enabled() and recorded([*grads, *flatten(state)[0], *numbers])):
             out, new = tx.update(given, state, params)
@@ -68,3 +66,12 @@ def as_torchopt(tx: Transform) -> Any:
         return unflatten(form, list(steps)), new
 
     return GradientTransformation(init=tx.init, update=update)
+
+
+def _numbers(tx: Transform) -> list[Any]:
+    """The arguments of a transform and of those inside of it, tensors among them."""
+    found: list[Any] = []
+    for part in tx.members:
+        found += flatten([x for x in part.config.values() if isinstance(x, torch.Tensor | dict | list | tuple)])[0]
+        found += [x for one in part.parts for x in _numbers(one)]
+    return found

@@ -663,3 +663,58 @@ def _behind(road: Road, stages: int) -> Placement:
     usual = {shape: found.span(shape) for shape in {leaf.shape for leaf in road.leaves}}
     spans = [(leaf, road.specs[stages][leaf.path].range) for leaf in road.leaves]
     return replace(found, ranges=tuple([(leaf.path, own) for leaf, own in spans if own != usual[leaf.shape]]))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The pipeline of a state that somebody hands over with it, and what tools of analysis may know of that pipeline.
+
+
+def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
+    """Resolve a pipeline for the parameters of a state. One that another pipeline has made is refused."""
+    if not isinstance(state, State):
+        raise TypeError(
+            explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
+        )
+    state.check_usable(where)
+    pipe = pipeline(tx, state.layout, where)
+    names = [p.name for p in pipe.parts]
+    if list(state.transforms) != names:
+        raise ValueError(
+            explain(
+                f"{where} with a pipeline of {names} and a state of {list(state.transforms)}",
+                "the state was made by another pipeline",
+                "state = zf.init(tx, params) with this very tx",
+            )
+        )
+    mine, theirs = pipe.layout.placement, state.layout.placement
+    if (mine.rank, mine.size) != (theirs.rank, theirs.size):
+        wrong = f"{where} on rank {mine.rank} of {mine.size}, of a state that has the shards of rank {theirs.rank} of "
+        why = "each rank has its own shards, and a file of torch.save has those of one"
+        right = "torch.save(state, f'{rank}.pt') on each rank, and torch.load of its own on as many;\n"
+        right += "zf.save(directory, state) and zf.load(directory, like=zf.init(tx, params)) for any number of ranks"
+        raise ValueError(explain(f"{wrong}{theirs.size}", why, right))
+    return pipe
+
+
+def context_of(tx: Transform, state: Any, where: str) -> Context:
+    """What an update half would be given, for a function of a pipeline and a state: a tool of analysis, for instance.
+
+    Its `layout` has the leaves. Its `offsets` say where this rank's shard of a leaf begins; a leaf that is not there
+    begins at 0. Its `reduction` adds numbers up over the ranks.
+
+    Args:
+        tx: the pipeline.
+        state: its state, of `zf.init` or `opt.state`.
+        where: what the user has called, for errors.
+
+    Raises:
+        TypeError: `state` is no state.
+        ValueError: another pipeline, or another number of ranks, has made it.
+
+    >>> import torch, zerofn as zf
+    >>> state = zf.init(zf.sgd(0.1), {"w": torch.tensor([3.0, 4.0])})
+    >>> ctx = context_of(zf.sgd(0.1), state, "squares")
+    >>> ctx.offsets.get("w", 0), ctx.reduction.sum((state.leaves["w"] ** 2).sum())
+    (0, tensor(25.))
+    """
+    return resolve_for(tx, state, where).context()

@@ -39,11 +39,11 @@ def kept_out_of_graphs(why: str, right: str, name: str | None = None) -> Callabl
     Args:
         why: it can be in no graph.
         right: what to write.
-        name: what the user has called, where the function is a part of it.
+        name: what the user has called; by default `zf.` and the name of the function.
     """
 
     def decorate(fn: Fn) -> Fn:
-        named = f"zf.{name or fn.__name__} inside of torch.compile(..., fullgraph=True)"
+        named = f"{name or f'zf.{fn.__name__}'} inside of torch.compile(..., fullgraph=True)"
         uncompiled_is_fine = f"{right};\nor torch.compile without fullgraph, where it runs uncompiled"
         return uncompiled(fn, explain(named, why, uncompiled_is_fine))
 

@@ -74,6 +74,11 @@ class OptimizerBase(torch.optim.Optimizer):
         raise _not_assigned("tx", why, "opt.detach(); opt = zf.attach(model, tx)")
 
     @property
+    def attached(self) -> bool:
+        """Whether the model is attached still: `detach` ends it."""
+        return self._own.here
+
+    @property
     def is_boundary(self) -> bool:
         """Whether the next `step` closes the accumulation window."""
         return self._own.steps.window.closes()

@@ -17,7 +17,7 @@ from ..core.arguments import check_function, check_positional
 from ..core.bucketed_views import view_all
 from ..core.layout import Leaf, Leaves, check_own_memory, make_layout
 from ..core.number_graphs import RECORDED
-from ..core.pipeline import Pipeline, first_state, pipeline
+from ..core.pipeline import Pipeline, first_state, pipeline, resolve_for
 from ..core.rank_agreement import (
     Init,
     agree_on_gradients,
@@ -244,33 +244,6 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
     """As `resolve_for`, with views that read this state."""
     return reading_state(resolve_for(tx, state, where), state, where)
-
-
-def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
-    """Resolve a pipeline for the parameters of a state. One that another pipeline has made is refused."""
-    if not isinstance(state, State):
-        raise TypeError(
-            explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
-        )
-    state.check_usable(where)
-    pipe = pipeline(tx, state.layout, where)
-    names = [p.name for p in pipe.parts]
-    if list(state.transforms) != names:
-        raise ValueError(
-            explain(
-                f"{where} with a pipeline of {names} and a state of {list(state.transforms)}",
-                "the state was made by another pipeline",
-                "state = zf.init(tx, params) with this very tx",
-            )
-        )
-    mine, theirs = pipe.layout.placement, state.layout.placement
-    if (mine.rank, mine.size) != (theirs.rank, theirs.size):
-        wrong = f"{where} on rank {mine.rank} of {mine.size}, of a state that has the shards of rank {theirs.rank} of "
-        why = "each rank has its own shards, and a file of torch.save has those of one"
-        right = "torch.save(state, f'{rank}.pt') on each rank, and torch.load of its own on as many;\n"
-        right += "zf.save(directory, state) and zf.load(directory, like=zf.init(tx, params)) for any number of ranks"
-        raise ValueError(explain(f"{wrong}{theirs.size}", why, right))
-    return pipe
 
 
 def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
@@ -604,7 +577,7 @@ def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = N
 @kept_out_of_graphs(
     RESOLVES,
     'metrics["grad_norm"] of a compiled step; or zf.global_norm(tree, tx, state), outside of what is compiled',
-    "global_norm",
+    "zf.global_norm",
 )
 def _of_the_whole(tree: Tree, tx: Transform, state: State) -> Tensor:
     pipe = pipe_of(tx, state, "zf.global_norm")

@@ -16,7 +16,7 @@ from .._ranges import PHASE, ranged
 from ..core.arguments import check_flag, check_function, check_positional
 from ..core.context import Context
 from ..core.layout import Layout, Leaves
-from ..core.pipeline import Pipeline, pipeline
+from ..core.pipeline import Pipeline, pipeline, resolve_for
 from ..core.rank_agreement import shared_weight
 from ..core.state import State
 from ..core.transform import Transform
@@ -26,7 +26,7 @@ from ..core.update import Metrics, apply, check_vmap
 from ..core.view import leave
 from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import settled
-from .api import lost_graphs, reading_state, records, resolve_for
+from .api import lost_graphs, reading_state, records
 from .linearize import linearize
 
 

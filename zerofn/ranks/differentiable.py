@@ -565,7 +565,13 @@ def exchange_rows(x: Tensor, outs: list[int], ins: list[int], group: Group) -> T
 
 
 def all_to_all(
-    x: Tensor, group: Group, split_dim: int, concat_dim: int, *, splits: Sequence[int] | None = None
+    x: Tensor,
+    group: Group,
+    split_dim: int,
+    concat_dim: int,
+    *,
+    splits: Sequence[int] | None = None,
+    lengths: list[int] | None = None,
 ) -> Tensor:
     """Gather along `concat_dim` and shard along `split_dim`: chunk `r` of `x` along `split_dim` goes to rank `r`.
 
@@ -579,7 +585,8 @@ def all_to_all(
     Args:
         x: this rank's tensor. group: the ranks. split_dim: the dimension to shard, negative from the end.
             concat_dim: the dimension to gather. splits: the length along `split_dim` of each rank; by default those
-            of `torch.tensor_split`. The way back needs them if ranks had other lengths.
+            of `torch.tensor_split`. The way back needs them if ranks had other lengths. lengths: a list, which is
+            filled with the length along `concat_dim` of each rank: the `splits` of the way back.
 
     Raises:
         ValueError: on every rank, if dtypes, arguments or other dimensions differ between ranks, the dimensions are not
@@ -589,7 +596,11 @@ def all_to_all(
     tensor([[1., 1., 1.],
             [1., 1., 1.]])
     """
-    return exchange(x, group, split_dim, concat_dim, splits, Split())
+    split = Split()
+    out = exchange(x, group, split_dim, concat_dim, splits, split)
+    if lengths is not None:
+        lengths[:] = split.rows
+    return out
 
 
 def exchange(

@@ -294,7 +294,7 @@ def finished(failed: bool = False) -> None:
 
 
 def opened() -> list[Group]:
-    """The groups of several ranks that are open in this process."""
+    """The groups of several ranks that are open in this process; `group.traffic` counts what was sent over each."""
     return [g for g in registry.current().values() if g is not None and g.pg is not None]
 
 

@@ -11,9 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat.functorch import uncompiled
-from .._errors import explain, unknown_keyword
-from ..extend import LeafList, LeafStep, ScalarOrSchedule, Transform, check_lr, optimizer, typed
+from zerofn.extend import (
+    LeafList,
+    LeafStep,
+    ScalarOrSchedule,
+    Transform,
+    check_lr,
+    explain,
+    kept_out_of_graphs,
+    optimizer,
+    typed,
+    unknown_keyword,
+)
 
 # Options that say how a class runs: the pipeline decides that.
 RUNS = ("foreach", "fused", "capturable", "differentiable")
@@ -24,15 +33,10 @@ RESERVED = ("count", STEP)
 CLOSE = 1e-9
 
 
-_GRAPH = explain(
-    "from_torch(...) inside of torch.compile(..., fullgraph=True)",
+@kept_out_of_graphs(
     "it tries the class on a leaf, by code that is in no graph; and what it makes is in none",
-    "zf.adam, zf.sgd and the others of this library in torch.compile(zf.make_step(loss_fn, tx), fullgraph=True);\n"
-    "or torch.compile without fullgraph, where it runs uncompiled",
+    "zf.adam, zf.sgd and the others of this library in torch.compile(zf.make_step(loss_fn, tx), fullgraph=True)",
 )
-
-
-@functools.partial(uncompiled, why=_GRAPH)
 def from_torch(
     optimizer_class: type[torch.optim.Optimizer], lr: ScalarOrSchedule | None = None, **options: Any
 ) -> Transform:

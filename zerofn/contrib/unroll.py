@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from zerofn.extend import Unrecorded, check_count, explain, flatten, kept_out_of_graphs, kind_of, unflatten
+
+# What has no public name: torch's own private names for the levels of torch.func.
 from .._compat.functorch import (
     NO_LEVEL,
     constant,
@@ -20,11 +23,8 @@ from .._compat.functorch import (
     is_function,
     unwrapped_if_dead,
 )
-from .._errors import explain
-from ..core.arguments import check_count, check_function
-from ..core.number_graphs import Unrecorded
-from ..core.tree import Tree, flatten, unflatten
-from ..core.uncompiled import kept_out_of_graphs
+
+Tree = Any
 
 # ----------------------------------------------------------------------------------------------------------------------
 # An `Ambient` keeps what a function depends on besides its arguments, random numbers and autocast, to run it again
@@ -116,7 +116,10 @@ def unroll(
     >>> torch.func.grad_and_value(final)(torch.tensor(0.25))
     (tensor(1.), tensor(0.9375))
     """
-    check_function("zf.unroll", step)
+    if not callable(step):
+        why = f"the first argument is a step, and {step!r} is {kind_of(step)}"
+        right = "zf.unroll(zf.make_step(loss_fn, tx), state, batches, every=k)"
+        raise TypeError(explain(f"zf.unroll({step!r}, ...)", why, right))
     check_count("zf.unroll", "every", every, "steps between states that are kept")
     batches = list(batches)
     if not batches:
