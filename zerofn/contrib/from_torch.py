@@ -36,6 +36,7 @@ CLOSE = 1e-9
 @kept_out_of_graphs(
     "it tries the class on a leaf, by code that is in no graph; and what it makes is in none",
     "zf.adam, zf.sgd and the others of this library in torch.compile(zf.make_step(loss_fn, tx), fullgraph=True)",
+    "from_torch(...)",
 )
 def from_torch(
     optimizer_class: type[torch.optim.Optimizer], lr: ScalarOrSchedule | None = None, **options: Any
