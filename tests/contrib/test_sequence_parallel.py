@@ -421,7 +421,7 @@ def test_what_is_seen_of_a_module():
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="goes around a function of queries, keys and values"):
         zf.sequence_parallel(3)
-    with pytest.raises(TypeError, match="sequence_parallel\\(..., mesh='x'\\)"):
+    with pytest.raises(TypeError, match=r"sequence_parallel\(\.\.\., mesh='x'\)"):
         zf.sequence_parallel(plain, "x")
     with pytest.raises(ValueError, match="one for each"):
         zf.sequence_mean(torch.ones(3), weights=torch.ones(2))

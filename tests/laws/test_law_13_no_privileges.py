@@ -110,6 +110,6 @@ def test_the_page_on_transforms_has_a_line_for_each_name_of_extend():
     table = page.partition("\n## What `zerofn.extend` has\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.M)
     assert sorted(name for name, _ in rows) == sorted(extend.__all__)
-    # A plain sentence each, which is not said of another name as well.
-    assert all(line[0].isupper() and line.endswith(".") for _, line in rows)
+    # A plain sentence each.
+    assert all(re.fullmatch(r"[A-Z`].*\.", line) for _, line in rows)
     assert [name for name in extend.__all__ if not hasattr(extend, name)] == []
