@@ -187,6 +187,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "reduce_scatter": (zf.reduce_scatter, {"mesh": None}, {}),
     "all_reduce": (zf.all_reduce, {"mesh": None}, {}),
     "local": (zf.local, {}, {}),
+    "watch": (zf.watch, {"fn": None, "then": None, "labels": None}, {}),
     "constant": (zf.schedules.constant, {"value": Number()}, {}),
     "linear": (
         zf.schedules.linear,

@@ -309,7 +309,7 @@ def test_not_a_module():
         zf.attach({"w": torch.ones(1)}, zf.sgd(0.1))
     with pytest.raises(ValueError, match="no optimizer"):
         zf.attach(net(), zf.clip_by_value(1.0))
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="no parameters"):
         zf.attach(nn.Tanh(), zf.sgd(0.1))
 
 

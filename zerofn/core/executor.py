@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -237,6 +236,7 @@ class Segment:
         self.copies_old = parts.keeps_old and before is None and (ctx.donate or ctx.donate_to_kernels)
         self.given, self.ctx, self.params, self.stretch = states, ctx, params, parts
         self.emitted = emitted
+        self.bucket_ctx: Context | None = None
         first, self.old = parts.parts[0], parts.states(states) if parts.joined else states
         self.whole = first.scope is Scope.WHOLE
         if grads is not None and first.facts.watches:
@@ -304,7 +304,7 @@ class Segment:
 
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
         emitted, comes, old_params = self.emitted, self.comes, params
-        of_step = self.ctx if every or self.whole else self._within_bucket
+        of_step = self.ctx if every or self.whole else self._within_bucket()
         if self.copies_old:
             old_params = {path: x.clone() for path, x in params.items()}
         elif self.before is not None:
@@ -333,10 +333,12 @@ class Segment:
                 signal = passed(emitted, out)
         return signal
 
-    @cached_property
     def _within_bucket(self) -> Context:
         """The context of updates that are handed some leaves of many."""
-        return replace(self.ctx, reduction=WithinBucket(self.ctx.reduction))
+        # No cached_property: its lock breaks a compiled graph.
+        if self.bucket_ctx is None:
+            self.bucket_ctx = replace(self.ctx, reduction=WithinBucket(self.ctx.reduction))
+        return self.bucket_ctx
 
     def _context_of(self, part: Transform, comes: bool | Tensor) -> Context:
         """The context of a transform where only a tensor knows whether anything comes to it."""
