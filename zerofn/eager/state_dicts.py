@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -198,9 +198,9 @@ def pairs(own: dict[str, Any], given: dict[str, Any]) -> list[tuple[Any, Any]]:
     for k in mine.keys() & theirs.keys():
         a, b = mine[k], theirs[k]
         if isinstance(a, Tensor) and (not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype):
-            bad.append((k, f"{_what(b)} instead of {_what(a)}"))
+            bad.append((k, f"{_form_of(b)} instead of {_form_of(a)}"))
         elif isinstance(a, NoTensor) and isinstance(b, Tensor):
-            bad.append((k, f"{_what(b)} instead of {_what(a.value)}"))
+            bad.append((k, f"{_form_of(b)} instead of {_form_of(a.value)}"))
         elif isinstance(a, Tensor) and _cut_otherwise(a, b):
             # A whole and a part of a leaf with one dimension have one shape; copying would broadcast, or stop half way.
             bad.append((k, f"{_cut(b)} instead of {_cut(a)}"))
@@ -289,7 +289,7 @@ def _elsewhere(a: Any, b: Any) -> bool:
 
 def _cut(x: Tensor) -> str:
     part = as_local(x)
-    return f"{_what(x)} {'in full' if part is x else f'of which this rank has {tuple(part.shape)}'}"
+    return f"{_form_of(x)} {'in full' if part is x else f'of which this rank has {tuple(part.shape)}'}"
 
 
 def _form_of(x: Any) -> str:
@@ -332,8 +332,6 @@ APART = OWN_ENTRY + "apart"
 UNSET = -1
 # Hyperparameters that torch keeps in groups beside the rate. Here they are the chain's.
 BESIDE = ("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
-# What wrappers put into the names of a module's parameters.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 def is_torch_form(d: Any) -> bool:
@@ -584,6 +582,7 @@ class Loading:
         ours = given.get(OWN_KEY)
         self.own_key: Mapping[str, Any] = ours if isinstance(ours, Mapping) else {}
         self.bad: list[tuple[str, str]] = []
+        self.renamed: dict[str, str] = {}
         self.told: dict[str, Any] = {}
         self.fits: list[tuple[Entry, Tensor]] = []
         self.pairs: list[tuple[Tensor, Tensor]] = []
@@ -615,6 +614,7 @@ class Loading:
             # Before the first message, and before anything is written: a rank that refuses it is alone otherwise.
             self.bad = list(dict.fromkeys(row for bad in gather_objects(self.bad, self.control) for row in bad))
         self._refuse()
+        warn_of_other_names("opt.load_state_dict(d)", self.renamed)
         self._fit_all()
         self._make_anew()
         return ToLoad(self.pairs, self.values, self._groups(own_groups), LoadedStates(by, tuple(made_anew)))
@@ -661,6 +661,7 @@ class Loading:
             flat = [key for own in keys for key in own]
         if doubled := sorted({key for key in flat if flat.count(key) > 1}, key=str):
             self.bad += [(str(key), "doubled: it stands in param_groups more than once") for key in doubled]
+        self.bad += [(key, "unexpected") for key in self.given if key not in ("state", "param_groups", OWN_KEY)]
         self.labels = {path: path if key == path else f"{path} ({key})" for path, key in labels.items()}
         self.bad += [(str(k), "unexpected: no group has it") for k in state if k not in flat]
         return {path: _entries(state.get(key, {})) for path, key in labels.items()}, by, taken
@@ -668,23 +669,31 @@ class Loading:
     def _by_name(
         self, mine: list[list[str]], keys: list[list[Any]], names: list[list[str]]
     ) -> tuple[dict[str, Any], list[int]]:
-        at = {plain_name(name): (i, key) for i, own in enumerate(names) for name, key in zip(own, keys[i], strict=True)}
-        every = [plain_name(name) for own in names for name in own]
-        own = {plain_name(path): path for of in mine for path in of}
+        every = [name for own in names for name in own]
+        at = {name: (i, key) for i, own in enumerate(names) for name, key in zip(own, keys[i], strict=True)}
+        own = [path for of in mine for path in of]
         self.bad += [(name, "doubled: two parameters have this name") for name in at if every.count(name) > 1]
-        self.bad += [(path, "missing") for name, path in own.items() if name not in at]
+        at = self._plainly_named(at, own)
+        self.bad += [(path, "missing") for path in own if path not in at]
         self.bad += [(name, "unexpected") for name in at if name not in own]
         if self.bad:
             self._refuse()
         taken = []
         for i, of in enumerate(mine):
-            groups = list(dict.fromkeys(at[plain_name(path)][0] for path in of))
+            groups = list(dict.fromkeys(at[path][0] for path in of))
             rates = {str(self.given["param_groups"][k].get("lr")) for k in groups}
             if len(rates) > 1:
                 why = f"parameters of one group here are in groups of other rates there, {sorted(rates)}"
                 self.bad.append((f"param_groups/{i}", why))
             taken.append(groups[0] if groups else min(i, len(keys) - 1))
-        return {path: at[name][1] for name, path in own.items()}, taken
+        return {path: at[path][1] for path in own}, taken
+
+    def _plainly_named(self, given: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+        """The same, by the names of the plain model: older files have what wrappers of modules added."""
+        renamed = unwrapped_names(given, own)
+        self.renamed |= renamed
+        others = {name: x for name, x in given.items() if name not in renamed.values()}
+        return others | {path: given[name] for path, name in renamed.items()}
 
     def _told(self) -> dict[str, Any]:
         """What is given of no leaf, by name."""
@@ -821,6 +830,7 @@ class Loading:
         if given is None:
             return
         own = self.names.params
+        given = self._plainly_named(given, own)
         self.bad += [(f"params/{path}", "missing") for path in own if path not in given]
         self.bad += [(f"params/{path}", "unexpected") for path in given if path not in own]
         for path in own.keys() & given.keys():
@@ -876,17 +886,6 @@ class Loading:
             right = "the negative of the loss; or zf.from_torch(torch.optim.AdamW, maximize=True) in the chain"
             raise ValueError(bad_leaves("load_state_dict: of an optimizer that goes another way", bad, right))
         return found
-
-
-def plain_name(name: str) -> str:
-    """The name of a parameter without what wrappers of modules put into it.
-
-    >>> plain_name("_orig_mod.0._checkpoint_wrapped_module.weight")
-    '0.weight'
-    """
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _names_given(groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any], keys: list[list[Any]]) -> Any:
