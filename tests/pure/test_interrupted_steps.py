@@ -85,3 +85,37 @@ def test_the_state_is_that_of_the_step_before_or_after(name, donate):
 @pytest.mark.parametrize("name", CHAINS)
 def test_at_every_moment(name, donate):
     run(name, donate, None)
+
+
+DOORS: dict[str, Callable[[zf.State, Any], object]] = {
+    "init": lambda state, tx: zf.init(tx, {"a": torch.ones(3, 4), "b": torch.ones(3)}),
+    "vjp": lambda state, tx: zf.vjp(loss_fn, tx, state, X)[1](torch.ones(())),
+    "full_params": lambda state, tx: zf.full_params(tx, state),
+    "averages": lambda state, tx: zf.full_params(tx, state, of="ema"),
+    "gather": lambda state, tx: zf.gather(tx, state, state.params),
+    "bind": lambda state, tx: torch.func.grad(zf.bind(loss_fn, tx, state))(state.params, X),
+    "update": lambda state, tx: zf.update(tx, {"a": torch.ones(3, 4), "b": torch.ones(3)}, state),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("door", DOORS)
+def test_grad_mode_is_put_back(door, grad):
+    """At 40 places of each function of the pure route, and in either mode."""
+    tx = zf.chain(zf.shard(), zf.scale_loss(8.0), zf.adamw(1e-2), zf.ema(0.9))
+    state = zf.init(tx, {"a": torch.linspace(-1, 1, 12).view(3, 4), "b": torch.linspace(0, 1, 3)})
+    before, was = values(state), modes()
+    with torch.set_grad_enabled(grad):
+        inside = modes()
+        with Moment(0) as count:
+            DOORS[door](state, tx)
+        every = range(1, count.seen + 1)
+        for n in every if count.seen <= 40 else sorted(random.Random(door).sample(every, 40)):
+            moment = Moment(n)
+            try:
+                with moment:
+                    DOORS[door](state, tx)
+            except KeyboardInterrupt:
+                pass
+            assert modes() == inside, moment.where
+    assert modes() == was and same(values(state), before)

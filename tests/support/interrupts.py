@@ -32,13 +32,17 @@ class Moment:
     call something), so a sweep over `n` meets what Ctrl-C can do to a program, and nothing else: a real signal, to the
     handler that is set at that moment.
 
+    Args:
+        n: which place.
+        files: count those in files of these names alone; all places without any.
+
     Attributes:
         seen: the places that were passed, up to the n-th.
         where: the place where SIGINT came; `None` where there are fewer.
     """
 
-    def __init__(self, n: int):
-        self.n, self.seen = n, 0
+    def __init__(self, n: int, files: tuple[str, ...] = ()):
+        self.n, self.seen, self.files = n, 0, files
         self.where: str | None = None
 
     def __enter__(self) -> Moment:
@@ -53,6 +57,8 @@ class Moment:
             return
         if frame.f_code.co_name == "<genexpr>":
             # `any` and `all` throw one away, and Python ignores what is raised while it is closed, an interrupt too.
+            return
+        if self.files and not frame.f_code.co_filename.endswith(self.files):
             return
         self.seen += 1
         if self.seen == self.n:

@@ -199,3 +199,25 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = _engine.queue_callbac
 # A function of C, for what puts a mode back after Ctrl-C: `torch.no_grad` and `torch.set_grad_enabled` are classes of
 # Python, and leave the mode as it is inside where the interrupt comes as they are entered or left.
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
+
+
+class grad_mode_kept:
+    """Around code that enters and leaves grad modes: where it raises, the mode is put back as it was.
+
+    >>> try:
+    ...     with grad_mode_kept():
+    ...         set_grad_mode(False)  # as an interrupt behind the first line of `with torch.no_grad():` leaves it
+    ...         raise KeyboardInterrupt
+    ... except KeyboardInterrupt:
+    ...     torch.is_grad_enabled()
+    True
+    """
+
+    __slots__ = ("mode",)
+
+    def __enter__(self) -> None:
+        self.mode = torch.is_grad_enabled()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            set_grad_mode(self.mode)

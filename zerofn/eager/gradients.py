@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._compat.autograd import gradient_hooks, hooks_after
 from .._compat.functorch import uncompiled
+from .._interrupts import interrupts_held
 from ..core.bucketed_views import Like, groups_of
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
@@ -159,7 +160,17 @@ class GradientHooks:
         return self.left() or (self.in_backward is not None and self.in_backward.under_way is not None)
 
     def hand_over(self, path: str, p: Tensor) -> None:
-        """Take the gradient that autograd has added to `p.grad`."""
+        """Take the gradient that autograd has added to `p.grad`. Ctrl-C waits until it is where it goes."""
+        with interrupts_held():
+            try:
+                self._hand_over(path, p)
+            except KeyboardInterrupt:
+                # A second one.
+                if self.stream is not None:
+                    self.stream.broken = True
+                raise
+
+    def _hand_over(self, path: str, p: Tensor) -> None:
         grad = read(p)
         if grad is None:
             # A leaf of a gathered unit that no rank used.

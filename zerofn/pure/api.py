@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.autograd import set_grad_mode
+from .._compat.autograd import grad_mode_kept
 from .._compat.functorch import constant, is_function, is_wrapped, levels, uncompiled
 from .._errors import bad_leaves, explain
 from .._ranges import PHASE, ranged
@@ -183,21 +183,22 @@ def init(
     layout, tensors = make_layout(params)
     check_own_memory("zf.init(tx, params)", tensors)
     _check_buffers(pipe := pipeline(tx, layout, "zf.init"))
-    tell_unreduced(pipe, "zf.init(tx, params)")
-    if not create_graph and not recorded():
-        tensors = {p: x.detach() for p, x in tensors.items()}
-    if init is None:
-        agree_on_start(pipe, tensors, "zf.init(tx, params)")
-        stored = {leaf.path: _own(pipe.road.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
-    else:
-        check_finite(tensors)
-        at, by = device_of(device), init
-        whole = lambda p, x: made_by(by, x, p, seed, at) if x.is_meta else x  # noqa: E731
-        made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
-        keep = lambda leaf, x: _own(pipe.road.store(x, leaf))  # noqa: E731
-        stored = first_values(pipe, made, keep, "zf.init(tx, params, init=init)")
-    tell = partial(failed_ranks, pipe.step_groups)
-    return first_state(pipe, stored, first_states(pipe, stored, tell, "zf.init(tx, params)"))
+    with grad_mode_kept():
+        tell_unreduced(pipe, "zf.init(tx, params)")
+        if not create_graph and not recorded():
+            tensors = {p: x.detach() for p, x in tensors.items()}
+        if init is None:
+            agree_on_start(pipe, tensors, "zf.init(tx, params)")
+            stored = {leaf.path: _own(pipe.road.store(tensors[leaf.path], leaf)) for leaf in layout.leaves}
+        else:
+            check_finite(tensors)
+            at, by = device_of(device), init
+            whole = lambda p, x: made_by(by, x, p, seed, at) if x.is_meta else x  # noqa: E731
+            made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
+            keep = lambda leaf, x: _own(pipe.road.store(x, leaf))  # noqa: E731
+            stored = first_values(pipe, made, keep, "zf.init(tx, params, init=init)")
+        tell = partial(failed_ranks, pipe.step_groups)
+        return first_state(pipe, stored, first_states(pipe, stored, tell, "zf.init(tx, params)"))
 
 
 def _check_buffers(pipe: Pipeline) -> None:
@@ -238,7 +239,8 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     leaves = state.leaves
     if of != "params":
         leaves = {**leaves, **averages_of(state, of, "zf.full_params(tx, state, of={})")}
-    return state.layout.join(pipe.road.whole(leaves))
+    with grad_mode_kept():
+        return state.layout.join(pipe.road.whole(leaves))
 
 
 def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
@@ -385,7 +387,8 @@ def vjp(
     check_function("zf.vjp", fn)
     check_graph("zf.vjp", create_graph)
     pipe = pipe_of(tx, state, "zf.vjp")
-    out, pull = evaluate(pipe, fn, state, inputs, record=create_graph or recorded())
+    with grad_mode_kept():
+        out, pull = evaluate(pipe, fn, state, inputs, record=create_graph or recorded())
 
     def pullback(cotangents: Any) -> tuple:
         return _pull_back(pull, out, state, cotangents)
@@ -399,12 +402,8 @@ def _pull_back(pull: Pullback, out: Any, state: State, cotangents: Any) -> tuple
 
     write: step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step
     """
-    mode = torch.is_grad_enabled()
-    try:
+    with grad_mode_kept():
         grads, of_inputs = pull(cotangents_of(out, cotangents))
-    except BaseException:
-        set_grad_mode(mode)
-        raise
     return state.layout.join_once(grads), *of_inputs
 
 
@@ -465,13 +464,8 @@ def update(
     record = records("zf.update", create_graph, leaves, state)
     more = lost_graphs(pipe, record, create_graph, weight)
     ctx = pipe.context(weight=weight, recorded=record, micro_step=state.micro_step, **more)
-    mode = torch.is_grad_enabled()
-    try:
-        with ranged(PHASE, "update"):
-            return apply(pipe, leaves, state, ctx)
-    except BaseException:
-        set_grad_mode(mode)
-        raise
+    with grad_mode_kept(), ranged(PHASE, "update"):
+        return apply(pipe, leaves, state, ctx)
 
 
 @uncompiled
@@ -537,8 +531,9 @@ def gather(tx: Transform, state: State, tree: Tree) -> Tree:
         return tree
     cutting = tuple(stage for stage in pipe.stages if stage.wire is not None and stage.wire.cuts)
     which = [leaf for leaf in state.layout.leaves if leaf.path in leaves]
-    for stage in reversed(cutting):
-        leaves = view_all(stage, leaves, which)
+    with grad_mode_kept():
+        for stage in reversed(cutting):
+            leaves = view_all(stage, leaves, which)
     return state.layout.join(leaves)
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._errors import explain
 from .collectives import all_gather_into
 from .group import Group
 
@@ -76,6 +77,8 @@ class Rounds:
         self.promised: deque[Asked] = deque()
         # How many collectives this rank promises at most: one more after each exchange in which all asked for the same.
         self.trust = 1
+        # Whether a second Ctrl-C came while a collective was handed over; the first one is held.
+        self.cut = False
 
     def perform(
         self,
@@ -120,10 +123,14 @@ class Rounds:
         self, begin: Callable[[], Callable[[], Any]], early: Callable[[Asked, Asked], bool] = lambda now, then: False
     ) -> Any:
         """Run the next promised collective; the one after it may begin before it has ended."""
-        end = begin()
-        now = self.promised.popleft()
-        if self.promised and early(now, self.promised[0]):
-            self.promised.popleft()
+        try:
+            end = begin()
+            now = self.promised.popleft()
+            if self.promised and early(now, self.promised[0]):
+                self.promised.popleft()
+        except KeyboardInterrupt:
+            self.cut = True
+            raise
         return end()
 
     def _join_next(self) -> None:
@@ -192,10 +199,16 @@ class Rounds:
 
     def _exchange(self, kind: int, unit: int, more: Sequence[int] = ()) -> Exchanged:
         """Exchange the ranks' requests. `more` are the collectives that this one expects next, or a rest's numbers."""
+        if self.cut:
+            raise cut_short()
         mine = [kind, unit, *more]
         sent = torch.tensor(mine + [NOTHING] * (WIDTH - len(mine)), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(WIDTH * self.control.size)
-        all_gather_into(every, sent, self.control)
+        try:
+            all_gather_into(every, sent, self.control)
+        except KeyboardInterrupt:
+            self.cut = True
+            raise
         rows = every.reshape(-1, WIDTH).tolist()
         if rows.count(rows[0]) == len(rows):
             # Nearly always: all ask for and expect the same, or all rest or meet.
@@ -211,6 +224,14 @@ class Rounds:
             {i: u for i, (k, u, *_) in enumerate(rows) if k == MEET},
             _common(rows),
         )
+
+
+def cut_short() -> RuntimeError:
+    """The error of every collective after one that a second Ctrl-C has stopped."""
+    wrong = "a collective between ranks after Ctrl-C twice, of which the second came while one was handed over"
+    why = "this rank and the others no longer know which one comes next; the first Ctrl-C waits until all have it"
+    right = "the ranks started anew, and zf.load(directory, like=opt) to go on from what was saved"
+    return RuntimeError(explain(wrong, why, right))
 
 
 def _common(rows: list[list[int]]) -> list[Asked]:

@@ -32,6 +32,7 @@ from .._compat.autograd import (
 from .._compat.functorch import beneath_functorch, functorch_active, innermost, is_batch, uncompiled
 from .._compat.tensors import all_plain, local_of, memory, version
 from .._errors import explain
+from .._interrupts import interrupts_held
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..core.returned_values import check_dense
@@ -290,7 +291,8 @@ class UnitRounds:
             and unscaled, `None` where no rank has one.
         """
         begin = partial(self.collectives.begin_scatter if kind == GRADIENTS else self._gather, i, tensors)
-        with self.lock:
+        # Ctrl-C waits: one between two lines of the protocol would leave this rank at another place of it.
+        with interrupts_held(), self.lock:
             if self.prefetch:
                 self.followers[self.last_two] = (kind, i)
                 self.last_two = (self.last_two[1], (kind, i))
@@ -305,7 +307,7 @@ class UnitRounds:
 
     def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
         """This rank has nothing more to send: join others' collectives until every rank waits here (`Rounds.rest`)."""
-        with self.lock:
+        with interrupts_held(), self.lock:
             self.followers.pop(self.last_two, None)
             self.last_two = (START, START)
             return self.protocol.rest(place, told)
@@ -314,7 +316,7 @@ class UnitRounds:
         """Wait until all ranks have come to the same line; see `Rounds.meet`."""
         number = zlib.crc32(what.encode())
         # Ranks in different backwards have not: their gradients differ.
-        with self.lock:
+        with interrupts_held(), self.lock:
             return self.protocol.meet(lambda: number * COUNTED + self.kept % COUNTED)
 
     def _expected(self, most: int) -> list[Asked]:
@@ -364,7 +366,7 @@ class UnitRounds:
 
     def accept_late(self) -> None:
         """Take the gradients that waited until no other backward was running here."""
-        with self.lock:
+        with interrupts_held(), self.lock:
             late, self.late = self.late, []
             for leaf, g in late:
                 self.accept(leaf, g)

@@ -20,6 +20,7 @@ from ..core.layout import Leaf, Leaves
 from ..core.view import Wire
 from ..ranks.collectives import all_gather_into
 from ..ranks.group import Group
+from ..ranks.ordered_collectives import cut_short
 from .units import GradBucket
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -50,6 +51,8 @@ class RoundAgreement:
         self.sent: tuple[Any, Tensor, Tensor] | None = None
         self.opening: Callable[[], Callable[[], None]] | None = None
         self.opened: Callable[[], None] | None = None
+        # Whether a second Ctrl-C came while a collective was handed over; the first one is held.
+        self.cut = False
 
     def begin(self) -> None:
         """Prepare for the first bucket of a step; also again after an error in front of it."""
@@ -70,9 +73,15 @@ class RoundAgreement:
             marks: its numbers.
             noticed: it has noticed something that the others must know of.
         """
+        if self.cut:
+            raise cut_short()
         if self.sent is None:
             numbers = marks or dict.fromkeys(self.marks, 0)
-            self.sent = _gather([MORE * more + NOTICED * noticed, *numbers.values()], self.control)
+            try:
+                self.sent = _gather([MORE * more + NOTICED * noticed, *numbers.values()], self.control)
+            except KeyboardInterrupt:
+                self.cut = True
+                raise
         return self.sent[0]
 
     def answer(self) -> tuple[list[list[int]], bool]:
@@ -209,6 +218,8 @@ class Stream:
 
     def _send(self) -> None:
         """Send the next bucket with the gradients that have arrived for it."""
+        if self.agreement.cut:
+            raise cut_short()
         leaves, numels, dtype = self.buckets[self.next]
         if not self.next and not self.rounds:
             self.agreement.begin()
@@ -216,11 +227,16 @@ class Stream:
             with torch.no_grad():
                 buffer = self.wire.pack(_oldest(self.pending, leaves), leaves, numels, dtype, self.devices[self.next])
             _drop_oldest(self.pending, leaves)
-            work, out = self.wire.send(buffer, async_op=True)
-        self.flying.append((work, out, buffer, self.next))
-        self.missing[self.next] = sum(leaf.path not in self.pending for leaf in leaves) if self.pending else len(leaves)
-        self.next = (self.next + 1) % len(self.buckets)
-        self.rounds += self.next == 0
+            try:
+                work, out = self.wire.send(buffer, async_op=True)
+                self.flying.append((work, out, buffer, self.next))
+                here = self.pending
+                self.missing[self.next] = sum(leaf.path not in here for leaf in leaves) if here else len(leaves)
+                self.next = (self.next + 1) % len(self.buckets)
+                self.rounds += self.next == 0
+            except KeyboardInterrupt:
+                self.agreement.cut = True
+                raise
         self._hold_back()
 
     def _hold_back(self) -> None:
