@@ -21,6 +21,7 @@ import os, sys
 import torch, torch.distributed as dist
 import zerofn as zf
 dist.init_process_group("gloo")
+torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
 front = zf.shard() if sys.argv[2] == "ZeRO-3" else zf.reduce_scatter()
 opt = zf.attach(model, zf.chain(front, zf.adamw(1e-2)), in_backward=sys.argv[3] == "True")
