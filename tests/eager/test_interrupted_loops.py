@@ -272,3 +272,21 @@ def test_what_else_writes_a_state(name):
         reached.add(same(now, before))
         iteration(model, opt)
     assert reached == ({True} if name == "averaged" else {False, True})
+
+
+@pytest.mark.parametrize("name", ["shard, accumulate", "masters", "low precision"])
+def test_full_parameters_that_were_interrupted(name):
+    """At the entry, inside and at the end: the model has its parameters, and the next step is that of before."""
+    (model, opt), (other, reference) = attached(name), attached(name)
+    parameters = list(model.parameters())
+
+    def enter() -> None:
+        with opt.gathered():
+            pass
+
+    for n in moments(enter, 40):
+        iteration(model, opt)
+        iteration(other, reference)
+        where = interrupted(n, enter)
+        assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True)), where
+        assert same(values(model, opt), values(other, reference)), where

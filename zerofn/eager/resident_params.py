@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.autograd import grad_mode_kept
 from .._errors import explain
 from .._interrupts import interrupts_held
 from ..core import rank_agreement
@@ -59,7 +60,8 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
         The paths that were stored, once it has ended.
     """
     parts = {path: p.data for path, p in params.items()}
-    fulls = pipe.road.whole(current.state.leaves)
+    with grad_mode_kept():
+        fulls = pipe.road.whole(current.state.leaves)
     # Views that lose information cannot be inverted, so a parameter that nobody wrote into keeps its stored value.
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
     grads = {path: read(p) for path, p in params.items()}
@@ -67,8 +69,9 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
     made: list[str] = []
     inside = False
     try:
-        for path, full in fulls.items():
-            put(pipe, params[path], full, None)
+        with grad_mode_kept():
+            for path, full in fulls.items():
+                put(pipe, params[path], full, None)
         inside = True
         yield written
     finally:
@@ -552,10 +555,10 @@ def _suspended(home: ResidentParams) -> Iterator[None]:
     views: list[Any] = [
         x for x in (home.units, None if home.boundary is None else home.boundary.views) if x is not None
     ]
-    for x in views:
-        x.suspended = True
-    home.is_full = True
     try:
+        for x in views:
+            x.suspended = True
+        home.is_full = True
         yield
     finally:
         home.is_full = False
