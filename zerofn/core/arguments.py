@@ -41,9 +41,9 @@ def made_outside_of_graphs(fn: Made) -> Made:
 
 
 def plain(value: Any) -> Any:
-    """Python's number for one of numpy's, in lists and tuples too; anything else as it is.
+    """A numpy number as a Python number, in lists and tuples too; anything else unchanged.
 
-    So that a transform prints, compares, pickles and computes with the same number: of `np.float32(0.1)`, its value.
+    So a transform prints, compares, pickles and computes with the same number: the value of `np.float32(0.1)`.
     """
     if isinstance(value, np.generic):
         return float(value) if isinstance(value, np.floating) else value.item()
@@ -57,7 +57,7 @@ def check_number(function: str, name: str, value: Any, low: float = 0.0, high: f
 
 
 def misfit(name: str, value: Any, low: float, high: float) -> str | None:
-    """Why `value` is no number in [low, high) that is finite in float32; `None` if it is. No text or bool is."""
+    """Why `value` is no number in [low, high) that is finite in float32; `None` if it is one."""
     if isinstance(value, Tensor) and value.ndim == 0:
         if not concrete(value):
             return None  # a batch of them, or one that is not known before a graph is run
@@ -73,7 +73,7 @@ def misfit(name: str, value: Any, low: float, high: float) -> str | None:
 
 
 def check_betas(function: str, betas: Any) -> None:
-    """Refuse what is no pair of numbers in [0, 1)."""
+    """Raise unless `betas` is a pair of numbers in [0, 1)."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         why: str | None = f"betas is a pair of numbers, and {betas!r} is none"
     else:
@@ -88,7 +88,7 @@ def given(value: Any) -> bool:
 
 
 def check_count(function: str, name: str, value: Any, of: str) -> None:
-    """Refuse what is no positive int that a counter of 64 bits can reach. `of` is what it counts."""
+    """Raise unless `value` is a positive int that a counter of 64 bits can reach. `of` names the things it counts."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 63:
         why = f"{name} is a number of {of}: an int, at least 1"
         right = f"{function}({name}={_count(value)})"
@@ -101,7 +101,7 @@ def _count(value: Any) -> int:
 
 
 def check_flag(function: str, name: str, value: Any) -> None:
-    """Refuse what is no bool: any text is true, "no" as well."""
+    """Raise unless `value` is a bool: any text is true, even "no"."""
     if not isinstance(value, bool):
         why = f"{name} is True or False, and {value!r} is {kind_of(value)}"
         raise ValueError(explain(f"{function}({name}={value!r})", why, f"{function}({name}=True)"))
@@ -125,7 +125,7 @@ def check_dtype(function: str, name: str, value: Any, allowed: tuple[torch.dtype
 
 
 def check_function(where: str, fn: Any) -> None:
-    """Refuse what cannot be called before anything is computed, or kept for later."""
+    """Raise unless `fn` can be called, before anything is computed or `fn` is kept for later."""
     if not callable(fn):
         why = f"the first argument is a function of parameters, and {fn!r} is {kind_of(fn)}"
         raise TypeError(explain(f"{where}({fn!r}, tx, ...)", why, f"{where}(lambda params, *inputs: ..., tx, ...)"))
@@ -219,7 +219,7 @@ def _name(value: Any) -> str:
 
 
 def check_needs(function: str, needs: Any, allowed: tuple[str, ...], why: str) -> None:
-    """Refuse what is not among `NEEDS`, and for the reason `why` what `function` does not allow."""
+    """Raise unless `needs` is among `NEEDS`, and, for the reason `why`, among those that `function` allows."""
     if needs in NEEDS and needs in allowed:
         return
     known = ", ".join(map(repr, NEEDS))
@@ -233,13 +233,13 @@ def check_needs(function: str, needs: Any, allowed: tuple[str, ...], why: str) -
 
 
 def floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as floats, for a log: those of one device come over in one copy, and not one by one.
+    """Metrics as floats, for a log. All metrics of one device are copied to the host at once, not one by one.
 
     Args:
-        metrics: `opt.metrics`, or what a step returned; 0-d tensors or numbers by name.
+        metrics: `opt.metrics`, or those that a step returned; 0-d tensors or numbers by name.
 
     Returns:
-        The same names; what was a bool is 0.0 or 1.0.
+        The same names with floats; a bool becomes 0.0 or 1.0.
 
     Raises:
         TypeError: one is no number, such as a whole batch of them under `vmap`; it is named.

@@ -42,7 +42,7 @@ LEAST_BYTES, BUCKET_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
 
 
 class Like(NamedTuple):
-    """The form of a gradient at one stage of the road, whether or not this rank has one."""
+    """The shape, dtype and device of a gradient at one stage of the road, even if this rank has no gradient."""
 
     numel: int
     shape: tuple[int, ...]
@@ -126,10 +126,10 @@ class Road:
 
     Attributes:
         leaves: all parameters.
-        stages: the views that do something, from the model to storage.
+        stages: the views that have an effect, from the model to storage.
         dtypes: of parameters and gradients.
-        held: the transforms, by name, that hold gradients in front of the first view that makes resident parameters.
-        specs: by path, what gradients are in front of each stage, and behind the last one.
+        held: the transforms, by name, that accumulate gradients in front of the first view of `after_update`.
+        specs: by path, the `Spec` of the gradient in front of each stage, and behind the last one.
     """
 
     leaves: tuple[Leaf, ...]
@@ -175,7 +175,7 @@ class Road:
 
     @cached_property
     def cutting(self) -> tuple[Group, ...]:
-        """The groups of ranks that leaves are cut over, one after the other."""
+        """The groups of ranks over which leaves are sharded, one after the other."""
         return tuple([wire.group for wire in cutting_wires(self.stages)])
 
     @cached_property
@@ -185,7 +185,7 @@ class Road:
 
     @cached_property
     def exact(self) -> bool:
-        """Whether views only cast and move between ranks, so that what is seen follows from what is stored."""
+        """Whether views only cast and communicate, so that the seen numbers are the stored ones up to casts."""
         return not any([view.renumbers for view in self.stages])
 
     def composed(self, stages: tuple[View, ...], dtype: Callable[[Leaf], torch.dtype]) -> dict[str, LeafView]:
@@ -246,7 +246,7 @@ class Road:
         return leaves
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
-        """What is stored of a full parameter; differentiable where that is recorded."""
+        """The stored form of a full parameter; differentiable if autograd records it."""
         x = stored_by(self.stages, x, leaf) if recorded((x,)) else store(self.stages, x, leaf)
         return x.to(self.dtypes.stored(leaf))
 
@@ -259,9 +259,9 @@ class Road:
         return store([stage for stage in self.after_update if stage.wire is not None], x, leaf)
 
     def whole(self, leaves: Leaves) -> Leaves:
-        """Full parameters, in the dtype they are stored in; differentiable where that is recorded.
+        """Full parameters, in the dtype in which they are stored; differentiable if autograd records it.
 
-        A view that still `reads` a state has none that it could read: its transform's first state could not be made.
+        If a view still `reads` a state here, there is none: its transform's first state could not be made.
         """
         stages = tuple([stage for stage in self.stages if stage.dtypes is None and not stage.reads])
         if not recorded(leaves.values()):
@@ -270,7 +270,7 @@ class Road:
 
 
 def uncast(road: Road) -> list[View]:
-    """The views between resident parameters and what the model sees of them, but for casts."""
+    """The views between resident parameters and those that the model sees, without casts."""
     return [stage for stage in road.at_use if stage.dtypes is None]
 
 
@@ -306,7 +306,7 @@ def _arriving(specs: Mapping[str, Spec], leaves: Sequence[Leaf], stored: Leaves)
 
 @dataclass(frozen=True)
 class ShardsOfShards:
-    """A wire over the shards that another one has left of leaves.
+    """A wire over the shards that another wire has left of leaves.
 
     Attributes:
         first: the wire that cuts leaves.
@@ -376,7 +376,7 @@ class ShardsOfShards:
 
 
 def spans_by_rank(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, int]]:
-    """Each rank's range of a flattened leaf, rank by rank, where wires cut it one behind the other."""
+    """Each rank's range of a flattened leaf, rank by rank, where several wires shard it one after the other."""
     first, *rest = cutting
     for rank in range(first.group.size):
         wire = first.on(replace(first.group, rank=rank), None)
@@ -398,7 +398,7 @@ def on_ranks(view: View, cutting: Sequence[Wire], reduce_dtype: torch.dtype | No
 
 
 def check_axes(reduced: Sequence[tuple[str, Group]]) -> None:
-    """Refuse two reductions over the same ranks: two axes of a mesh have one rank in common.
+    """Refuse two reductions over the same ranks: two axes of a mesh may have only one rank in common.
 
     Args:
         reduced: the transforms that reduce, by name, and over which ranks.
@@ -426,9 +426,9 @@ def check_axes(reduced: Sequence[tuple[str, Group]]) -> None:
 
 
 def seen_part(road: Road, stored: Tensor, leaf: Leaf) -> Tensor:
-    """Of what is stored of a leaf, what the model sees, cut in the same way. All ranks call it.
+    """The values that the model sees for a stored shard, sharded in the same way. All ranks call it.
 
-    A view in front of a cut sees the whole leaf, which is gathered for it.
+    A view in front of the sharding needs the full leaf, which is gathered for it.
     """
     if not _renumbered(road, leaf):
         return stored
@@ -437,7 +437,7 @@ def seen_part(road: Road, stored: Tensor, leaf: Leaf) -> Tensor:
 
 
 def stored_part(road: Road, seen: Tensor, leaf: Leaf) -> Tensor:
-    """Of what the model is to see of a leaf, what is stored, cut in the same way. All ranks call it."""
+    """The stored values for a shard of those that the model is to see, sharded in the same way. All ranks call it."""
     if not _renumbered(road, leaf):
         return seen
     return road.store(see([stage for stage in road.stages if stage.wire is not None], seen, leaf), leaf)
@@ -448,7 +448,7 @@ def _renumbered(road: Road, leaf: Leaf) -> bool:
 
 
 def check_known(placement: Placement, pipe: object, call: str, right: str) -> None:
-    """Raise a TypeError for a state that is seen through views of one's own, where nobody says which they are."""
+    """Raise a TypeError for a state whose model sees it through the user's views, if the pipeline was not given."""
     if pipe is None and placement.seen_by:
         why = f"the model sees it through {', '.join(placement.seen_by)}, which a state has by name alone"
         raise TypeError(explain(call, why, right))

@@ -149,17 +149,17 @@ def _check_guest(t: Any, where: str, right: str) -> None:
 def guest(transformation: GradientTransformation, needs: str = "tree") -> Transform:
     """A transformation of another library, such as torchopt's. A chain takes one without this call too.
 
-    It is handed the tree as a dict from path to tensor. Where it ends a chain that has no optimizer, what it returns is
-    added to the parameters. Lists in which it keeps state of pieces, as torchopt does, are each rank's own:
-    `opt.state_dict()` keeps them for the same number of ranks, and `zf.save`, which is for any number, refuses them.
+    It gets the tree as a dict from path to tensor. If it ends a chain without an optimizer, its result is added to the
+    parameters. If it keeps state of shards in lists, as torchopt does, these are each rank's own: `opt.state_dict()`
+    keeps them for the same number of ranks, and `zf.save`, which is for any number, refuses them.
 
     Args:
         transformation: an object with `init(params)` and `update(updates, state, params)`.
-        needs: how much of the tree an update must see to be right. `"element"`: each element of what it returns
-            comes from the same element of gradient, parameter and state alone, as in Adam. Then under `shard` and
-            `reduce_scatter` it is handed flat pieces of leaves, some of them empty. Else (`"row"`, `"leaf"`, `"tree"`:
-            a norm, a trust ratio, a matrix product) it is refused there, where leaves are really cut: on more
-            than one rank. On one rank, and under `all_reduce` on any number, it is right.
+        needs: how much of the tree an update must see to be right. `"element"`: element i of the result depends
+            only on element i of gradient, parameter and state, as in Adam. Then under `shard` and `reduce_scatter`
+            it gets flat shards of leaves, some of them empty. Otherwise (`"row"`, `"leaf"`, `"tree"`: a norm, a
+            trust ratio, a matrix product) it is refused there on more than one rank. On one rank, and under
+            `all_reduce` on any number, it is right.
 
     Raises:
         TypeError: no such object, or its `update` takes other arguments. Its state has tensors in an object that is no
@@ -221,7 +221,7 @@ def _arguments_of_update(t: GradientTransformation) -> Mapping[str, inspect.Para
 
 
 def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
-    """Make a guest that ends a chain without optimizer the optimizer: what it returns is added to parameters."""
+    """Make a guest that ends a chain without optimizer the optimizer: its result is added to the parameters."""
     gradient = [i for i, p in enumerate(parts) if not p.facts.watches]
     if any([p.facts.optimizes for p in parts]) or not gradient or not parts[gradient[-1]].facts.adds:
         return parts
@@ -241,9 +241,9 @@ def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
 
 @transform
 def masked(transform: Transform, mask: Any) -> Transform:
-    """Apply a transform to some leaves only; the others pass by unchanged.
+    """Apply a transform to some leaves only; gradients of the others pass unchanged.
 
-    A masked optimizer leaves the other parameters as they are.
+    A masked optimizer does not change the other parameters.
 
     Args:
         transform: any transform of gradients, or a chain of them.
@@ -330,9 +330,9 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
 
 
 def replace_innermost(t: Transform, fn: Callable[[Transform, Set[str], str], Transform], layout: Layout) -> Transform:
-    """The same transform with `fn` of each transform inside that does more than hand leaves to members.
+    """The same transform with `fn` of each innermost transform: of each that does more than pass leaves to members.
 
-    `fn` is given the transform, the paths of its leaves, and where in the state of `t` its own state is: `""`, or keys
+    `fn` gets the transform, the paths of its leaves, and the place of its state in the state of `t`: `""`, or keys
     that each end in a slash.
     """
 
@@ -464,9 +464,9 @@ def values_by_path(
 
 
 def _check_names(given: Any, what: str, layout: Layout, paths: Set[str]) -> None:
-    """Refuse a function of paths that was written for names with what wrappers of modules add.
+    """Refuse a function of paths that was written for names with the prefixes of module wrappers.
 
-    That is one which tells leaves apart by these names, and by those of the plain model does not.
+    Such a function distinguishes leaves by these names, and does not by those of the plain model.
     """
     if not layout.wrapped or not callable(given):
         return
@@ -503,7 +503,7 @@ def _hashes(x: Any) -> bool:
 
 
 def _member(t: Transform, where: str) -> Transform:
-    """`t` as a member of `masked` or `partition`; refused where it has a view, or concerns the whole tree."""
+    """`t` as a member of `masked` or `partition`. It is refused if it has a view, or needs the whole tree."""
     for part in t.parts or (t,):
         why, does = None, effect(part)
         if part.facts.holds or does.over_ranks or does.cast_by or does.unscaled_by:
@@ -517,7 +517,7 @@ def _member(t: Transform, where: str) -> Transform:
 
 
 def _outcome(t: Transform) -> tuple[str, Facts]:
-    """What a member turns gradients into: in words, and as facts."""
+    """The result of a member's update half: in words, and as facts."""
     facts = [p.facts for p in t.parts or (t,)]
     if any(f.optimizes for f in facts):
         return "gradient to new parameter", Facts(optimizes=True)
@@ -538,7 +538,7 @@ def _by_label(
     inner: Mapping[str, Transform | None],
     check: Callable[[Layout, Set[str]], None] = lambda *_: None,
 ) -> Transform:
-    """One transform that hands each leaf to the member that its label names; those labelled `None` stay as they are.
+    """One transform that passes each leaf to the member of its label; leaves labelled `None` stay unchanged.
 
     `check` refuses labels, when the chain is resolved for a layout.
     """

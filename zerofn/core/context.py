@@ -1,4 +1,4 @@
-"""`Context`: what every update half is given in a step, and the metrics that it reports."""
+"""`Context`: the argument that every update half gets in a step, and the metrics that it reports."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .layout import Layout, Leaves
 class Norms:
     """The norm of each gradient of a step, bucket after bucket.
 
-    A kernel that reads the gradients anyway computes their norms for less than another pass does. It may leave that:
-    norms that no kernel has added are computed when the next bucket comes. Requests are for tensors, and not for paths:
-    a gradient that a transform before the optimizer has changed is another tensor, whose norm the metric must not show.
+    A kernel that reads the gradients anyway computes their norms at less cost than another pass. It need not: norms
+    that no kernel has added are computed when the next bucket comes. Requests are for tensors, not for paths: a
+    gradient that a transform before the optimizer has changed is another tensor, and its norm is not the metric.
 
     Attributes:
         found: norms by path, each 0-d, or a number where a kernel has found it.
@@ -40,7 +40,7 @@ class Norms:
         self._requests = dict(grads)
 
     def requested(self, paths: Sequence[str], grads: Sequence[Tensor]) -> bool:
-        """Whether the norms of just these tensors are requested and not there yet."""
+        """Whether the norms of exactly these tensors are requested and not computed yet."""
         return bool(self._requests) and all(map(is_, map(self._requests.get, paths), grads))
 
     def add(self, paths: Sequence[str], norms: Sequence[float]) -> None:
@@ -66,14 +66,14 @@ class Norms:
 
 
 class Reduction(Protocol):
-    """Scalars over every rank that holds a part of the gradient."""
+    """Reductions of scalars over all ranks that have a shard of the gradient."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """Sum over shards; replicas count once. Where the model itself is cut only `total` knows what counts."""
+        """The sum over shards; replicas count once. If the model itself is sharded, only `total` counts right."""
         ...
 
     def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
-        """The sum of a number of leaves, itself a sum over elements, in which every element of every rank is once."""
+        """The sum of `number(leaves)` over ranks. Every element counts once, whichever ranks have it."""
         ...
 
     def mean(self, x: Tensor) -> Tensor:
@@ -85,11 +85,11 @@ class Reduction(Protocol):
         ...
 
     def replicate(self, x: Tensor) -> Tensor:
-        """`x`, which is the same on all ranks, for use with a shard: its derivative adds up over shards."""
+        """`x`, equal on all ranks, for use with a shard: its cotangents are summed over shards."""
         ...
 
     def alike(self, x: Tensor) -> Tensor:
-        """`x`, made of numbers for use with a shard, as one number again: of its derivative ranks have equal parts."""
+        """`x`, made of `replicate`d numbers, as one number again: its cotangent is divided equally among ranks."""
         ...
 
 
@@ -117,9 +117,9 @@ class OneProcess:
 
 @dataclass(frozen=True)
 class WithinBucket:
-    """The reduction of an update half that is handed some leaves of many.
+    """The reduction of an update half that gets only some of the leaves: it refuses.
 
-    A number that it asks for would be of these alone, and ranks would ask for it more often or less.
+    A number would be of these leaves alone, and ranks would ask for it at different times.
     """
 
     whole: Reduction
@@ -163,25 +163,25 @@ class Context:
             state is donated, and no later `torch.where` needs the old values.
         recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
             kernel is called that they do not know, and numbers may be tensors that Python cannot read.
-        unrecorded: in a step that is not recorded, although autograd would, what to write for a number that requires
-            grad, which is refused; empty where none is to be.
-        looks: whether what update halves return is looked at for graphs, as in first steps.
+        unrecorded: the right code, for the error about a number that requires grad in a step that is not recorded;
+            empty if such numbers are not refused.
+        looks: whether results of update halves are checked for graphs, as in first steps.
         weight: weight of this micro-batch, for instance its number of tokens.
         boundary: overrides whether the accumulation window closes now.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
-        lr: learning rates set from outside, by the prefix under which the optimizer stands.
+        lr: learning rates set from outside, by the optimizer's prefix.
         numbers: other hyperparameters set from outside, by the same prefix and by name.
         offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
         reduction: sums of scalars over ranks.
         micro_step: micro-steps before this one, for messages.
         metrics: filled by `report`.
         norms: norms of gradients for a metric; `None` in a step that is recorded.
-        comes: false where the step is held before it reaches this transform; a tensor in a graph or under `vmap`.
-        standing: metrics of this transform, by name, for a step that is held before it.
+        comes: whether an update reaches this transform in this step; a tensor in a graph or under `vmap`.
+        standing: metrics of this transform, by name, for a step that does not reach it.
         under_way: functions that wait for copies, filled by `before_the_end`.
-        written: prefixes of the transforms that have begun to write what is donated: of an error that is raised after
-            it the state is neither the old one nor the new. Filled by `own` and `into`.
-        prefix: where a nested transform stands, for instance ``"partition.decay."``.
+        written: prefixes of the transforms that have begun to write into donated memory. If an error is raised after
+            that, the state is neither the old one nor the new. Filled by `own` and `into`.
+        prefix: the place of a nested transform, for instance ``"partition.decay."``.
     """
 
     layout: Layout
@@ -214,40 +214,40 @@ class Context:
         return x
 
     def into(self, old: Tensor, new: Tensor) -> Tensor:
-        """The value `new` of a tensor that was `old`: in the memory of `old` when donated, else `new` itself."""
+        """The new value of a state tensor: copied into the memory of `old` if that is donated, else `new` itself."""
         if not self.donate:
             return new
         self.written.add(self.prefix)
         return old.copy_(new)
 
     def number(self, x: Tensor) -> Any:
-        """The Python number in a 0-d tensor that is computed with; the tensor itself where that is recorded."""
+        """The Python number in a 0-d tensor, to compute with; the tensor itself if the computation is recorded."""
         return x if self.recorded else x.item()
 
     def read(self, x: Tensor) -> Any:
-        """The Python number in a 0-d tensor that nobody differentiates; the tensor where Python cannot read it."""
+        """The Python number in a 0-d tensor that nobody differentiates; the tensor itself if Python cannot read it."""
         return number(x) if self.recorded else x.item()
 
     def replicated(self, x: Any) -> Any:
-        """A number that all ranks hold, such as a rate, for use with what each rank has of a leaf.
+        """A number that all ranks have, such as a rate, for use with each rank's shard of a leaf.
 
-        A derivative by it then adds up over ranks. Anything but a tensor is as it is. Not for what `total` gives, which
-        is made for that use.
+        Its cotangents are summed over ranks; without this its gradient covers this rank's shard only. Anything but a
+        tensor is returned unchanged. The result of `total` does not need it.
         """
         return self.reduction.replicate(x) if self.recorded and isinstance(x, Tensor) else x
 
     def total(self, number: Callable[[Leaves], Any], leaves: Leaves) -> Tensor:
         """A number of the whole tree that is a sum over elements: `ctx.total(squared_norm, grads)`.
 
-        Over all ranks, and every element once, whoever has it: also where the model itself is cut over ranks. It is for
-        use with what each rank has of a leaf, as what `replicated` gives.
+        It is summed over all ranks, and every element counts once, whichever ranks have it, also if the model itself is
+        sharded. It is for use with each rank's shard of a leaf, like the result of `replicated`.
         """
         return self.reduction.total(number, leaves)
 
     def report(self, name: str, value: Any) -> None:
-        """Show a number in the step's metrics; of several with one name the first, that before any clipping.
+        """Show a number in the step's metrics. If several have one name the first one counts, before any clipping.
 
-        To a derivative by the metric it is made of numbers of `total` and `replicated`.
+        For its derivative the number must be made of results of `total` and `replicated`.
         """
         if isinstance(value, float):
             # A rate of 0.001 has other digits in a default dtype of 16 bits.
@@ -265,11 +265,11 @@ class Context:
         self.metrics.setdefault(self.prefix + name, value)
 
     def before_the_end(self, wait: Callable[[], None]) -> None:
-        """Have `wait` called before the step returns the new state, into which a copy is still under way."""
+        """Call `wait` before the step returns the new state, because a copy into it is still running."""
         self.under_way.append(wait)
 
     def settle(self) -> None:
-        """Wait for all copies that are under way."""
+        """Wait for all running copies."""
         while self.under_way:
             self.under_way.pop()()
 
@@ -280,12 +280,12 @@ class Context:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a transform decides once per step, before it sees leaves one by one.
+    """The decisions of a transform once per step, before it sees leaves one by one.
 
     Attributes:
-        carry: handed to the update of every leaf.
+        carry: passed to the update of every leaf.
         state: the shared entries of its state that change.
-        emit: whether anything goes on to the right. A 0-d bool tensor under `vmap`.
+        emit: whether updates go on to the next transform. A 0-d bool tensor under `vmap`.
         close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
             is gathered bucket by bucket, while a bucket is in the cache for its update.
         carries_state: whether the carry has the state, as that of a chain has the states of its transforms. Then each
@@ -300,7 +300,7 @@ class Prepared:
 
 
 def check_prepared(name: str, given: Any) -> Any:
-    """What a `prepare_fn` gave, if it is a `Prepared` that says by one bool whether anything goes on.
+    """The result of a `prepare_fn`, checked to be a `Prepared` whose `emit` is one bool.
 
     Raises:
         TypeError: it is something else, or its `emit` is.

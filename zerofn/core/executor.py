@@ -29,13 +29,13 @@ States = dict[str, TransformState]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Transforms in a row that can be run together: the first may look at the whole tree, the others at leaves alone.
+    """Neighbouring transforms that run together: the first may need the whole tree, the others treat leaves alone.
 
     Attributes:
         given: the transforms as they stand in the chain.
-        parts: the transforms as they are run, of which one may be several neighbours fused.
-        joined: by the name of a fused one, the transforms that it is made of.
-        keeps_old: whether a transform in it compares the new parameters with the old, which another one in it writes.
+        parts: the transforms as they run; several neighbours may be fused into one.
+        joined: by the name of a fused transform, the transforms that it is made of.
+        keeps_old: whether a transform in it compares new parameters with old ones that another one in it overwrites.
         keeps_old_for_later: whether a transform of a later stretch does.
     """
 
@@ -110,10 +110,9 @@ def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
 def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leaves, ctx: Context) -> None:
     """Report the metrics of transforms that a held step does not reach.
 
-    An optimizer's rate is that of the update to come, where it looks at no gradient. A counter has its value in the
-    transform's state, under the name of the metric; any other metric is 0. In a graph or a batch, where every step
-    computes everything and chooses afterwards, `Context.report` puts these values in the place of those computed from
-    gradients of zero.
+    An optimizer's rate is that of the next update, if it depends on no gradient. A counter has its value in the
+    transform's state, under the name of the metric; any other metric is 0. In a graph or a batch every step computes
+    everything and chooses afterwards: there `Context.report` replaces values computed from zero gradients by these.
 
     Args:
         parts: the transforms after the one that holds.
@@ -163,8 +162,8 @@ def run(
 ) -> tuple[Leaves | None, dict[str, TransformState], bool | Tensor]:
     """One micro-step through the update halves.
 
-    Returns what leaves the chain (new parameters once an optimizer has run, `None` when held), the
-    new states, and whether anything leaves it: a 0-d bool tensor where Python may not branch.
+    Returns the result of the chain (new parameters if an optimizer has run, `None` if the step is held), the
+    new states, and whether there is a result: a 0-d bool tensor where Python may not branch.
     """
     signal: Leaves = grads
     old: Leaves | None = None
@@ -195,7 +194,7 @@ def run(
 def _held_metrics(
     behind: Sequence[Transform], later: Sequence[Stretch], states: States, params: Leaves, ctx: Context
 ) -> dict[str, Tensor]:
-    """The metrics of transforms that a held step does not come to."""
+    """The metrics of transforms that a held step does not reach."""
     ctx = replace(ctx, metrics={})
     for parts in (behind, *[stretch.given for stretch in later]):
         report_held(parts, states, params, ctx)
@@ -206,19 +205,19 @@ class Segment:
     """One run of a stretch.
 
     Its transforms are prepared once, when it is made. Then it is fed with all leaves, which it updates in buckets, or
-    with some, or with one leaf as backward brings its gradient. Each leaf once, in any order.
+    with some, or with one leaf when backward brings its gradient. Each leaf is fed once, in any order.
 
     Args:
         parts: the stretch.
         states: of these transforms and others, by name.
         params: stored parameters of all leaves that it may be fed with.
         ctx: of the step.
-        grads: what the first transform looks at.
-        emitted: whether anything comes to the stretch; a tensor in a graph or a batch.
-        before: copies of the parameters as they were before the step, where a stretch before this one may have written.
+        grads: the gradients that the first transform gets.
+        emitted: whether updates reach the stretch; a tensor in a graph or a batch.
+        before: copies of the parameters from before the step, if an earlier stretch may have overwritten them.
 
     Attributes:
-        held: whether nothing goes on behind the stretch.
+        held: whether a transform of the stretch has held the step.
     """
 
     def __init__(
@@ -276,7 +275,7 @@ class Segment:
         return [p for part in later for p in self.stretch.joined.get(part.name, (part,))]
 
     def feed(self, signal: Leaves, params: Leaves) -> Leaves:
-        """What leaves the last transform for these leaves; nothing where one holds.
+        """The results of the last transform for these leaves; empty if a transform holds the step.
 
         Args:
             signal: gradients; a leaf may have none.
@@ -291,9 +290,10 @@ class Segment:
         return out
 
     def _makes_temporaries(self, signal: Leaves, params: Leaves) -> bool:
-        """Whether an update makes tensors beside its results, so that it is run bucket by bucket.
+        """Whether an update makes temporary tensors, so that it runs bucket by bucket.
 
-        What writes in place is run at once: a bucket costs half a millisecond where a kernel has emptied the caches.
+        An in-place update runs on all leaves at once: a bucket costs half a millisecond if a kernel has emptied the
+        caches.
         """
         if self.whole or len(params) == 1:
             return False
@@ -334,29 +334,29 @@ class Segment:
         return signal
 
     def _within_bucket(self) -> Context:
-        """The context of updates that are handed some leaves of many."""
+        """The context of updates that get only some of the leaves."""
         # No cached_property: its lock breaks a compiled graph.
         if self.bucket_ctx is None:
             self.bucket_ctx = replace(self.ctx, reduction=WithinBucket(self.ctx.reduction))
         return self.bucket_ctx
 
     def _context_of(self, part: Transform, comes: bool | Tensor) -> Context:
-        """The context of a transform where only a tensor knows whether anything comes to it."""
+        """The context of a transform if only a tensor says whether updates reach it."""
         found = standing(part, self.old.get(part.name, {}), self.params, self.ctx)
         return replace(self.ctx, comes=comes, standing=found)
 
     def close(self) -> None:
-        """All leaves have been fed."""
+        """Close the transforms after all leaves were fed."""
         for p in self.prepared:
             if p.close is not None:
                 p.close()
 
     def states(self, emitted: bool | Tensor = True) -> tuple[dict[str, TransformState], bool | Tensor]:
-        """All states that it was given, with the new ones of its transforms, and whether anything goes on.
+        """All given states, with the new ones of its transforms, and whether updates go on.
 
         Args:
-            emitted: whether anything came to the stretch. Where only a tensor knows whether a transform holds, what
-                follows it is computed, and then chosen between old and new.
+            emitted: whether updates reached the stretch. If only a tensor says whether a transform holds, later
+                transforms are computed, and each result is then chosen between old and new.
         """
         new = dict(self.old)
         for part, p in zip(self.parts, self.prepared, strict=True):
@@ -373,7 +373,7 @@ class Segment:
 
 
 def _places_in(state: TransformState, name: str, found: dict[str, Places], ctx: Context) -> Places:
-    """Where the state of the transform `name` has something of leaves: `found` once for all buckets."""
+    """The places in the state of the transform `name` that belong to leaves, `found` once for all buckets."""
     if name not in found:
         found[name] = places(state, ctx.layout.every)
     return found[name]
@@ -387,7 +387,7 @@ def _ranged(part: Transform, ctx: Context, fn: Callable[..., Any], *given: Any) 
 def listened_update(
     part: Transform, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
 ) -> tuple[Leaves | None, TransformState]:
-    """Run a transform's update half in a profiler range of its name; a listener is told what it reads and writes."""
+    """Run a transform's update half in a profiler range of its name. A listener gets what it reads and writes."""
     with ranged(UPDATE, ctx.prefix + part.name):
         out, own = part.update_fn(grads, state, params, carry, ctx)
         if (heard := listener()) is not None:
@@ -404,16 +404,16 @@ def _touched(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
 
 
 def both(emitted: bool | Tensor, emit: bool | Tensor) -> bool | Tensor:
-    """Whether anything goes on behind a transform: something comes to it, and it holds nothing back."""
+    """emitted and emit; either may be a traced bool tensor."""
     return emit if emitted is True else emitted & emit
 
 
 def passed(emit: Tensor, signal: Leaves) -> Leaves:
-    """What goes on behind a transform of which only a tensor knows whether it holds: zeros where it does.
+    """The updates behind a transform, or zeros if the tensor `emit` is false.
 
-    What follows is computed all the same, and not chosen afterwards. The derivative of a value that is not chosen is
-    zero times its own derivative, which must be finite: with the result alone masked, a step that is skipped for a NaN
-    would have NaN for its derivative.
+    Later transforms are computed all the same, and their result is dropped afterwards. The derivative of a dropped
+    value is zero times its own derivative, which must be finite. If only the result were masked, a step that is skipped
+    for a NaN would have a NaN derivative.
     """
     return {p: torch.where(emit.to(x.device), x, torch.zeros_like(x)) for p, x in signal.items()}
 
@@ -448,7 +448,7 @@ def buckets(leaves: Leaves) -> list[list[str]]:
 
 
 def finish(signal: Leaves | None, params: Leaves, emitted: bool | Tensor) -> Leaves:
-    """New parameters after a run: none where it was held; where only a tensor knows, chosen between new and old."""
+    """New parameters after a run: none if it was held; chosen between new and old if only a tensor says so."""
     return {} if signal is None else {p: select(emitted, new, params[p]) for p, new in signal.items()}
 
 

@@ -1,4 +1,4 @@
-"""`Facts`: what a transform says of itself; `needs` and `Scope`: how much of a tree its update must see."""
+"""`Facts`: static properties of a transform; `needs` and `Scope`: how much of a tree its update must see."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Facts:
-    """What others may know of a transform without knowing which it is.
+    """Static properties of a transform, which other code reads without knowing which transform it is.
 
-    A transform that holds others declares these for all of them.
+    A transform that contains others declares these for all of them.
 
     Attributes:
-        optimizes: what leaves it is new parameters.
+        optimizes: it returns new parameters.
         watches: it looks at new parameters, behind the optimizer.
-        sees_old: whether one that watches is handed the old parameters too, as `params`: then the runner copies each
-            bucket of them before it is written in place, or all of them where the watcher must see the whole tree.
-            With `False` it is handed the new ones twice, and nothing is copied.
-        window: micro-steps that it adds up before one goes on; 1 where it holds none back.
+        sees_old: whether a watching transform gets the old parameters too, as `params`. The executor then copies each
+            bucket of them before it is written in place, or all of them if the watcher must see the whole tree.
+            With `False` it gets the new ones twice, and nothing is copied.
+        window: how many micro-steps it accumulates before one goes on; 1 if it accumulates none.
         weighted: whether those are weighted.
-        adds: what leaves it is added to the parameters where no other transform makes new ones.
-        directs: what leaves it is the direction of a step, and no longer a gradient.
-        rate: the learning rate that `opt.param_groups` shows and sets; `None` where there is none.
-        settable: hyperparameters that `opt.param_groups` shows and sets besides, each with its value.
-        reports: metrics of the whole gradient that it reports, which the pipeline then does not compute; and counts of
-            its own. In a step that does not reach it each is 0, or what its state has under that name. An optimizer
-            that looks at gradients (`Scope.TREE`) is not run in such a step, not even for its rate. Names that follow
-            from the leaves are a function `(layout, paths) -> names`.
-        copies: whether its update makes tensors as large as what it is given, besides what it returns.
-        keeps: whether what it gives may share memory: its state, the carry, metrics and new parameters with what it
-            is handed or with one another, and updates with parameters of other leaves. Such are copied, for which
-            its first steps compare addresses; `False` is of one that makes its own.
+        adds: its result is added to the parameters if no other transform makes new ones.
+        directs: it returns the direction of a step, and no longer a gradient.
+        rate: the learning rate that `opt.param_groups` shows and sets; `None` if there is none.
+        settable: other hyperparameters that `opt.param_groups` shows and sets, each with its value.
+        reports: metrics of the full gradient that it reports, which the pipeline then does not compute, and counts of
+            its own. In a step that does not reach it each is 0, or the entry of its state with that name. An optimizer
+            that looks at gradients (`Scope.TREE`) does not run in such a step, not even for its rate. Names that depend
+            on the leaves are a function `(layout, paths) -> names`.
+        copies: whether its update makes temporary tensors as large as its arguments.
+        keeps: whether returned tensors may share memory with arguments or with one another (state, carry, metrics, new
+            parameters), or updates with parameters of other leaves. Such tensors are copied, and the
+            first steps compare addresses to find them. `False` says that it always returns memory of its own.
         counterpart: the class of `torch.optim` that does the same, whose form its state dicts have; `None` without one.
-        torch_names: what that class calls the slots that have another name here, as `(here, there)`.
-        starts_wide: its first state is made of leaves as wide as gradients, where `precision` makes these wider than
-            what is stored: sums of fp32 gradients of bf16 parameters are of fp32.
+        torch_names: the names of slots that differ in that class, as `(here, there)`.
+        starts_wide: its first state is made from leaves in the dtype of gradients, if `precision` makes that wider than
+            the stored dtype: sums of fp32 gradients of bf16 parameters are in fp32.
         holds: it keeps gradients for a later micro-step.
     """
 
@@ -62,7 +62,7 @@ class Facts:
         object.__setattr__(self, "holds", self.window > 1 or self.weighted)
 
     def reported(self, layout: Any, paths: Collection[str]) -> frozenset[str]:
-        """The metrics that it reports where it has the leaves of these paths."""
+        """The names of the metrics that it reports for the leaves of these paths."""
         return self.reports(layout, paths) if callable(self.reports) else self.reports
 
     @property
@@ -102,7 +102,7 @@ OF_LEAVES = ("row", "leaf")
 
 
 def most(needs: Iterable[str]) -> str:
-    """What a transform needs that contains others with these needs.
+    """The `needs` of a transform that contains others with these needs: the largest of them.
 
     >>> most(["element", "leaf", "number"]), most([])
     ('leaf', 'element')

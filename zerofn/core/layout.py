@@ -1,4 +1,4 @@
-"""`Leaf` and `Layout`: every parameter by path, and which part of it lies on this rank."""
+"""`Leaf` and `Layout`: every parameter by path, and this rank's shard of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatte
 from .wrapper_names import unwrapped_names, without_wrappers
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A leaf is cut over ranks by rows of its first dimension, as torch cuts a tensor into chunks.
+# A leaf is sharded over ranks by rows of its first dimension, as torch cuts a tensor into chunks.
 #
 # No row is split, so a rank's shard is what torch calls `Shard(0)`. Nothing is padded: the last ranks' shards may be
 # shorter, or empty. A shard is one range of the flattened leaf, which norms, checkpoints and the counters of
@@ -42,7 +42,7 @@ from .wrapper_names import unwrapped_names, without_wrappers
 
 
 def width(shape: Sequence[int], size: int) -> int:
-    """How many elements of a leaf the first of `size` ranks has; the others have as many, or what is left.
+    """How many elements of a leaf the first of `size` ranks has; the others have as many, or fewer at the end.
 
     >>> width((5, 3), 2), width((2, 3), 4), width((), 2)
     (9, 2, 1)
@@ -120,7 +120,7 @@ def rows_between(shape: Sequence[int], low: int, high: int) -> tuple[int, ...] |
 
 @dataclass(frozen=True)
 class Replicate:
-    """Each rank has the same."""
+    """Each rank has the full tensor."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Owner:
-    """Our own: one rank has the whole tensor, the others nothing."""
+    """Our own: one rank has the full tensor, the others nothing."""
 
     rank: int
 
@@ -224,12 +224,12 @@ def form_of(forms: FormsOfSlots, slot: str, below: str, path: str) -> str | None
 
 @dataclass(frozen=True)
 class Within:
-    """The tensor that a leaf is a part of.
+    """The full tensor that a leaf is a shard of.
 
     Attributes:
-        shape: of the whole tensor.
-        boxes: the parts of all ranks, in their order, each once: where it begins in every dimension, and its sizes.
-        at: which of them the leaf is.
+        shape: of the full tensor.
+        boxes: the shards of all ranks, in their order, each once: its offsets and its sizes.
+        at: the index of the leaf among them.
         first: whether this rank is the first of those that have it, and counts it in sums.
 
     >>> columns = Within(torch.Size([2, 4]), (((0, 0), (2, 2)), ((0, 2), (2, 2))), at=1, first=True)
@@ -246,7 +246,7 @@ class Within:
 
     @property
     def cut(self) -> bool:
-        """Whether ranks have different parts of it."""
+        """Whether ranks have different shards of it."""
         return len(self.boxes) > 1
 
     @property
@@ -260,12 +260,12 @@ class Within:
         return all(tuple(sizes[1:]) == tuple(self.shape[1:]) for _, sizes in self.boxes)
 
     def part(self, whole: Tensor) -> Tensor:
-        """The leaf, of the whole tensor."""
+        """The leaf's box of the full tensor."""
         return in_box(whole, self.boxes[self.at])
 
 
 def joined(flat: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Tensor:
-    """The whole tensor, of its elements box by box.
+    """The full tensor, of its elements box by box.
 
     >>> joined(torch.arange(4), (2, 2), [((0, 0), (2, 1)), ((0, 1), (2, 1))])
     tensor([[0, 2],
@@ -302,7 +302,7 @@ def parameters_of(model: nn.Module) -> OrderedDict[str, nn.Parameter]:
 
 
 def not_a_parameter(leaf: Any) -> str | None:
-    """Why an entry of a tree is no parameter, and what to give instead; `None` of one, and of `None`."""
+    """Why an entry of a tree is no parameter, and what to pass instead; `None` for a parameter, and for `None`."""
     if leaf is None:
         return None
     if isinstance(leaf, UninitializedParameter | UninitializedBuffer):
@@ -357,7 +357,7 @@ class Leaf:
 
     Attributes:
         path: its place in the tree, for instance ``"blocks.0.weight"``.
-        shape: its global shape; of a leaf that the model itself has cut, that of this rank's part.
+        shape: its global shape; of a leaf that the model itself has cut, that of this rank's shard.
         dtype: the dtype it was given in.
         device: the type of device it was given on, for instance ``"cpu"``.
         trainable: whether a gradient is wanted.
@@ -379,7 +379,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Placement:
-    """How stored leaves lie over ranks: whole on each, or cut by rows into consecutive ranges.
+    """How stored leaves lie over ranks: replicated, or sharded by rows into consecutive ranges.
 
     Attributes:
         rank: this rank's number among those that share a leaf.
@@ -387,15 +387,15 @@ class Placement:
         together: how many ranks hold the state, replicas included.
         axes: the ranks along each axis of the mesh.
         apart: transforms whose state has sums of gradients that are not reduced yet, and differ between ranks.
-        copies: how many such sums there are, one for each rank that the reduction is over.
-        copy: which of them this rank has.
-        unreduced: how each such sum lies over ranks; whole, by default.
-        later: names of views that change gradients, through which these sums go once they are reduced.
-        ranges: by path, this rank's range of flattened leaves that are cut in another way than `span` says.
+        copies: how many such sums there are, one for each rank of the reduction.
+        copy: the index of this rank's sum among them.
+        unreduced: how each such sum lies over ranks; by default in full on one rank.
+        later: names of views that will change these sums once they are reduced.
+        ranges: by path, this rank's range of flattened leaves that are not sharded as `span` says.
         owners: for each transform that updates whole leaves its name in the chain, the prefix of their slots in its
             state, and by path the rank that updates the leaf, counted among those that share it.
-        slots: what transforms keep of leaves, where leaves are cut.
-        seen_by: names of the views of one's own through which the model sees what is stored.
+        slots: the forms of transforms' state for leaves, where leaves are sharded.
+        seen_by: names of the user's views through which the model sees stored parameters.
     """
 
     rank: int = 0
@@ -418,16 +418,16 @@ class Placement:
         return (self.unreduced or Placement()) if owner in self.apart else self
 
     def owners_of(self, owner: str, slot: str) -> tuple[str, dict[str, int]] | None:
-        """Of a slot of whole leaves, the prefix of such slots in the transform's state, and by path each leaf's owner.
+        """For a slot of whole leaves, the prefix of such slots in the transform's state, and by path each leaf's owner.
 
-        `None` where the slot is of shards.
+        `None` if the slot has shards.
         """
         found = [(where, ranks) for name, where, ranks in self.owners if name == owner and slot.startswith(where)]
         where, ranks = max(found, key=lambda x: len(x[0]), default=("", None))
         return None if ranks is None else (where, dict(ranks))
 
     def forms_of(self, owner: str) -> FormsOfSlots:
-        """The forms of what the transform of this name keeps of leaves."""
+        """The forms of the state that the transform of this name keeps for leaves."""
         return self._forms.get(owner, {})
 
     @cached_property
@@ -527,7 +527,7 @@ class Layout:
         return found
 
     def only(self, paths: Set[str]) -> Layout:
-        """The layout of the leaves of these paths: what is inside of a group is not asked of leaves of others."""
+        """The layout of only these leaves, for a member of a group, which does not see leaves of others."""
         if paths >= self.every:
             return self
         leaves = tuple([leaf for leaf in self.leaves if leaf.path in paths])
@@ -630,7 +630,7 @@ def make_layout(
 
 
 def canonical(layout: Layout) -> Layout:
-    """One object for all equal layouts: a compiled step recognises a state by it, and makes no further graph."""
+    """The one object for all equal layouts. A compiled step compares it by identity, and then makes no new graph."""
     # Placements over other ranks compare equal, since `axes` is not compared, and still save other shards.
     return _first_of(layout, layout.placement.axes, layout.wrapped)
 

@@ -57,35 +57,37 @@ def leafwise(
     optimizer: bool = False,
     needs: str = "leaf",
 ) -> Callable[..., Any]:
-    """Make a transform of one's own from a function on one tensor: docs/writing-a-transform.md.
+    """Make a transform of your own from a function on one tensor: docs/writing-a-transform.md.
 
     The function takes `(grad, param)` and returns the new gradient; with `init` it takes `(grad, param, state)` and
-    returns `(grad, state)`. All tensors have the stored shape of the leaf, and so has what it returns. It must write
-    none of its arguments; it may keep them: a state that is the gradient or the parameter itself is copied.
+    returns `(grad, state)`. All tensors, also the result, have the stored shape of the leaf. The function must not
+    write into its arguments. It may keep them: a state that is the gradient or the parameter itself is copied.
 
     Keyword-only arguments become the transform's own. `lr` of an optimizer is its learning rate: a number, or a
-    schedule, whose number the function is given. `opt.param_groups` shows it, what a `torch.optim.lr_scheduler` sets
-    there is given, and metrics have it. The library gives `step` and `path` without a default: the updates before this
-    one, 0 at first (a 0-d tensor in a compiled graph and under `vmap`), and the leaf's path.
+    schedule, and then the function gets the schedule's number. `opt.param_groups` shows the rate, a
+    `torch.optim.lr_scheduler` can set it there, and metrics have it. The library passes `step` and `path` if they are
+    arguments without a default: the updates before this one, 0 at first (a 0-d tensor in a compiled graph and under
+    `vmap`), and the leaf's path.
 
     Args:
-        function: of tensors of one leaf; left out where `leafwise` is a decorator with arguments.
-        init: a leaf's first state from its parameter, which it is given in the dtype of gradients where
+        function: of tensors of one leaf; left out if `leafwise` is a decorator with arguments.
+        init: a leaf's first state from its parameter. The parameter has the dtype of gradients if
             `zf.precision(grad_dtype=...)` makes that the wider one.
-        optimizer: the function returns the new *parameter*, which is stored in the dtype it had.
-        needs: how much of a leaf an update must see to be right; `zerofn.testing.check_transform` finds one that says
-            too little. `"element"`: each element returned comes from the same element of gradient, parameter and state.
-            Where leaves are cut over ranks it is handed flat pieces, of shape `(n,)`, some of them empty. `"row"` looks
-            along the dimensions behind the first alone: there it is handed this rank's rows, `(rows, ...)`, maybe none.
-            `"leaf"` (a norm, a sort, a matrix product, the place in the leaf): there a leaf has an owner, which updates
-            it whole and has its state: `zf.save` keeps that for any number of ranks, `opt.state_dict()` the owner's. So
-            has under `"row"` a leaf of fewer rows than ranks, or whose state has another shape than the leaf.
+        optimizer: whether the function returns the new *parameter*, which is stored in its old dtype.
+        needs: how much of a leaf an update must see to be right; `zerofn.testing.check_transform` finds a function that
+            says too little. `"element"`: element i of the result depends only on element i of gradient, parameter and
+            state. Where leaves are sharded the function gets flat shards, of shape `(n,)`, some of them empty. `"row"`:
+            a row depends on its own row only. There the function gets this rank's rows, `(rows, ...)`, maybe none.
+            `"leaf"` (a norm, a sort, a matrix product, the place in the leaf): there each leaf is gathered on one rank,
+            its owner, which updates it and keeps its state. `zf.save` keeps that for any number of ranks,
+            `opt.state_dict()` the owner's. With `"row"` a leaf has an owner too if it has fewer rows than ranks, or if
+            its state has another shape than the leaf.
 
     Raises:
-        TypeError: the function, or `init`, is none, or takes other arguments: a `state` without `init`, too few or too
-            many, one of its own that is not keyword-only.
-        ValueError: `needs` is no such word; at a step, what the function returned is no real tensor of the leaf's shape
-            and device, or its state has other shapes or dtypes than `init` gave it; names the leaves.
+        TypeError: the function, or `init`, cannot be called, or takes other arguments: a `state` without `init`, too
+            few or too many, or an argument of its own that is not keyword-only.
+        ValueError: `needs` is no such word; or, at a step, the function returned no real tensor of the leaf's shape
+            and device, or a state with other shapes or dtypes than `init` gave. The leaves are named.
 
     >>> import torch, zerofn as zf
     >>> @zf.leafwise(optimizer=True, needs="element")
@@ -123,7 +125,7 @@ def _name_of(function: Any) -> str:
 
 
 def _check_signature(function: Any, init: Any) -> None:
-    """Raise a TypeError where the function or `init` cannot be called as it will be."""
+    """Raise a TypeError if the function or `init` cannot be called with the arguments that it will get."""
     name = _name_of(function)
     given = ("grad", "param", "state")[: 2 if init is None else 3]
     own = ""
@@ -238,7 +240,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
 
 @dataclass(frozen=True)
 class _OnLeaves:
-    """A user's function on one tensor, run on each leaf; `provided` are the arguments that the library gives it."""
+    """A user's function on one tensor, run on each leaf; `provided` are the arguments that the library passes."""
 
     function: Callable
     start: Callable[[Tensor], Tensor] | None
@@ -324,7 +326,7 @@ def _kind(x: Any, *others: Any) -> str | None:
 
 
 def _other_state(old: Any, new: Any) -> str | None:
-    """How a leaf's state differs in form from what it was, so that a checkpoint could not be loaded; else `None`."""
+    """How a leaf's new state differs in form from the old, so that no checkpoint would fit; `None` if it does not."""
     if type(old) is type(new) is Tensor and old.shape == new.shape and _holds(old.dtype, new.dtype):
         return None
     (olds, was), (news, now) = flatten(old), flatten(new)
@@ -339,14 +341,14 @@ def _other_state(old: Any, new: Any) -> str | None:
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether the one dtype has every number of the other, both real."""
+    """Whether the dtype `wide` can represent every number of `narrow`; both are real."""
     return wide == narrow or (
         wide.is_floating_point and narrow.is_floating_point and torch.promote_types(wide, narrow) == wide
     )
 
 
 def _stored(old: Any, new: Any) -> Any:
-    """A new state in the dtypes that it had, each of which has every number of the new one."""
+    """A new state cast to the old dtypes, if these can represent its numbers."""
     if type(new) is Tensor:
         return new.to(old.dtype)
     return tree_map(lambda a, b: b.to(a.dtype) if isinstance(b, Tensor) else b, old, new)

@@ -1,7 +1,7 @@
-"""Numbers of a chain that require grad, in a step that autograd does not record: refused, for they would be constants.
+"""Refuses numbers of a chain that require grad, in a step that autograd does not record: they would be constants.
 
 A step that is not recorded runs its kernels on plain numbers, so a derivative by a rate, a decay or a weight is lost.
-Of a loss with a second term the other part of the gradient would still come, and nobody would see that one is missing.
+If the loss has a second term, its gradient still arrives, and nobody would see that the other term is missing.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class PendingCopy:
         self.device, self.event = device, event
 
     def wait_on_device(self) -> None:
-        """What the device computes from here on comes after the copy. The host goes on."""
+        """Make later computations of the device wait for the copy. The host goes on."""
         if self.event is not None:
             torch.cuda.current_stream(self.device).wait_event(self.event)
 
@@ -41,7 +41,7 @@ class CopyQueue:
     """Copies in one direction, one after the other: on a CUDA stream of their own, else at once.
 
     Args:
-        device: to or from which is copied; the other end is the host.
+        device: one end of the copies; the other end is the host.
     """
 
     def __init__(self, device: torch.device):
@@ -51,8 +51,8 @@ class CopyQueue:
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> PendingCopy:
         """Begin to copy pairs of (target, source).
 
-        Computations that were launched before may write a source, or read what lay in a target's memory: the stream
-        waits for them. The copy runs beside those that are launched afterwards.
+        The stream waits for computations that were launched before, since they may write a source or read a target. The
+        copy runs beside those that are launched afterwards.
         """
         if self.stream is None:
             for target, source in pairs:
@@ -178,10 +178,10 @@ class Conveyor:
 
 
 def _beside(entry: Any, params: Leaves) -> Any:
-    """An entry with its tensors on their parameters' devices, by a plain `Tensor.to` where they are not there yet.
+    """An entry with its tensors on their parameters' devices, moved by a plain `Tensor.to` if they are elsewhere.
 
-    That is where copies are recorded, and in the trees of other libraries. Those may keep leaves in lists, without
-    their paths; then all go where the parameters are, if that is one device.
+    This is for copies that are recorded, and for trees of other libraries. Those may keep leaves in lists, without
+    their paths; then all go to the parameters' device, if there is only one.
     """
     if type(entry) is dict and all(isinstance(x, Tensor) for x in entry.values()):
         return {p: _to(params[p].device, x) if p in params else x for p, x in entry.items()}
@@ -198,7 +198,7 @@ def _to(device: torch.device | None, x: Any) -> Any:
 
 
 def _home(entry: Any, home: Any, ctx: Context, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    """An entry of the state with every tensor where it lives; what has to be copied there is put in `pairs`."""
+    """An entry of the state with every tensor on its home device; pairs of tensors to copy are added to `pairs`."""
 
     def back(x: Any, old: Any) -> Any:
         if not isinstance(x, Tensor) or not isinstance(old, Tensor) or x.device == old.device:

@@ -40,7 +40,7 @@ class LeafStep:
         offset: global index of the leaf's first stored element.
         numbers: hyperparameters by name; numbers, or 0-d tensors.
         shared: state that all leaves share, by name; only read.
-        derived: what the optimizer's `derived` made of count, rate and hyperparameters; numbers, or 0-d tensors.
+        derived: the results of the optimizer's `derived` for count, rate and hyperparameters; numbers, or 0-d tensors.
     """
 
     count: Any
@@ -58,7 +58,7 @@ class LeafStep:
 
 @dataclass(frozen=True)
 class LeafList:
-    """Leaves that have had equally many updates (in a graph all leaves), as lists of tensors: what a kernel works on.
+    """The leaves that a kernel updates, as lists of tensors: leaves with equal counts of updates (in a graph all).
 
     Attributes:
         params: to be written in place.
@@ -213,11 +213,11 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def by_hand(tensors: Sequence[Sequence[Tensor]], numbers: Sequence[Any]) -> bool:
-    """Whether the hand-written backward can be used: reverse mode only, by these tensors and by no number.
+    """Whether the hand-written backward can be used: in reverse mode only, by these tensors and by no number.
 
     Args:
-        tensors: of each leaf the parameter, the gradient and the slots. Those of 16 bits are refused, where the formula
-            rounds.
+        tensors: for each leaf the parameter, the gradient and the slots. It cannot be used for 16-bit tensors, because
+            the formula rounds them.
         numbers: rates and hyperparameters.
     """
     if any(isinstance(x, Tensor) for x in numbers) or not only_reverse():
@@ -312,12 +312,12 @@ class Members:
         self.plain = self.size > 0 and not (torch.is_grad_enabled() and any(x.requires_grad for x in inner))
 
     def each(self, x: Any) -> list[Any]:
-        """What each member has of `x`: its own, or all the same."""
+        """The value of `x` for each member: its own, or the same for all."""
         batch = stacked(x) if isinstance(x, Tensor) else None
         return [x] * self.size if batch is None else list(batch.unbind())
 
     def own(self, x: Tensor, donate: bool) -> Tensor:
-        """One member behind the other, to be written: in the memory of `x` where that may be, else in new one."""
+        """All members one after the other, to be written: in the memory of `x` if it is donated, else in a copy."""
         batch = stacked(x)
         if batch is None:
             batch = x.expand(self.size, *x.shape)
@@ -327,11 +327,11 @@ class Members:
 
 
 def kernel_on_members(kernel: Kernel, given: Given) -> tuple[Leaves, TransformState] | None:
-    """New parameters and slots by a kernel on lists of the leaves of all members; `None` where it cannot be taken.
+    """New parameters and slots by a kernel on lists of the leaves of all members; `None` if it cannot be used.
 
-    It can be taken in one vmap, with nothing inside or outside of it that differentiates. Members with one rate and one
-    number of updates share a list, as leaves do. Their new values have memory of their own where it is chosen
-    afterwards which members skip the step.
+    It can be used in a single vmap, if nothing inside or outside of it differentiates. Members with one rate and one
+    number of updates share a list, as leaves do. New values have memory of their own if members may skip the step,
+    which is decided afterwards.
     """
     level = only_vmap()
     grads, params, slots, counts, lr, numbers, common, ctx = given
@@ -413,24 +413,25 @@ def optimizer(
         name: the transform's name.
         lr: a number, or a function of the step.
         slots: how each per-leaf state tensor starts, from the parameter.
-        formula: the arithmetic, of torch operations that write none of their arguments: it is what is differentiated,
-            batched and compiled. Each element from its own elements, its leaf's path and its place in the leaf alone.
-        kernel: the same in place, on lists; taken where nothing records, and under `torch.func.vmap` alone on the
-            leaves of all members. Its bits are the formula's, or the bound is the transform's to state.
+        formula: the arithmetic, in torch operations that write none of their arguments. It is differentiated, batched
+            and compiled. Each element depends only on its own elements, its leaf's path and its place in the leaf.
+        kernel: the same in place, on lists. It runs if nothing records, and under `torch.func.vmap` alone, on the
+            leaves of all members. Its bits are those of the formula, or the transform states the bound.
         numbers: hyperparameters of the formula, by name.
-        shared: how each further tensor that all leaves share starts; it stays as it is.
+        shared: the initial value of each further tensor that all leaves share; it never changes.
         settable: hyperparameters that `opt.param_groups` may change, with their values, by the names of the
             transform's arguments. A pair such as `betas` is `beta1` and `beta2` among `numbers`, or `betas`.
-        derived: from the updates of a leaf, the rate and the hyperparameters to further numbers of the formula by name,
-            `at.derived`: bias corrections. Computed once for leaves that have had equally many updates; where those
+        derived: takes the count of updates, the rate and the hyperparameters, and returns further numbers of the
+            formula by name, `at.derived`: bias corrections. It is computed once for leaves with equal counts; if counts
             cannot be read, once for all, on tensors of the shape `(leaves,)`. Tensors come in float64.
         operator: whether the kernel of these leaves may stand in a compiled graph: there it calls an operator that
-            `torch.library` knows, and `count` is a tensor. Else, and where derivatives are recorded, the formula does.
-        pulled: the derivative of the formula by hand, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`: cotangents
-            of the new parameter and slots, the old parameter, the gradient and the new slots, to cotangents of the
-            old ones. With it the kernel is taken where a step is differentiated backwards, but not by its numbers.
+            `torch.library` knows, and `count` is a tensor. Otherwise, and for derivatives, the formula runs.
+        pulled: the hand-written derivative of the formula, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`. It
+            takes cotangents of the new parameter and slots, the old parameter, the gradient and the new slots, and
+            returns cotangents of the old ones. With it the kernel runs in steps that are differentiated in reverse
+            mode, but not by their numbers.
         counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
-        torch_names: what that class calls slots that have another name here.
+        torch_names: the names of slots that differ in that class.
     """
     update = _OptimizerUpdate(name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, operator, pulled)
     facts = Facts(
@@ -512,7 +513,7 @@ class _OptimizerUpdate:
 
 
 def _groups(operator: Operator | None, given: Given) -> list[tuple[Any, list[str]]] | None:
-    """Counts and paths of leaves on which a graph calls the operator; `None` where it computes the formula."""
+    """Counts and paths of the leaves on which a graph calls the operator; `None` if it computes the formula."""
     if operator is None or not given.counts:
         return None
     leaves = _listed(list(given.grads), None, given._replace(ctx=replace(given.ctx, donate=True)))
@@ -537,7 +538,7 @@ def _listed(group: list[str], count: Any, given: Given) -> LeafList:
 
 
 def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given) -> tuple[Leaves, TransformState]:
-    """New parameters and slots by a kernel on lists; in the memory of the old ones where that is donated."""
+    """New parameters and slots by a kernel on lists, in the memory of the old ones if that is donated."""
     new: Leaves = {}
     own: TransformState = {}
     for count, group in groups:
@@ -603,13 +604,13 @@ def direction(
 ) -> Transform:
     """A transform from a gradient to the direction of a step, from its formula on one leaf.
 
-    State: `count`, the updates of each leaf, and one tensor per leaf for each slot. To be ended by an optimizer such as
-    `scale_by_lr`.
+    State: `count`, the updates of each leaf, and one tensor per leaf for each slot. An optimizer such as `scale_by_lr`
+    must follow it.
 
     Args:
         name: the transform's name.
         slots: how each per-leaf state tensor starts, from the parameter.
-        formula: as of `optimizer`, but that what it returns first is the direction; `at.lr` is `None`.
+        formula: as for `optimizer`, but its first result is the direction; `at.lr` is `None`.
         numbers: hyperparameters of the formula, by name.
         derived: as of `optimizer`; the rate is `None`.
     """

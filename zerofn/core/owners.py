@@ -46,12 +46,12 @@ INIT_AGAIN = "an init= without that error"
 
 
 class OwnerFailed(RuntimeError):
-    """An owner could not update its leaves, or make their first states. Raised on every rank.
+    """An owner could not update its leaves, or make their first states. It is raised on every rank.
 
     Args:
         lines: for each owner that failed, its rank and why.
-        wrong: what failed.
-        right: what to write.
+        wrong: the call that failed.
+        right: the right code.
     """
 
     def __init__(self, lines: Sequence[str], wrong: str = IN_UPDATE, right: str = GO_ON):
@@ -62,7 +62,7 @@ class OwnerFailed(RuntimeError):
 def assign_owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
     """By path: the rank that updates the leaf, chosen by the sizes of leaves and the number of ranks alone.
 
-    The largest leaf first, each to the rank that has least to do.
+    The largest leaf comes first, and each goes to the rank that has least to do.
 
     >>> shapes = {"a": 6, "b": 5, "c": 4, "d": 3}
     >>> leaves = [Leaf(path, torch.Size([n]), torch.float32, "cpu") for path, n in shapes.items()]
@@ -80,13 +80,13 @@ def assign_owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class AxisExchange:
-    """The way from pieces to whole leaves at their owners, and back, along one axis of ranks.
+    """Sends shards to the owners of leaves, and results back, along one axis of ranks.
 
     Attributes:
-        wire: how leaves are cut along it.
+        wire: the wire that shards leaves along it.
         leaves: all of them, in one order on all ranks.
         rank_of: by path, the owner's place along the axis.
-        spans: for each rank, by path: its range of what the ranks of this axis share, a flat leaf or a shard of it.
+        spans: for each rank, by path: its range of the flat leaf, or of the shard that this axis has of it.
     """
 
     wire: Wire
@@ -96,7 +96,7 @@ class AxisExchange:
 
     @classmethod
     def of(cls, wire: Wire, leaves: tuple[Leaf, ...], rank_of: dict[str, int]) -> AxisExchange:
-        """The exchange of leaves that this wire cuts. Spans are found here: a compiled graph cannot find them."""
+        """The exchange of leaves that this wire shards. It computes spans here: a compiled graph cannot."""
         group = wire.group
         wires = [wire.on(replace(group, rank=rank), None) for rank in range(group.size)]
         found = [{leaf.path: each.span(leaf) for leaf in leaves} for each in wires]
@@ -163,7 +163,7 @@ class AxisExchange:
         return range(self.wire.group.size)
 
     def _by_owner(self, leaves: list[Leaf]) -> list[list[Leaf]]:
-        """For each rank, those of the leaves that it owns."""
+        """For each rank, the leaves that it owns."""
         return [[leaf for leaf in leaves if self.rank_of[leaf.path] == rank] for rank in self._ranks]
 
     def _length(self, rank: int, leaf: Leaf) -> int:
@@ -181,10 +181,10 @@ class AxisExchange:
     def _exchange(
         self, sent: list[list[Tensor]], lengths: list[list[int]], like: Tensor, nothing: Tensor | None = None
     ) -> tuple[list[list[Tensor]], Tensor]:
-        """All-to-all of lists of tensors, one list for each rank; `lengths` are those of what comes from each.
+        """All-to-all of lists of tensors, one list for each rank; `lengths` are those that each rank receives.
 
-        What comes are columns, and all of them one below the other: of a second derivative `torch.cat` leaves out what
-        has one axis and no elements. They are functions of `nothing`.
+        The results are columns, and all of them one below the other: in a second derivative `torch.cat` leaves out
+        tensors with one axis and no elements. They depend on `nothing`.
         """
         hung = [like.new_empty((0, 1)) if nothing is None else nothing.to(like)]
         rows = torch.cat([*hung, *(x.reshape(-1, 1) for parts in sent for x in parts)])
@@ -195,13 +195,13 @@ class AxisExchange:
 
 @dataclass(frozen=True)
 class OwnerExchange:
-    """The way from pieces to whole leaves at their owners, and back, along each axis of ranks that leaves are cut over.
+    """Sends shards to the owners of leaves, and results back, along each axis of ranks that shards leaves.
 
-    Pieces go along the last axis first, which joins what it has cut: each goes along each axis once, and no channel
-    between all ranks is needed.
+    Shards go along the last axis first, which joins the shards that it has made. Each goes along each axis once, and
+    no group of all ranks is needed.
 
     Attributes:
-        axes: the exchange along each, in the order in which they cut leaves.
+        axes: the exchange along each axis, in the order in which these shard leaves.
         leaves: all of them, in one order on all ranks.
         rank_of: by path, the owner: its place among the ranks that share a leaf, as `place_in` counts.
     """
@@ -211,13 +211,13 @@ class OwnerExchange:
     rank_of: dict[str, int]
 
     def mine(self, paths: Iterable[str]) -> list[str]:
-        """Those of leaves that this rank owns."""
+        """The paths of leaves that this rank owns."""
         return _owned_here(self.axes, paths)
 
     def to_owners(self, pieces: Leaves, received: list[Tensor]) -> Leaves:
-        """The whole leaves that this rank owns, from the pieces of all ranks. The same paths on every rank.
+        """The whole leaves that this rank owns, from the shards of all ranks. Every rank passes the same paths.
 
-        What has come, which is nothing where this rank owns nothing, goes into `received` too.
+        The received tensors are added to `received` too: none if this rank owns nothing.
         """
         for axis in reversed(self.axes):
             pieces = axis.to_owners(pieces, received)
@@ -226,13 +226,13 @@ class OwnerExchange:
     def to_pieces(
         self, wholes: Leaves | Exception, like: Leaves, first: Tensor, nothing: Tensor | None = None
     ) -> Leaves:
-        """This rank's pieces of all leaves, from the whole ones at their owners.
+        """This rank's shards of all leaves, from the whole leaves at their owners.
 
         Args:
-            wholes: the leaves that this rank owns; or why there are none.
-            like: a tensor of the dtype and device of each piece, by path; the same paths on every rank.
+            wholes: the leaves that this rank owns; or the error because of which there are none.
+            like: a tensor of the dtype and device of each shard, by path; the same paths on every rank.
             first: a tensor on that device.
-            nothing: of no elements; the pieces are functions of it.
+            nothing: a tensor without elements, on which the shards are made to depend.
 
         Raises:
             OwnerFailed: on every rank, if there are none on one.
@@ -248,7 +248,7 @@ class OwnerExchange:
         return wholes
 
     def agree(self, failure: Exception | None) -> None:
-        """Where nothing comes back: tell all ranks why this one has failed, if it has.
+        """Tell all ranks why this one has failed, if it has, where no results are sent back.
 
         Raises:
             Exception: `failure`.
@@ -263,7 +263,7 @@ class OwnerExchange:
 
 
 def _owned_here(axes: Sequence[AxisExchange], paths: Iterable[str]) -> list[str]:
-    """Those of paths whose owner has this rank's place along each axis."""
+    """The paths whose owner has this rank's place along each axis."""
     return [p for p in paths if all([axis.rank_of[p] == axis.wire.group.rank for axis in axes])]
 
 
@@ -297,9 +297,9 @@ def owner_exchange(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> OwnerEx
 
 
 def nothing_of_all(values: Iterable[Any]) -> Tensor | None:
-    """A tensor without elements that is a function of all numbers in these trees; `None` where nobody differentiates.
+    """A tensor without elements that depends on all tensors in these trees; `None` if none requires grad.
 
-    By an exponential of their sum, so that a derivative of any order, by any of them, is a function of all.
+    It is computed by an exponential of their sum, so that derivatives of any order, by any of them, depend on all.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> nothing_of_all([{"w": w}, 0.1]).shape, nothing_of_all([{"w": w.detach()}])
@@ -313,7 +313,7 @@ def nothing_of_all(values: Iterable[Any]) -> Tensor | None:
 
 
 def hung_on(nothing: Tensor | None, state: Any) -> Any:
-    """The same state, whose numbers are functions of `nothing` too."""
+    """Add a zero that depends on all inputs, so that every rank has the collective in its backward graph."""
     if nothing is None:
         return state
     zero = nothing.sum()
@@ -338,10 +338,10 @@ def hung_on(nothing: Tensor | None, state: Any) -> Any:
 def form_of_start(t: Transform, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], layout: Layout) -> TransformState:
     """The first state of leaves of these shapes and dtypes, on the device `meta`.
 
-    An `init` that asks for the numbers of a leaf is handed some in memory of the CPU, of all these leaves at once.
+    If `init` needs the numbers of a leaf, it gets CPU tensors with some numbers, for all these leaves at once.
 
     Raises:
-        Exception: whatever `init` raises of both.
+        Exception: the error of `init`, if it fails on both.
 
     >>> import zerofn as zf
     >>> norms = zf.leafwise(lambda g, p, s: (g, s), init=lambda p: torch.full((2,), p.norm().item()))()
@@ -379,7 +379,7 @@ Rows = dict[str, tuple[int, ...]]
 
 
 def local_rows(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
-    """The shape of this rank's rows, of each leaf of which every rank has whole rows."""
+    """The shape of this rank's rows, for each leaf of which every rank has whole rows."""
     found: Rows = {}
     for leaf in leaves:
         if all(rows_between(leaf.shape, *span) is not None for span in spans_by_rank(cutting, leaf)):
@@ -400,7 +400,7 @@ def states_have_leaf_shapes(t: Transform, leaves: Sequence[Leaf], layout: Layout
 
 
 def on_rows(t: Transform, rows: Rows) -> Transform:
-    """The same transform, handed rows of these leaves in place of flat shards."""
+    """The same transform, which gets rows of these leaves in place of flat shards."""
     flat: Rows = dict.fromkeys(rows, (-1,))
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
@@ -419,7 +419,7 @@ def _reshaped(tensors: Leaves, shapes: Rows) -> Leaves:
 
 
 def _reshaped_state(state: TransformState, shapes: Rows) -> TransformState:
-    """A state whose tensors of leaves have these shapes; what is not by path below a name stays as it is."""
+    """A state whose tensors of leaves have these shapes. Entries that are not keyed by path stay unchanged."""
     values, spec = flatten(state)
     named = zip(tree_keys(state), values, strict=True)
     return unflatten(spec, [x.reshape(shapes[k[-1]]) if k[-1] in shapes and k[1:] else x for k, x in named])
@@ -442,10 +442,10 @@ def _inside(t: Transform) -> list[Transform]:
 
 
 def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tuple[Transform, dict[str, dict[str, int]]]:
-    """The same transform, in which what needs whole leaves is run at their owners.
+    """The same transform, in which transforms that need whole leaves run at the owners.
 
-    Of a `partition` only leaves of members that need whole ones travel, and of a member that needs rows only leaves
-    that are not cut by rows. Returned are also the owners by path, for each place in the state of `t` that is of whole
+    Of a `partition` only leaves of members that need whole leaves are sent; for a member that needs rows only leaves
+    that are not sharded by rows. It also returns the owners by path, for each place in the state of `t` that has whole
     leaves.
     """
     ranks: dict[str, dict[str, int]] = {}
@@ -470,11 +470,11 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
 
 
 def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform:
-    """The same transform, run on leaves of the exchange at their owners, and on this rank's part of the others.
+    """The same transform, run on leaves of the exchange at their owners, and on this rank's shards of the others.
 
     Args:
         part: the transform.
-        at: which rank owns which leaf.
+        at: the exchange, which knows the owner of each leaf.
         paths: of all leaves.
     """
     owned = {leaf.path for leaf in at.leaves}
@@ -531,7 +531,7 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
 
 
 def _ordered(found: Leaves, like: Leaves) -> Leaves:
-    """Leaves in the order of `like`: those that travel come by dtype, behind those that do not."""
+    """Leaves in the order of `like`. Leaves that were sent come by dtype, behind the others."""
     return {path: found[path] for path in like if path in found}
 
 

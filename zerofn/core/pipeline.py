@@ -69,13 +69,13 @@ class Pipeline:
         tx: the chain as it was given.
         layout: of the parameters.
         parts: the members of the chain; a guest that ends it is made the optimizer.
-        views: the view half of each part; `None` where it does nothing to leaves.
+        views: the view half of each part; `None` if it has no effect on leaves.
         dtypes: of parameters and gradients.
-        factors: what cotangents are multiplied by inside of the model: by name of a transform, a function of its state.
-        stations: what gradients are in front of each part and behind it.
+        factors: the factors of cotangents inside the model: by name of a transform, a function of its state.
+        stations: the `Spec` of gradients in front of each part and behind it.
         road: the views between the model and storage.
-        model: the groups of several ranks over which the model itself is cut, of which the chain does not know.
-        checked: whether every step makes the checks that else the first few make.
+        model: the groups of several ranks over which the model itself is sharded. The chain does not know of them.
+        checked: whether every step makes the checks that otherwise only the first few make.
     """
 
     tx: Transform
@@ -111,7 +111,7 @@ class Pipeline:
         return any([view.reads for view in self.stages])
 
     def reading(self, state_of: Callable[[str], TransformState]) -> Pipeline:
-        """The same, whose views call `state_of(name)` for the state of their transform whenever they are called."""
+        """The same pipeline, whose views call `state_of(name)` for their transform's state whenever they run."""
         if not self.reads:
             return self
         views = tuple([v if v is None else v.reading(partial(state_of, v.name)) for v in self.views])
@@ -120,27 +120,27 @@ class Pipeline:
 
     @cached_property
     def stages(self) -> tuple[View, ...]:
-        """The views that do something, from the model to storage."""
+        """The views that have an effect, from the model to storage."""
         return self.road.stages
 
     @cached_property
     def sharding(self) -> Wire | None:
-        """The wire that cuts stored leaves over ranks, the last of several; `None` where they are whole."""
+        """The wire that shards stored leaves, the last of several; `None` if they are not sharded."""
         return next(reversed(cutting_wires(self.stages)), None)
 
     @cached_property
     def gathering(self) -> Wire | None:
-        """The wire that cuts resident parameters, which are then gathered on use; `None` where they are whole."""
+        """The wire that shards resident parameters, which are then gathered on use; `None` if they are full."""
         return next(reversed(cutting_wires(self.road.at_use)), None)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """Every group of ranks that gradients are reduced over."""
+        """Every group of ranks over which gradients are reduced."""
         return groups_of(self.stages)
 
     @cached_property
     def step_groups(self) -> tuple[Group, ...]:
-        """Every group of ranks that must step together: those over which the model itself is cut as well."""
+        """Every group of ranks that must step together, also those over which the model itself is sharded."""
         return (*self.groups, *self.model)
 
     @cached_property
@@ -191,13 +191,13 @@ class Pipeline:
         return number_tensors(self.tx)
 
     def unrecorded(self, right: str, weight: Any = None) -> dict[str, Any]:
-        """Of the context of a step that is not recorded, although autograd would: it refuses numbers that require grad.
+        """Entries for the context of a step that is not recorded, by which it refuses numbers that require grad.
 
-        Arguments are looked at here, rates of schedules when they are asked for, and what functions of a user's have
-        from elsewhere in the first step.
+        Arguments are checked here, and rates of schedules when they are computed. Numbers that users' functions get
+        from elsewhere are checked in the first step.
 
         Raises:
-            RuntimeError: an argument or the weight requires grad; each is named. `right` is what to write.
+            RuntimeError: an argument or the weight requires grad; each is named. `right` is the right code.
         """
         if self.numbers or isinstance(weight, Tensor):
             check_numbers((*self.numbers, ("weight=...", weight)), right)
@@ -206,7 +206,7 @@ class Pipeline:
         return {"unrecorded": right, "looks": first}
 
     def context(self, **given: Any) -> Context:
-        """The context that update halves are handed."""
+        """The context that update halves get."""
         norms = Norms() if not given.get("recorded") and self._shows_norm else None
         return Context(self.layout, offsets=self.road.offsets, reduction=self.reduction, norms=norms, **given)
 
@@ -226,7 +226,7 @@ class Pipeline:
         return RankReduction(self.road.cutting, self.groups, self.model, elsewhere, shared)
 
     def scale_of(self, transforms: dict[str, TransformState]) -> Tensor | None:
-        """The loss scale in force: the product of all factors."""
+        """The current loss scale: the product of all factors."""
         found = None
         for name, factor in self.factors:
             one = factor(transforms[name])
@@ -235,14 +235,14 @@ class Pipeline:
 
 
 def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformState] | None = None) -> State:
-    """The state before any step, of stored parameters (meta tensors too); `transforms` if theirs are made already."""
+    """The state before any step, of stored parameters (meta tensors too). Pass `transforms` if they have states."""
     own = init_transforms(pipe, stored) if transforms is None else transforms
     cut = pipe.road.cutting or pipe.model
     return State(stored, own, counter(), counter(), pipe.once(_layout_of_states) if cut else pipe.layout)
 
 
 def _layout_of_states(pipe: Pipeline) -> Layout:
-    """The layout, which knows what of a state lies along leaves."""
+    """The layout, which also knows which tensors of a state are sharded like their leaves."""
     return with_slots(pipe.layout, pipe.tx.members)
 
 
@@ -264,9 +264,9 @@ def init_transforms(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]
 
 
 def check_first_views(pipe: Pipeline, tensors: Leaves) -> None:
-    """Raise a `ValueError` where a view does not fit its leaves, or the state that it reads, before anything is stored.
+    """Raise a `ValueError` if a view does not fit its leaves, or the state that it reads, before anything is stored.
 
-    Of a state without memory. A transform that cannot make one is looked at when its first state is there.
+    This uses a state without memory. A transform that cannot make one is checked when it has its first state.
     """
     devices = {path: x.device for path, x in tensors.items()}
     check_forms(pipe.views, pipe.stations, pipe.layout, pipe.dtypes, devices)
@@ -306,7 +306,7 @@ def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
 
 
 def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:
-    """The update half of a view whose transpose is applied once a window, before the part's own update half."""
+    """The update half for a view whose transpose runs once per window, before the part's own update half."""
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         together = not ctx.recorded or only_compiled(grads.values())
@@ -322,10 +322,10 @@ def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:
 
 
 def check_signatures(t: Transform) -> None:
-    """Raise if a function of a transform cannot be called as it will be.
+    """Raise if a function of a transform cannot be called with the arguments that it will get.
 
     Raises:
-        TypeError: names the transform, the function and what it is called with.
+        TypeError: names the transform, the function and its arguments.
     """
     called = (
         ("init_fn", t.init_fn, "leaves, layout"),
@@ -355,7 +355,7 @@ TOGETHER = "zf.partition of the chain, by which parameters that are cut get an o
 
 
 def with_model_ranks(placement: Placement, model: Sequence[Group]) -> Placement:
-    """The same placement, of a state that lies over the ranks over which the model is cut as well."""
+    """The same placement, for a state that also lies over the ranks over which the model itself is sharded."""
     if not model:
         return placement
     return replace(
@@ -477,7 +477,7 @@ COMPARED = 3
 
 
 def _guarded(t: Transform, paths: Set[str], where: str, checked: bool = False) -> Transform:
-    """The same transform, which harms nothing else by what it returns, nor by what it keeps; fused with others, too."""
+    """The same transform with checks and copies of the tensors that it returns or keeps, also after fusion."""
     check_signatures(t)
     guarded, fuse = _guard(t, len(paths), checked), t.joins
     if fuse is None:
@@ -568,7 +568,7 @@ def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
 
 
 def _as_wide(dtypes: Dtypes, t: Transform, paths: Set[str], where: str) -> Transform:
-    """The same transform, whose first state is made of leaves as wide as gradients if it says so."""
+    """The same transform, whose first state is made from leaves in the dtype of gradients, if its facts say so."""
     if not t.facts.starts_wide or t.init_fn is no_state:
         return t
 
@@ -584,9 +584,9 @@ def _as_wide(dtypes: Dtypes, t: Transform, paths: Set[str], where: str) -> Trans
 
 
 def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
-    """The view half of a transform, with its name; its functions leave alone the leaves that `changes` leaves out.
+    """The view half of a transform, with its name. Its functions skip the leaves for which `changes` is false.
 
-    `changes` is asked here, once: each step asks which leaves those are.
+    `changes` is called here, once, because each step needs to know these leaves.
     """
     try:
         view = part.view_fn(layout, ranks)
@@ -609,9 +609,9 @@ def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
 
 
 def _over_ranks(views: Sequence[View | None], dtypes: Dtypes) -> tuple[tuple[View | None, ...], tuple[Wire, ...]]:
-    """The views, and the wires that cut leaves, one after the other.
+    """The views, and the wires that shard leaves, one after the other.
 
-    Views over one rank become `None`. The others sum in the dtype of reductions, and cut what is left of leaves.
+    Views over one rank become `None`. The others sum in the dtype of reductions, and shard the shards of earlier ones.
     """
     found: list[View | None] = []
     cutting: tuple[Wire, ...] = ()
@@ -626,7 +626,7 @@ def _over_ranks(views: Sequence[View | None], dtypes: Dtypes) -> tuple[tuple[Vie
 
 
 def _held(parts: Sequence[Transform], views: Sequence[View | None]) -> tuple[str, ...]:
-    """The transforms, by name, that hold gradients in front of the first view that makes resident parameters."""
+    """The transforms, by name, that accumulate gradients in front of the first view of `Road.after_update`."""
     first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
     return tuple([part.name for part in parts[:first] if part.facts.holds])
 
@@ -634,7 +634,7 @@ def _held(parts: Sequence[Transform], views: Sequence[View | None]) -> tuple[str
 def _with_owners(
     parts: tuple[Transform, ...], layout: Layout, placement: Placement, cutting: tuple[Wire, ...]
 ) -> tuple[tuple[Transform, ...], Placement]:
-    """The chain whose transforms that need whole leaves run at the owners of those, and the placement with owners."""
+    """The chain with transforms that need whole leaves run at owners, and the placement with those owners."""
     found = [run_at_owners(part, layout, cutting) for part in parts]
     named = [(part.name, where, ranks) for part, there in found for where, ranks in there.items()]
     owners = tuple([(name, where, tuple(ranks.items())) for name, where, ranks in named])
@@ -642,7 +642,7 @@ def _with_owners(
 
 
 def _placement(road: Road) -> Placement:
-    """How what is stored lies over ranks, and sums of gradients that are not yet reduced."""
+    """How stored leaves lie over ranks, and gradient sums that are not yet reduced."""
     seen_by = tuple([view.name for view in road.stages if view.renumbers])
     placement = replace(_behind(road, len(road.stages)), seen_by=seen_by)
     if not road.late:

@@ -1,4 +1,4 @@
-"""Ranks compare at the start what must be equal: the chain, values, wires, weights."""
+"""Ranks compare at the start the things that must be equal: the chain, values, wires, weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RIGHT = "a wire whose lengths follow from the leaf and the number of ranks alone
 
 
 def wires_over(pipe: Pipeline, group: Group) -> str:
-    """What wires send over a group, as text: one on all ranks that fit together, another on each where one does not."""
+    """The sizes that wires send over a group, as text: equal on all ranks if they fit together."""
     told, leaves, here = [], pipe.layout.leaves, f"on rank {group.rank}"
     for view in _over(pipe, group):
         told.append(f"{view.name} {_sent(view, leaves)}")
@@ -53,9 +53,9 @@ def wires_over(pipe: Pipeline, group: Group) -> str:
 
 
 def unequal_wires(pipe: Pipeline, group: Group) -> str:
-    """The message where wires do not fit together, the same on every rank of the group, which all call it.
+    """The message if wires do not fit together, the same on every rank of the group. All ranks call it.
 
-    Empty where nobody can tell: a wire that must see numbers on some ranks.
+    It is empty if that cannot be known, because a wire must see numbers on some ranks.
     """
     views, leaves = _over(pipe, group), pipe.layout.leaves
     mine = {v.name: (_by_leaf(v, leaves), dict(_gaps(v, leaves)), misjoined(v, leaves)) for v in views}
@@ -105,18 +105,18 @@ def _sent(view: View, leaves: Sequence[Leaf]) -> tuple[int | None, int | None]:
 
 
 def _silent(wire: Wire) -> tuple[Wire, Traffic]:
-    """The same wire over ranks to which nothing is sent, and what would be."""
+    """The same wire over a group that sends nothing, and the traffic that it would send."""
     traffic = Traffic()
     return wire.on(replace(wire.group, traffic=traffic, silent=True), wire.reduce_dtype), traffic
 
 
 def _parts(wire: Wire, leaves: Sequence[Leaf]) -> list[Tensor]:
-    """This rank's shards of leaves, without memory; of a wire that cuts."""
+    """This rank's shards of leaves, without memory, for a wire that shards."""
     return [torch.empty(high - low, device=META) for low, high in map(wire.span, leaves)]
 
 
 def _bytes_of(send: Callable[[Wire], None], wire: Wire) -> int | None:
-    """What it sends; `None` of a wire that must see numbers, and fails without."""
+    """The bytes that a wire sends; `None` if it must see numbers, and fails without them."""
     silent, traffic = _silent(wire)
     try:
         send(silent)
@@ -126,7 +126,7 @@ def _bytes_of(send: Callable[[Wire], None], wire: Wire) -> int | None:
 
 
 def misjoined(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
-    """By path, where what the wire of a view gives has other lengths or shapes than it is to have."""
+    """The leaves for which the wire of a view returns wrong lengths or shapes, by path, each with a description."""
     if view.wire is None or not view.wire.cuts:
         return []
     wire, rank = _silent(view.wire)[0], view.wire.group.ranks[view.wire.group.rank]
@@ -159,7 +159,7 @@ def misjoined(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
 
 
 def misjoined_message(view: View, rows: Sequence[tuple[str, str]]) -> str:
-    """The message about what a wire gives that does not fit its leaves."""
+    """The message about results of a wire that do not fit its leaves."""
     right = (
         "join_parts that gives each leaf flat, of leaf.numel elements and in the order of leaves; a view of leaf.shape;"
     )
@@ -168,7 +168,7 @@ def misjoined_message(view: View, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _gaps(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
-    """By path, where this rank's part of a leaf does not end at the beginning of the next rank's."""
+    """The leaves, by path, of which this rank's shard does not end where the next rank's begins."""
     wire = view.wire
     if wire is None or not wire.cuts:
         return []
@@ -192,7 +192,7 @@ def _gaps(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
 
 
 def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
-    """Raise on NaN, and on every rank, naming what differs where, if ranks have other pipelines, trees or values.
+    """Raise on NaN. Raise on every rank, naming the difference, if ranks have different pipelines, trees or values.
 
     Ranks that start from different random parameters would otherwise train a mixture of them without an error.
     """
@@ -209,9 +209,9 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
 
 
 def tell_unreduced(pipe: Pipeline, call: str) -> None:
-    """Warn where there are several ranks, no transform reduces gradients over them, and none says that it is meant.
+    """Warn if there are several ranks, no transform reduces gradients over them, and none says that this is meant.
 
-    Each rank warns: where another one's chain does reduce, that rank waits for this one.
+    Each rank warns: if another rank's chain does reduce, that rank waits for this one.
     """
     size = world_size()
     if size == 1 or not unreduced(pipe) or math.prod([group.size for group in pipe.model]) >= size:
@@ -237,8 +237,8 @@ def agree_on_chain(pipe: Pipeline, call: str) -> None:
 
     Args:
         pipe: the pipeline.
-        call: as the user writes it. Ranks that are late are waited for without a limit, as they may be loading data;
-            ranks that wait in another call, as after an error that one rank alone has caught, raise an error.
+        call: the call as the user writes it. It waits for late ranks without a limit, since they may be loading data.
+            If ranks wait in another call, for instance because one rank alone has caught an error, it raises.
     """
     if not pipe.step_groups:
         return
@@ -275,7 +275,7 @@ def _has_nan(x: Tensor) -> bool:
 def agree_on_fingerprints(
     groups: Sequence[Group], prints: dict[str, int], right: str, failure: Exception | None = None
 ) -> None:
-    """Raise on every rank if a leaf has another fingerprint on another rank.
+    """Raise on every rank if the fingerprint of a leaf differs between ranks.
 
     Args:
         groups: the ranks, along each axis.
@@ -303,10 +303,10 @@ def agree_on_fingerprints(
 
 
 def agree_on_gradients(pipe: Pipeline, grads: Leaves) -> None:
-    """Raise on every rank if gradients that the chain takes for averaged over ranks differ between them.
+    """Raise on every rank if gradients that the chain expects to be averaged over ranks differ between them.
 
-    As those that torch.func.grad makes of each rank's own loss: replicas would part without an error. One message along
-    each axis, in the first update of a state: a loop makes its gradients alike in all steps.
+    torch.func.grad of each rank's own loss gives such gradients, and replicas would diverge without an error. It costs
+    one message along each axis, in the first update of a state: a loop computes its gradients alike in all steps.
     """
     averaged = [view for view in pipe.road.pulled if view.wire is not None and not view.wire.cuts]
     prints = {
@@ -398,10 +398,10 @@ def _digest(text: str) -> str:
 
 
 def agree_on_all(texts: dict[str, str], group: Group, messages: Mapping[str, Callable[[], str]]) -> None:
-    """Raise a `ValueError` on *every* rank unless all hold the same texts (a digest, a name), by the same keys.
+    """Raise a `ValueError` on *every* rank unless all have the same texts (a digest, a name), by the same keys.
 
-    The message names the first that differs. Where that has an entry in `messages`, every rank calls it for the
-    message; an empty one is no error.
+    The message names the first difference. If that key has an entry in `messages`, every rank calls it for the message;
+    an empty message is no error.
 
     >>> agree_on_all({"the pipeline": "shard,adam"}, Group(), {})
     """
@@ -442,8 +442,8 @@ def _by_value(values: Sequence[str], group: Group) -> str:
 def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
     """The mean of the weights over ranks, and the factor of this rank's gradient, its weight over that mean.
 
-    The gradient of all rows is `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights. The factor goes in
-    before gradients are reduced: `accumulate` after a reduction sees only their mean.
+    The gradient of all rows is `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights. The factor is
+    applied before gradients are reduced: `accumulate` after a reduction sees only their mean.
     """
     groups = pipe.averaged_before_weights
     if not groups or weight is None:
@@ -456,7 +456,7 @@ def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
 
 
 def equal_weight(pipe: Pipeline, weight: Any) -> Any:
-    """The mean of the weights over ranks, where gradients have been averaged without them: they are to be equal.
+    """The mean of the weights over ranks, where gradients were averaged without them, so that they must be equal.
 
     Raises:
         ValueError: on every rank where they are not.
@@ -510,7 +510,7 @@ INIT = "init=lambda path, x: torch.nn.init.normal_(x, std=0.02)"
 
 @contextmanager
 def seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
-    """torch's generators begin anew inside, by `seed` and `path`; afterwards they go on as if nothing had been drawn.
+    """Inside, torch's generators are seeded by `seed` and `path`; afterwards they are restored.
 
     >>> with seeded(0, "w", torch.device("cpu")):
     ...     first = torch.rand(2)
@@ -533,13 +533,13 @@ def seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
 
 
 def blank(like: Tensor, device: torch.device) -> Tensor:
-    """An empty tensor like a meta tensor; floats are filled with NaN, by which `unset` sees what is not written."""
+    """An empty tensor like a meta tensor. Floats are filled with NaN, so that `unset` finds unwritten elements."""
     x = torch.empty_like(like, device=device, requires_grad=False)
     return x.fill_(torch.nan) if x.is_floating_point() or x.is_complex() else x
 
 
 def unset(x: Tensor, before: int) -> bool:
-    """Whether an element of what `blank` made is not written; of integers, whether its version is still `before`."""
+    """Whether a tensor of `blank` has an unwritten element; for integers, whether its version is still `before`."""
     if x.is_meta:
         return True
     if x.is_floating_point() or x.is_complex():
@@ -562,13 +562,13 @@ def made_by(init: Init, like: Tensor, path: str, seed: int, device: torch.device
 def first_values(
     pipe: Pipeline, whole: Iterator[tuple[Leaf, Tensor]], keep: Callable[[Leaf, Tensor], Tensor], call: str
 ) -> Leaves:
-    """What this rank keeps of leaves that are made one after the other, once all ranks have made the same.
+    """This rank's shards of leaves that are made one after the other, checked to be equal on all ranks.
 
     Args:
-        pipe: whose ranks must agree.
-        whole: leaves as they are made, in full, every one of the layout in any order.
-        keep: what is kept of one, in memory of its own.
-        call: as the user writes it.
+        pipe: its ranks must agree.
+        whole: yields full leaves, every one of the layout, in any order.
+        keep: returns this rank's shard of a leaf, in memory of its own.
+        call: the call as the user writes it.
     """
     agree_on_chain(pipe, call)
     kept: Leaves = {}
@@ -587,7 +587,7 @@ def first_values(
 
 
 def check_init(where: str, init: Any, seed: Any) -> None:
-    """Refuse what is no function, and a seed that is no int."""
+    """Raise unless `init` is a function and `seed` an int."""
     if init is not None and not callable(init):
         why = f"an initialiser is a function of a path and a tensor, and {init!r} is {kind_of(init)}"
         raise TypeError(explain(f"{where}(init={init!r})", why, INIT))
@@ -598,6 +598,6 @@ def check_init(where: str, init: Any, seed: Any) -> None:
 
 
 def device_of(device: Any) -> torch.device:
-    """Where leaves are made: as given, else where torch makes tensors by default."""
+    """The device on which leaves are made: the given one, or torch's default device."""
     device = torch.get_default_device() if device is None else torch.device(device)
     return torch.device("cpu") if device.type == "meta" else device

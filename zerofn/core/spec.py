@@ -1,7 +1,7 @@
-"""`Spec`: what a gradient is between two transforms of a chain, and what each transform makes of it.
+"""`Spec`: dtype, placement and history of a gradient between two transforms of a chain.
 
-Every transform says what it does to a `Spec`, or that it cannot stand where it does. A chain is checked when it is
-built, so that nothing runs in a wrong order; and once more for each kind of leaf when parameters and ranks are known
+Every transform maps a `Spec` to the next one, or says that it cannot stand there. A chain is checked when it is built,
+so that nothing runs in a wrong order, and again for each kind of leaf when parameters and ranks are known
 (`survey.py`). These checks know no transform: each rule stands beside the transform that it belongs to.
 """
 
@@ -39,9 +39,9 @@ class Misplaced(Exception):
 class Spec:
     """A gradient between two transforms of a chain: which transform did what to it; its shape, dtypes, placements.
 
-    At the model it is this rank's own (`Partial` along each axis of ranks), in the dtype the model computes in, times
-    the loss scale if there is one. Behind the optimizer it is a new parameter. An empty string says that no transform
-    did it yet. When a chain is built no leaf is known: `shape` and dtypes are `None`, and there are no placements.
+    At the model it is this rank's own (`Partial` along each axis of ranks), in the compute dtype, times the loss scale
+    if there is one. Behind the optimizer it is a new parameter. An empty string says that no transform did it yet. When
+    a chain is built no leaf is known: `shape` and dtypes are `None`, and there are no placements.
 
     Attributes:
         here: the name of the transform whose `through` is called.
@@ -55,15 +55,15 @@ class Spec:
         changed_by: it is a function of the gradient, and not the gradient itself.
         updated_by: it is a new parameter.
         watched_by: new parameters have been looked at.
-        shape: of the whole leaf, over all ranks that the chain knows of.
+        shape: the full shape of the leaf, over all ranks that the chain knows of.
         dtype: of the elements.
-        sum_dtype: in which ranks add it up by default. What was cast from bf16 has bf16's digits, and is sent in bf16.
+        sum_dtype: the default dtype of sums over ranks. A gradient cast from bf16 has its digits, and is sent in bf16.
         stored_dtype: of the leaf in the state.
-        mesh: how many ranks there are along each axis that gradients are reduced over, in the order of the chain.
+        mesh: how many ranks there are along each axis of a reduction, in the order of the chain.
         placements: along each of these axes, how it lies on the ranks.
-        axis: the one along which the transform `here` communicates; `None` where it sends nothing.
+        axis: the axis along which the transform `here` communicates; `None` if it sends nothing.
         range: this rank's range of the flattened leaf: its first element, and the one behind its last.
-        scaled_by: the transforms whose factor it is multiplied by.
+        scaled_by: the transforms whose factors multiply it.
     """
 
     here: str = ""
@@ -99,10 +99,10 @@ class Spec:
             raise Misplaced(left, why, right)
 
     def after(self, done: str) -> Spec:
-        """The same, with the transform `here` as the one that has done that.
+        """The same `Spec`, in which the transform `here` has done that.
 
-        Unscaled it has lost its factor, and updated it has the dtype of the state. Where it lies once it is reduced
-        is said by `placed`, or by the transform's wire.
+        An unscaled gradient has no factor, and an updated one has the dtype of the state. `placed`, or the transform's
+        wire, says where it lies once it is reduced.
         """
         more: dict[str, object] = {}
         if done == "unscaled_by":
@@ -112,16 +112,16 @@ class Spec:
         return replace(self, **{done: self.here}, **more)  # type: ignore[arg-type]
 
     def placed(self, placement: AxisPlacement) -> Spec:
-        """The same with that placement along `axis`; as it is, where the transform sends nothing."""
+        """The same `Spec` with that placement along `axis`; unchanged if the transform sends nothing."""
         if self.axis is None:
             return self
         along = (*self.placements[: self.axis], placement, *self.placements[self.axis + 1 :])
         return replace(self, placements=along)
 
     def by_rows(self) -> Spec:
-        """The same, cut by rows along `axis`; flat where there are fewer rows than ranks.
+        """The same `Spec`, sharded by rows along `axis`, or flat if there are fewer rows than ranks.
 
-        A shard is cut by its own rows. With one dimension each element is a row, and the two cuts are the same.
+        A shard is cut by its own rows. With one dimension each element is a row, and the two ways are the same.
         """
         if self.axis is None or self.shape is None:
             return self
@@ -130,7 +130,7 @@ class Spec:
         return self.placed(Shard(0) if whole else Flat())
 
     def to(self, dtype: torch.dtype | None) -> Spec:
-        """The same in another dtype; as it is, where that is `None` or no leaf is known."""
+        """The same `Spec` in another dtype; unchanged if that is `None` or no leaf is known."""
         return self if dtype is None or self.shape is None else replace(self, dtype=dtype)
 
     @property
@@ -140,17 +140,17 @@ class Spec:
 
     @property
     def cut(self) -> bool:
-        """Whether a rank has a part of it, or would have one if there were several."""
+        """Whether it is sharded, or would be if there were several ranks."""
         return bool(self.sharded_by or self.scattered_by) or self.in_parts
 
     @property
     def in_parts(self) -> bool:
-        """Whether a rank has a part of it, of several."""
+        """Whether it is sharded over several ranks."""
         return not UNCUT.issuperset(map(type, self.placements))
 
     @property
     def parts(self) -> int:
-        """How many parts there are of it."""
+        """The number of its shards."""
         return math.prod([n for n, p in zip(self.mesh, self.placements, strict=True) if type(p) not in UNCUT])
 
     @property
@@ -160,7 +160,7 @@ class Spec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank has: that of the leaf, or of a flat part of it."""
+        """The shape of this rank's tensor: that of the leaf, or of a flat shard of it."""
         return (self.numel,) if self.in_parts or self.shape is None else self.shape
 
     @property
@@ -175,12 +175,12 @@ class Spec:
 
 
 class Station(NamedTuple):
-    """What gradients are in front of a transform and behind it.
+    """The gradients in front of a transform and behind it.
 
     Attributes:
-        transform: its name; `"model"` for where gradients come from.
-        handed: by path, what the transform is handed; whole at one rank, where it needs that and leaves are cut.
-        gives: by path, what the transform gives: a new parameter, if it is an optimizer.
+        transform: its name; `"model"` for the gradients of the model itself.
+        handed: by path, the gradient that the transform gets; in full at the owner if it needs whole, sharded leaves.
+        gives: by path, its result: a new parameter if it is an optimizer.
     """
 
     transform: str
@@ -197,12 +197,12 @@ GROUPS = "; for several groups of parameters: zf.partition({'decay': ..., 'rest'
 
 
 def as_it_is(spec: Spec) -> Spec:
-    """The `through` of what may stand anywhere."""
+    """The `through` of a transform that may stand anywhere."""
     return spec
 
 
 def changes_gradients(spec: Spec) -> Spec:
-    """The `through` of what turns a gradient into another one."""
+    """The `through` of a transform that changes gradients."""
     return spec.after("changed_by")
 
 
@@ -214,5 +214,5 @@ def makes_parameters(spec: Spec) -> Spec:
 
 
 def watches_parameters(spec: Spec) -> Spec:
-    """The `through` of what looks at new parameters."""
+    """The `through` of a transform that looks at new parameters."""
     return spec.after("watched_by")

@@ -35,7 +35,7 @@ from .tree import Place, Tree, flatten, is_by_path, places, register_global, tre
 
 
 class Fate(Enum):
-    """What has become of the memory of a state."""
+    """What has happened to the memory of a state: donated, or half written."""
 
     NONE = auto()
     DONATED = auto()  # the next state is in it
@@ -43,13 +43,13 @@ class Fate(Enum):
 
 
 def mark(micro_step: Tensor, fate: Fate) -> None:
-    """Say what has become of the memory of the state that has this counter."""
+    """Mark the memory of the state that has this counter."""
     mine: Any = innermost(micro_step)
     mine._zerofn_fate = fate.name  # text, which torch.load takes with its defaults
 
 
 def check_usable(micro_step: Tensor, where: str) -> None:
-    """Raise a RuntimeError if the memory of the state that has this counter was given away, or half written."""
+    """Raise a RuntimeError if the memory of the state that has this counter was donated, or is half written."""
     mine = micro_step if innermost_transform() is None else innermost(micro_step)
     fate = getattr(mine, "_zerofn_fate", Fate.NONE.name)
     if fate == Fate.DONATED.name:
@@ -78,17 +78,17 @@ def check_usable(micro_step: Tensor, where: str) -> None:
 
 
 class LeafTensors(MutableMapping[str, Any]):
-    """The tensors that belong to one leaf, by name; to assign one copies it into the state.
+    """The tensors that belong to one leaf, by name. Assigning one copies it into the state.
 
-    A name is that of the slot, `"exp_avg"`; where several transforms have one of that name, each has its transform in
-    front: `"adamw.average"`, `"ema.average"`. Counters of a whole transform, such as `step`, belong to no leaf.
-    Items of a tuple are listed as `slot.0`, `slot.1`; those of a NamedTuple too, which its slot's name gives besides.
+    A name is that of the slot, `"exp_avg"`. If several transforms have a slot of that name, the transform's name comes
+    first: `"adamw.average"`, `"ema.average"`. Counters of a whole transform, such as `step`, belong to no leaf.
+    Items of a tuple are listed as `slot.0`, `slot.1`; those of a NamedTuple too, and its slot's name gives all of it.
 
     Args:
         transforms: their states, by name.
         path: of the leaf.
         paths: of all leaves.
-        shown: what to give of a tensor; itself by default.
+        shown: returns the form in which a tensor is shown; by default the tensor itself.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class LeafTensors(MutableMapping[str, Any]):
                 mine.copy_(value)
 
     def check(self, name: str, value: Any) -> None:
-        """Raise a `ValueError` where a value cannot be assigned."""
+        """Raise a `ValueError` if a value cannot be assigned."""
         mine = self.get(name)
         if mine is value and mine is not None:
             return
@@ -167,7 +167,7 @@ def entries_stay(wrong: str) -> TypeError:
 
 
 def assign(mine: LeafTensors, given: Any) -> None:
-    """Copy what another mapping has under the same names; all of them, or an error and nothing is changed."""
+    """Copy all values of another mapping with the same names. On an error nothing is changed."""
     if not isinstance(given, Mapping) or set(given) != set(mine):
         what = f"{sorted(map(str, given))}" if isinstance(given, Mapping) else kind_of(given)
         why = f"of this parameter the pipeline keeps {sorted(mine)}"
@@ -181,7 +181,7 @@ def assign(mine: LeafTensors, given: Any) -> None:
 def _of_leaf(
     own: Any, path: str, paths: AbstractSet[str], above: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What a transform's state has under `path`, with the keys that lead there: transform, members, slot."""
+    """The entries of a transform's state under `path`, each with its keys: transform, members, slot."""
     if isinstance(own, tuple | list):
         for i, x in enumerate(own):
             if isinstance(x, Mapping | tuple | list):
@@ -217,7 +217,7 @@ def _leaves(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], A
 
 
 def _items(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What a NamedTuple has in it, and anything else itself; nothing of `None`."""
+    """The items of a NamedTuple; anything else itself; nothing for `None`."""
     if isinstance(x, tuple):
         yield from (item for keys, y in _leaves(list(x), above) for item in _items(y, keys))
     elif x is not None:
@@ -248,7 +248,7 @@ class State:
         transforms: the state of each transform by its name.
         step: optimizer steps applied, 0-d int64.
         micro_step: calls of `update`, 0-d int64.
-        layout: the structure the parameters were given in; not a part of the tree.
+        layout: the structure in which the parameters were given; not a node of the tree.
     """
 
     leaves: Leaves
@@ -275,14 +275,15 @@ class State:
             raise
 
     def become(self, new: State) -> None:
-        """Take what is in `new`, which was made in the memory of this one and which nobody will be given.
+        """Take the contents of `new`, which was made in the memory of this state and is not returned to anybody.
 
-        The one exception to frozen fields: whoever was interrupted has this object, and else had lost the run.
+        This is the one exception to frozen fields: after an interrupt the user has only this object, and would
+        otherwise lose the run.
         """
         vars(self).update(leaves=new.leaves, transforms=new.transforms, step=new.step, micro_step=new.micro_step)
 
     def check_usable(self, where: str) -> None:
-        """Raise a RuntimeError if its memory was given away or half written. Not to be traced by the compiler.
+        """Raise a RuntimeError if its memory was donated or is half written. The compiler must not trace it.
 
         Args:
             where: the use, for the message.
@@ -298,10 +299,10 @@ class State:
 
     @property
     def params(self) -> Tree:
-        """The stored parameters in the structure they were given in; under sharding, this rank's part, laid out flat.
+        """The stored parameters in the structure of the given ones; if they are sharded, this rank's flat shards.
 
-        A new tree at each call, of the tensors of the state: `state.params["w"].copy_(w)` under `torch.no_grad()`
-        writes into the state, `state.params["w"] = w` into a dict that nobody keeps.
+        Each call returns a new tree with the tensors of the state: `state.params["w"].copy_(w)` under
+        `torch.no_grad()` writes into the state, `state.params["w"] = w` into a dict that nobody keeps.
         """
         return self.layout.join(self.leaves)
 
@@ -311,12 +312,12 @@ class State:
         shown: Callable[[Any], Any] | None = None,
         named: Callable[[str, LeafTensors], LeafTensors] | None = None,
     ) -> State:
-        """The same state as a mapping from these tensors, of a model whose parameters are not the stored ones.
+        """The same state as a mapping from these tensors, for a model whose parameters are not the stored ones.
 
         Args:
             parameters: by path.
-            shown: how a tensor of the state is seen there, over the same memory.
-            named: gives what is kept of the leaf with a path the names that it has there.
+            shown: returns the form in which a tensor of the state is shown, on the same memory.
+            named: renames the tensors of the leaf with a path.
         """
         return replace(self, _parameters=parameters, _shown=shown, _named=named)
 
@@ -342,15 +343,15 @@ class State:
         raise entries_stay("del opt.state[parameter]")
 
     def clear(self) -> None:
-        """Refused, as is `pop`: torch.optim makes removed entries anew at the next step, and a pipeline does not."""
+        """Raise, as `pop` does: torch.optim makes removed entries anew at the next step, and a pipeline does not."""
         raise entries_stay("opt.state.clear()")
 
     def pop(self, *args: Any) -> None:
-        """Refused, as is `clear`."""
+        """Raise, as `clear` does."""
         raise entries_stay("opt.state.pop(parameter)")
 
     def get(self, parameter: object, default: Any = None) -> Any:
-        """As of any mapping."""
+        """As in any mapping."""
         return self[parameter] if isinstance(parameter, Tensor) and parameter in self else default
 
     def __contains__(self, parameter: object) -> bool:
@@ -375,12 +376,12 @@ class State:
         """The same state with other parameters: moments, counters and averages stay.
 
         Args:
-            params: *stored* parameters, as `state.params` has them: of its structure, shapes, dtypes and devices. They
-                are copied.
-            create_graph: let autograd have the state as a function of `params`; inside of torch.func it is one anyway.
+            params: *stored* parameters, with the structure, shapes, dtypes and devices of `state.params`. They are
+                copied.
+            create_graph: whether autograd records the state as a function of `params`; torch.func does anyway.
 
         Raises:
-            ValueError: they do not fit; every such leaf is named. So are whole parameters for a state that has shards.
+            ValueError: they do not fit, for instance full parameters for a state with shards. Every such leaf is named.
 
         >>> import torch, zerofn as zf
         >>> tx = zf.sgd(0.1, momentum=0.9)
@@ -432,7 +433,7 @@ FORM = 1
 
 
 def restored(form: int, *parts: Any) -> State:
-    """The state of the parts that `State.__reduce__` wrote.
+    """The state from the fields that `State.__reduce__` wrote.
 
     Raises:
         ValueError: a later version wrote them.
@@ -479,10 +480,10 @@ register_pytree_node(State, lambda s: (list(_flatten(s)[0]), s.layout), lambda c
 
 
 def averages_of(state: State, of: str | None, where: str) -> Leaves:
-    """The averages by path, laid out as the stored parameters are; a leaf that is not averaged is not there.
+    """The averages by path, sharded like the stored parameters. Leaves that are not averaged are left out.
 
     Args:
-        state: that has them.
+        state: the state that has them.
         of: the name of an `ema`, or of the `masked` or `partition` that holds one; `None` for the only one.
         where: the call that asks, for messages.
 
@@ -548,7 +549,7 @@ def open_state(name: str, state: Tree) -> Tree:
 
 
 def _way_to_a_tensor(x: Any) -> list[str] | None:
-    """The names on the way from an object to a tensor that it has; `None` if there is none."""
+    """The attribute names that lead from an object to a tensor in it; `None` if it has none."""
     seen: dict[int, Any] = {}
     todo: deque[tuple[list[str], Any]] = deque([([], x)])
     while todo and len(seen) < MANY:
@@ -577,7 +578,7 @@ def _parts(x: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _right(kind: type, inside: list[str]) -> str:
-    """What to keep instead, and how the class is made a node."""
+    """The right code, for the error: which container to use, or how to register the class as a node."""
     name = kind.__name__
     if kind.__module__ in ("builtins", "collections") or issubclass(kind, Mapping):
         return "a dict, a list, a tuple or a NamedTuple of tensors"
@@ -595,11 +596,11 @@ def _right(kind: type, inside: list[str]) -> str:
 
 
 def check_state(name: str, state: Any, leaves: Leaves, paths: Collection[str]) -> dict[str, Any]:
-    """The first state of a hand-written transform; refused if its entries have no names of their own.
+    """The first state of a hand-written transform. It is refused if its keys are ambiguous with paths of parameters.
 
     Args:
         name: of the transform.
-        state: what its `init_fn` gave for `leaves`.
+        state: the result of its `init_fn` for `leaves`.
         leaves: by path.
         paths: of all leaves of the model.
     """
@@ -626,11 +627,11 @@ def _belongs_to_leaf(x: Any, leaf: Tensor, paths: Collection[str]) -> bool:
 
 
 def check_at_owners(name: str, state: dict[str, Any], paths: Collection[str]) -> None:
-    """Refuse what owners could not tell: names that leaves have beside entries by path, and those in other containers.
+    """Refuse keys that owners could not assign to leaves: paths beside other names, or in other containers.
 
     Args:
         name: of the transform.
-        state: of the form that all ranks know.
+        state: a state of the form that all ranks know.
         paths: of leaves that have owners.
     """
     for slot, entry in state.items():
@@ -662,7 +663,7 @@ def _check_below(name: str, x: Any, paths: Collection[str], where: str) -> None:
 
 
 def _check_no_path(name: str, x: Any, paths: Collection[str], where: str) -> None:
-    """Refuse dicts by path whose own names are paths too."""
+    """Refuse dicts keyed by path whose own names are paths too."""
     if isinstance(x, dict) and is_by_path(x, paths) and all([is_by_path(y, paths) for y in x.values()]):
         first = next(iter(x))
         wrong = f"{name}: a state whose entry {where} has dicts by path by the names of parameters, as {first!r}"
@@ -673,7 +674,7 @@ def _check_no_path(name: str, x: Any, paths: Collection[str], where: str) -> Non
 
 
 def _inside(x: Any, where: str) -> list[tuple[Any, str]]:
-    """What stands in a dict, tuple or list, each with the place of it."""
+    """The items of a dict, tuple or list, each with its place."""
     found = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, tuple | list) else ()
     return [(y, f"{where}[{key!r}]") for key, y in found]
 

@@ -1,4 +1,4 @@
-"""A state as named entries, for files."""
+"""Lists a state as named entries, for files."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Entry:
 
     Attributes:
         owner: the transform, `"params"`, or `""` for the counters of the state itself.
-        slot: what it is to its owner, for instance `"exp_avg"`.
-        path: the leaf it belongs to, or `""`; a tree that is one tensor has a leaf of that path too.
-        value: the tensor as this process holds it.
-        shape: of the whole tensor over all ranks.
-        offset: flat index in the whole of this process's first element; `None` where it holds all of it.
+        slot: its name in the owner's state, for instance `"exp_avg"`.
+        path: the leaf to which it belongs, or `""`; a tree that is one tensor has a leaf of that path too.
+        value: this process's tensor.
+        shape: the full shape over all ranks.
+        offset: flat index in the full tensor of this process's first element; `None` if it has all of it.
         of_leaf: whether it belongs to a leaf.
-        at_owner: whether one rank has all of it, the owner of the leaf.
-        elsewhere: whether that is another one than this.
-        within: where the model itself has cut the leaf, how; then elements are counted box by box.
-        below: in the leaf's own tree, where its state is one: the keys, with slashes between them.
-        of_part: whether it is of this rank's part of a leaf, nobody but its transform knows how.
+        at_owner: whether only the owner of the leaf has it, in full.
+        elsewhere: whether that owner is another rank.
+        within: how the model itself has sharded the leaf, if it has; then elements are counted box by box.
+        below: keys in the leaf's own tree, if its state is a tree, with slashes between them.
+        of_part: whether its layout over ranks is unknown: then it loads on the same number of ranks only.
     """
 
     owner: str
@@ -85,7 +85,7 @@ class Entry:
         return "/".join([*keys, self.below] if self.below else keys)
 
     def part(self, whole: Tensor) -> Tensor:
-        """What this process keeps of the whole tensor.
+        """This process's shard of the full tensor.
 
         >>> import torch
         >>> Entry("adamw", "exp_avg", "w", torch.zeros(2), (2, 2), offset=1).part(torch.eye(2))
@@ -118,7 +118,7 @@ class Name(NamedTuple):
     """The name of one tensor in a transform's state.
 
     Attributes:
-        slot: keys above the leaf's path, with slashes between them; all keys where it belongs to no leaf.
+        slot: keys above the leaf's path, with slashes between them; all keys if it belongs to no leaf.
         path: of the leaf, or `None`.
         below: keys below the path, where the state of a leaf is a tree.
     """
@@ -129,9 +129,9 @@ class Name(NamedTuple):
 
 
 def names_in(owner: str, own: Tree, paths: Collection[str], placement: Placement) -> list[Name]:
-    """The names of what a transform's state has, in the order of `flatten`.
+    """The names of the tensors in a transform's state, in the order of `flatten`.
 
-    A leaf's path stands below a key, the first of which may be a leaf's path as well, among paths alone.
+    A leaf's path stands below at least one key. The first key may be a leaf's path too, if all its neighbours are.
 
     >>> own = {"value": {"w": {"m": 1, "w": 2}}, "step": 3}
     >>> [tuple(name) for name in names_in("mine", own, {"w"}, Placement())]
@@ -180,7 +180,7 @@ def _name(
 
 
 def with_slots(layout: Layout, members: Sequence[Transform]) -> Layout:
-    """The same layout, which knows how what transforms keep of leaves is shaped."""
+    """The same layout with the forms of the state that transforms keep for leaves."""
     found: list[tuple[str, Transform, Set[str], str]] = []
     for t in complete(tuple(members)):
 
@@ -237,7 +237,7 @@ class _Tried:
         return found
 
     def of_leaf(self, path: str) -> tuple[Any, ...]:
-        """The slots of a leaf, and their shapes."""
+        """The slots of a leaf, with their shapes."""
         return tuple(self._by_path.get(path, ()))
 
 
@@ -255,7 +255,7 @@ def _tried(t: Transform, leaves: Sequence[Leaf], layout: Layout, device: str, le
 
 
 def _sample(leaf: Leaf, t: Transform, length: int, device: str) -> Tensor:
-    """A leaf of another length as `init` might be handed a part of it: flat, or with more rows."""
+    """A leaf of another length, in a form that `init` may get for a shard: flat, or with more rows."""
     flat = t.needs in OF_PIECES
     n, row = (leaf.numel, ()) if flat or not leaf.shape else (leaf.shape[0], leaf.shape[1:])
     shape = 2 * n + LONG if length == LONG else length, *row
@@ -263,7 +263,7 @@ def _sample(leaf: Leaf, t: Transform, length: int, device: str) -> Tensor:
 
 
 def _compared(owner: str, where: str, short: _Tried, long: _Tried, alike: dict[str, list[str]]) -> list[SlotForm]:
-    """The forms of slots; `alike` are the leaves that each of the long ones stands for."""
+    """The forms of slots; `alike` are the leaves that each of the long ones represents."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for name, shape in short.shapes.items():
         if name.path in alike:
@@ -329,7 +329,7 @@ def _slot(state: State, owner: str, slot: str, below: str, values: Mapping[str |
 def _parted(
     values: Mapping[str | None, Any], ranks: Mapping[str, int]
 ) -> tuple[dict[str | None, Any], dict[str | None, Any]]:
-    """Of a slot's values, those of leaves that owners update, and the others."""
+    """A slot's values in two groups: those of leaves that owners update, and the others."""
     rest: dict[str | None, Any] = {p: x for p, x in values.items() if p is not None and p not in ranks}
     return {path: x for path, x in values.items() if path not in rest}, rest
 
@@ -343,7 +343,7 @@ def _of_pieces(state: State, owner: str, slot: str, below: str, values: Mapping[
     rows = []
     for leaf in leaves:
         x, form = values[leaf.path], form_of(forms, slot, below, leaf.path)
-        # Of what makes no state of other leaves: a slot is cut if everything in it is as long as this rank's part.
+        # Of what makes no state of other leaves: a slot is cut if everything in it is as long as this rank's shard.
         along = leaf.path in flat and (form == ALONG if form else len(flat) == len(leaves))
         sharded = placement.size > 1 and along
         e = Entry(owner, slot, leaf.path, x, tuple(leaf.shape) if sharded else _shape(x), below=below)
@@ -359,7 +359,7 @@ def _of_pieces(state: State, owner: str, slot: str, below: str, values: Mapping[
 
 
 def _of_part(e: Entry, shape: torch.Size, within: Within) -> Entry:
-    """The entry of a leaf that is itself a part; a value of another shape is the same on every rank."""
+    """The entry of a leaf that the model itself has sharded. A value of another shape is the same on every rank."""
     if e.offset is None and _shape(e.value) != tuple(shape):
         return e
     return replace(e, shape=tuple(within.shape), offset=(e.offset or 0) + within.before, within=within)
@@ -374,7 +374,7 @@ def _at_owners(
     where: str,
     ranks: Mapping[str, int],
 ) -> Iterator[Entry]:
-    """The entries of a transform that is run on whole leaves: an owner has all of a leaf's, the others nothing."""
+    """The entries of a transform that runs on whole leaves: the owner has all of a leaf's state, the others none."""
     here = state.layout.placement.rank
     for path, x in [(leaf.path, values[leaf.path]) for leaf in state.layout.leaves if leaf.path in values]:
         yield _at_owner(Entry(owner, slot, path, x, _shape(x), below=below), ranks[path] == here)
@@ -394,7 +394,7 @@ def _at_owner(e: Entry, here: bool) -> Entry:
 
 
 def held_by_owners(state: State) -> Iterator[tuple[str, str, Tensor, int]]:
-    """Tensors that another rank keeps, the owner of their leaf: slot, path, what stands in its place here, and rank."""
+    """Tensors that only the owner of their leaf has, another rank: slot, path, the placeholder here, and that rank."""
     placement = state.layout.placement
     for owner, own in state.transforms.items():
         for name, x in zip(_names(state, owner), flatten(own)[0], strict=True):
@@ -416,9 +416,9 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
     """The same state with `fn(entry)` in the place of every entry but `None`.
 
     Args:
-        state: of which it is made.
+        state: the old state.
         fn: called in the order of `entries`.
-        elsewhere: also in the place of what another rank has, which keeps its shape by default.
+        elsewhere: whether to replace also placeholders of tensors that another rank has; by default they stay.
     """
     found = entries(state)
     new: dict[tuple[str | None, Name], Any] = {}
@@ -442,12 +442,12 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
 
 
 def cut_as_by_torch(state: State, shards: Sequence[Group]) -> bool:
-    """Whether torch's distributed tensors can say how leaves are cut."""
+    """Whether DTensors can describe how leaves are sharded."""
     return not state.layout.placement.ranges and len(shards) <= 1
 
 
 def check_torch_cuts(call: str, state: State, shards: Sequence[Group]) -> None:
-    """Refuse `opt.call` of leaves that are cut in another way than torch's distributed tensors."""
+    """Refuse `opt.call` if leaves are sharded in a way that DTensors cannot describe."""
     if not cut_as_by_torch(state, shards):
         wrong = f"opt.{call}() of leaves that are cut twice or by a wire of one's own"
         why = "torch's distributed tensors are cut once, by rows, in chunks of torch's own lengths"
@@ -463,9 +463,9 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int, parts: bool = F
 
     Args:
         state: over several ranks.
-        shards: the ranks that share a leaf, along each axis that it is cut over.
-        rank: this one among all that hold the state.
-        parts: with this rank's own parts as plain tensors, to compare states of one rank.
+        shards: the ranks that share a leaf, along each axis over which it is sharded.
+        rank: this one among all that have the state.
+        parts: whether to keep this rank's own shards as plain tensors, to compare states of one rank.
     """
     if not parts:
         check_torch_cuts("state_dict", state, shards)
@@ -486,9 +486,9 @@ def over_ranks(state: State, shards: Sequence[Group], rank: int, parts: bool = F
 
 
 def _in_lists(own: Any, paths: Set[str]) -> Any:
-    """A state with lists for tuples that differ over ranks, which torch's checkpoint would pickle on one rank alone.
+    """A state with lists in place of tuples that differ over ranks: DCP would pickle those tuples on one rank alone.
 
-    Those are tuples of distributed tensors, or of dicts by path.
+    They are tuples of DTensors, or of dicts keyed by path.
     """
     if isinstance(own, dict):
         return {key: _in_lists(x, paths) for key, x in own.items()}
@@ -517,7 +517,7 @@ def _without_gone(own: Any) -> Any:
 
 
 def _as_chunk(e: Entry, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a part and of its whole: rows of the leaf, or a range of it laid out flat."""
+    """The shape of a shard and the full shape: rows of the leaf, or a range of the flattened leaf."""
     shape, low = e.shape, e.offset or 0
     if e.within is not None:
         shape, low = e.within.boxes[e.within.at][1], low - e.within.before
@@ -534,7 +534,7 @@ def of_rank(rank: int) -> str:
 
 
 def has_unknown_leaf(e: Entry) -> bool:
-    """Whether it may be of shards of leaves that nothing names, as lists of tensors in states of other libraries."""
+    """Whether it may belong to shards of leaves that no key names, as lists of tensors in other libraries' states."""
     return e.of_part or (not (e.of_leaf or e.at_owner) and _is_array(e.value))
 
 

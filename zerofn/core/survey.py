@@ -101,7 +101,7 @@ NEEDED = {"row": "whole rows", "leaf": "whole leaves", "tree": "the whole tree"}
 
 
 def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where: str) -> None:
-    """Where leaves are cut over ranks, refuse transforms that must see more than a piece of a leaf."""
+    """Where leaves are sharded over ranks, refuse transforms that must see more than a piece of a leaf."""
     found = [entry for part in parts for entry in _more_than_pieces(part, "")]
     by = [s for s in stations if any(spec.in_parts for spec in s.gives.values())] if found else []
     if not by:
