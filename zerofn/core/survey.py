@@ -80,12 +80,12 @@ def _broken(part: Transform, of: str, why: str) -> str:
 
 
 def effect(part: Transform) -> Spec:
-    """The spec of a gradient behind a transform that stands alone."""
+    """The spec of a gradient behind a single transform."""
     return passed(part, Spec(here=part.name))
 
 
 def check_complete(parts: Sequence[Transform], where: str) -> None:
-    """A pipeline that trains has an optimizer; a part of one need not."""
+    """Raise if a pipeline that trains has no optimizer. (A chain that is a member of another one needs none.)"""
     if not any([p.facts.optimizes for p in parts]):
         names = ", ".join(p.name for p in parts) or "nothing"
         raise ValueError(
@@ -101,7 +101,7 @@ NEEDED = {"row": "whole rows", "leaf": "whole leaves", "tree": "the whole tree"}
 
 
 def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where: str) -> None:
-    """Where leaves are sharded over ranks, refuse transforms that must see more than a piece of a leaf."""
+    """Refuse transforms that must see more than a shard of a leaf, where leaves are sharded."""
     found = [entry for part in parts for entry in _more_than_pieces(part, "")]
     by = [s for s in stations if any(spec.in_parts for spec in s.gives.values())] if found else []
     if not by:
@@ -122,7 +122,7 @@ def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where:
 
 
 def _more_than_pieces(t: Transform, inside: str) -> Iterator[tuple[str, Transform]]:
-    """The innermost transforms that need more than pieces, each by a name that tells in which of the chain it is."""
+    """The innermost transforms that need more than shards, each by a name that says where in the chain it is."""
     if t.needs in OF_PIECES:
         return
     name = f"{t.name} in {inside}" if inside and inside != t.name else t.name
@@ -160,14 +160,14 @@ def survey(
     Args:
         leaves: the parameters.
         parts: the chain.
-        views: of each of them; `None` where it does nothing to leaves.
+        views: the view of each transform; `None` if it has no effect on leaves.
         dtypes: of parameters and gradients.
-        scaled_by: the transforms by whose factors cotangents are multiplied in the model.
-        talking: those whose view has a wire, over one rank too. Such a one stands before all that changes gradients,
-            whether or not its `through` says so.
+        scaled_by: the transforms whose factors multiply cotangents in the model.
+        talking: the transforms whose view has a wire, even over one rank. They must stand before all transforms that
+            change gradients, whether or not their `through` says so.
 
     Raises:
-        ValueError: a transform stands where it cannot, or says what its view does not do.
+        ValueError: a transform stands where it cannot, or its `through` contradicts its view.
     """
     wires = [view.wire for view in views if view is not None and view.wire is not None]
     leaves, alike = _one_of_each_kind(leaves, wires, dtypes)
@@ -207,7 +207,7 @@ def survey(
 def _one_of_each_kind(
     leaves: Sequence[Leaf], wires: Sequence[Wire], dtypes: Dtypes
 ) -> tuple[list[Leaf], dict[str, str]]:
-    """The leaves to look at, and by path which of them a leaf is like: mostly, leaves of a model differ in names."""
+    """One leaf per (shape, dtype, range): survey it once, reuse the result for equal leaves."""
     first: dict[object, Leaf] = {}
     alike: dict[str, str] = {}
     for leaf in leaves:
@@ -217,7 +217,7 @@ def _one_of_each_kind(
 
 
 def at_views(stations: Sequence[Station], views: Sequence[View | None]) -> tuple[Mapping[str, Spec], ...]:
-    """By path, what gradients are in front of each view that does something, and behind the last one."""
+    """By path, the `Spec` of the gradient in front of each view that has an effect, and behind the last one."""
     there = [station for station, view in zip(stations[1:], views, strict=True) if view is not None]
     return (*[station.handed for station in there], there[-1].gives if there else stations[0].gives)
 
@@ -238,14 +238,14 @@ def _at_model(leaf: Leaf, dtypes: Dtypes, mesh: tuple[int, ...], scaled_by: tupl
 
 
 def _behind(view: View, before: Spec, claimed: Spec, leaf: Leaf, cast: bool) -> Spec:
-    """A gradient behind a view: what its transform says, and of what that leaves unsaid what the view says.
+    """The `Spec` behind a view: fields that the transform's `through` sets, and the others from the view.
 
     Args:
         view: of the transform.
         before: the gradient in front of it.
-        claimed: behind it, as the transform says.
-        leaf: whose gradient it is.
-        cast: whether it has the dtype of gradients already; else it arrives in that of a sum.
+        claimed: the gradient behind it, by the transform's `through`.
+        leaf: the leaf of the gradient.
+        cast: whether it has the dtype of gradients already; otherwise it arrives in the dtype of a sum.
     """
     wire = view.wire
     if view.dtypes is not None:
@@ -261,7 +261,7 @@ def _behind(view: View, before: Spec, claimed: Spec, leaf: Leaf, cast: bool) -> 
 
 
 def _contradiction(before: Spec, claimed: Spec, found: Spec, wire: Wire | None) -> str:
-    """How a transform's `through` contradicts its view; an empty string where it does not."""
+    """How a transform's `through` contradicts its view; an empty string if it does not."""
     if claimed is before is found:
         return ""
     if FIXED(claimed) != FIXED(before):
@@ -279,9 +279,9 @@ def _contradiction(before: Spec, claimed: Spec, found: Spec, wire: Wire | None) 
 
 
 def _uncast(part: Transform, view: View | None, before: Spec, found: Spec) -> str:
-    """Where a transform without an update half, and with no view that could cast, says another dtype; else nothing.
+    """The message if a transform claims another dtype, and has neither an update half nor a view that casts.
 
-    A wire over one rank is no view, and sums in the dtype that it says on several.
+    It is empty for a wire over one rank, which has no view and claims the dtype in which it sums on several.
     """
     silent = part.view_fn is no_view if view is None else view.renumbers
     if not silent or not part.idle or found.dtype == before.dtype:
@@ -290,7 +290,7 @@ def _uncast(part: Transform, view: View | None, before: Spec, found: Spec) -> st
 
 
 def _misplaced(before: Spec, found: Spec, wire: Wire) -> str:
-    """How a claimed placement along the wire's axis contradicts what the wire leaves; an empty string where not."""
+    """How a claimed placement along the wire's axis contradicts the wire's result; an empty string if it does not."""
     assert before.axis is not None
     after = found.placements[before.axis]
     expected = found.range if isinstance(after, Flat) and wire.cuts else _range(after, before, wire)
@@ -318,7 +318,7 @@ def _range(placement: AxisPlacement, before: Spec, wire: Wire) -> tuple[int, int
 
 
 def hand_to_owners(stations: Sequence[Station], placement: Placement) -> None:
-    """Write into stations which leaves transforms are handed whole, at one of the ranks that share them."""
+    """Write into stations which leaves a transform gets in full at their owner."""
     handed = {station.transform: station.handed for station in stations}
     for name, _, ranks in placement.owners:
         handed[name].update({path: _whole_at(handed[name][path], rank) for path, rank in ranks})
@@ -337,10 +337,10 @@ def _whole_at(spec: Spec, rank: int) -> Spec:
 
 
 def check_views(views: Sequence[View | None], layout: Layout) -> None:
-    """Raise a `ValueError` where views contradict each other, or a wire does not carry all leaves.
+    """Raise a `ValueError` if views contradict each other, or a wire does not send all leaves.
 
     Args:
-        views: of the chain, those of one rank too: what is refused on several ranks is refused on one.
+        views: of the chain, also those over one rank: a chain that is refused on several ranks is refused on one.
         layout: of the parameters.
     """
     there = [view for view in views if view is not None]
@@ -367,7 +367,7 @@ def _check_all_touched(view: View, layout: Layout) -> None:
 
 
 def _check_spans(view: View, wire: Wire, layout: Layout) -> None:
-    """Each rank looks at its own; `rank_agreement.py` compares those of all ranks."""
+    """Check this rank's spans; `rank_agreement.py` compares those of all ranks."""
     bad = []
     for leaf in layout.leaves:
         own: Any = wire.span(leaf)
@@ -391,11 +391,11 @@ def check_forms(
     dtypes: Dtypes,
     devices: Mapping[str, torch.device],
 ) -> None:
-    """Raise a `ValueError` where a view gives another shape or dtype than it is given.
+    """Raise a `ValueError` if a view returns another shape or dtype than its argument has.
 
-    Asked once of views that make other numbers, by leaf, on ones that are one element in memory: on tensors without
-    memory a mask would have another device, and what a view makes once and keeps would be a meta tensor. A view that
-    reads a state is asked by `check_reading`. One that raises is looked at when it is called.
+    It calls each view that changes numbers once per leaf, on an expanded one: on meta tensors a mask would have another
+    device, and a tensor that a view makes once and keeps would be a meta tensor. `check_reading` checks views that read
+    a state. A view that raises here is checked when it is called.
     """
     for i, view in enumerate(views):
         if view is not None and view.renumbers and not view.reads:
@@ -410,9 +410,9 @@ def check_reading(
     dtypes: Dtypes,
     states: Mapping[str, TransformState],
 ) -> None:
-    """As `check_forms`, of views that read the state of their transform, which may not be there for a leaf.
+    """As `check_forms`, for views that read the state of their transform, which some leaves may not have.
 
-    Without memory, as the states may be.
+    It uses meta tensors, because the states may be meta tensors.
     """
     for i, (part, view) in enumerate(zip(parts, views, strict=True)):
         if view is not None and view.renumbers and view.reads:
@@ -450,7 +450,7 @@ def _check_forms(
 
 
 def _form_of(fn: OnLeaf, x: Tensor, leaf: Leaf, state: tuple[TransformState, ...]) -> str | None:
-    """What is wrong with the form of what a function of a view gives, or with what it reads."""
+    """The fault in the shape or dtype of a view function's result, or in the state that it reads; else `None`."""
     try:
         fn(x, leaf, *state)
     except OtherForm as error:
@@ -463,7 +463,7 @@ def _form_of(fn: OnLeaf, x: Tensor, leaf: Leaf, state: tuple[TransformState, ...
 
 
 class OtherForm(ValueError):
-    """A function of a view gave another shape or dtype than it was given.
+    """A function of a view returned another shape or dtype than its argument has.
 
     Attributes:
         form: how it differs.
@@ -473,9 +473,9 @@ class OtherForm(ValueError):
 
 
 def keeping_form(view: View, name: str) -> View:
-    """The same view, whose functions raise where they give another shape or dtype than they are given.
+    """The same view, whose functions raise if they return another shape or dtype than their argument has.
 
-    Whenever they are called: not every function can be asked beforehand.
+    This is checked at each call, because not every function can be called beforehand.
     """
 
     def kept(function: str) -> Any:
@@ -503,7 +503,7 @@ def _misformed(name: str, bad: Sequence[tuple[str, str]]) -> str:
 
 
 def _other_form(found: Any, x: Tensor) -> str | None:
-    """How what a view gives of `x` differs from it in form, if it does."""
+    """How a view's result differs from `x` in shape or dtype; `None` if it does not."""
     if not isinstance(found, Tensor):
         return f"{kind_of(found)} of a tensor of shape {tuple(x.shape)}"
     if found.shape != x.shape:
@@ -518,7 +518,7 @@ def _without_numbers(x: Any) -> Any:
 def _check_read(
     part: Transform, view: View, here: Station, last: Station, layout: Layout, state: TransformState
 ) -> None:
-    """A state of pieces lies behind what cuts leaves, and that of whole leaves at their owner, where a view is not."""
+    """Refuse a view in front of the sharding that reads sharded state, or state that only owners have."""
     owned = {path for name, _, ranks in layout.placement.owners if name == part.name for path, _ in ranks}
     bad: dict[str, str] = {}
     kept = list(zip(tree_keys(state), flatten(state)[0], strict=True))
@@ -545,7 +545,7 @@ def _cut(kept: Sequence[Tensor], shape: tuple[int, ...]) -> bool:
 
 
 def check_factor(name: str, factor: Factor, state: TransformState) -> None:
-    """Raise a `ValueError` where what a view calls a factor is none: one number of its state."""
+    """Raise a `ValueError` if the factor of a view is not one number of its state."""
     right = "factor=lambda state: state['scale'], a 0-d tensor in float32 that the transform's init_fn makes"
     try:
         found: Any = factor(state)
@@ -561,10 +561,10 @@ def check_factor(name: str, factor: Factor, state: TransformState) -> None:
 def check_cut_views(
     parts: Sequence[Transform], views: Sequence[View | None], stations: Sequence[Station], layout: Layout
 ) -> None:
-    """Raise a `ValueError` where a view needs more of a leaf than there is of it behind what cuts leaves over ranks.
+    """Raise a `ValueError` if a view needs more of a leaf than a rank has behind the sharding.
 
     Args:
-        parts: the chain, with what each transform says that it needs.
+        parts: the chain, with the `needs` of each transform.
         views: of each of them.
         stations: of the chain, the first at the model.
         layout: of the parameters.
@@ -584,10 +584,10 @@ def check_cut_views(
 
 
 def _reason(part: Transform, view: View) -> str:
-    """Why a view cannot have flat pieces of leaves; an empty string where it can.
+    """Why a view cannot run on flat shards of leaves; an empty string if it can.
 
-    A number of the tree is reduced by an update half, which has it in the state. A view that does not read the state of
-    its transform, and whose transform has no update half, takes a number of what it has.
+    An update half reduces a number of the tree over ranks, and keeps it in the state. A view that does not read the
+    state, or whose transform has no update half, would compute the number from this rank's shard alone.
     """
     if part.needs in OF_LEAVES:
         return f"{part.name} needs {NEEDED[part.needs]} (needs={part.needs!r}), and has a flat piece of it"

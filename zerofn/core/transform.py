@@ -1,8 +1,8 @@
-"""`Transform`: a view half (how the model sees parameters) and an update half (what becomes of gradients).
+"""`Transform`: a view half (how the model sees parameters) and an update half (how gradients become updates).
 
-Words used everywhere: *stored* is a parameter as the state keeps it (a shard, a master copy), *seen* as the model gets
-it. A *leaf* is one distinct parameter, named by its path. A *step* is an optimizer step (an update that was applied), a
-*micro-step* one call of `update`.
+Words used everywhere: a *stored* parameter is the one in the state (a shard, a master copy), a *seen* one is the one in
+the model. A *leaf* is one distinct parameter, named by its path. A *step* is an optimizer step (an update that was
+applied), a *micro-step* one call of `update`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def no_state(leaves: Leaves, layout: Layout) -> TransformState:
 
 
 def nothing_to_prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-    """The `prepare` of a transform that treats each leaf alone, and keeps nothing that leaves share."""
+    """The `prepare` of a transform that treats each leaf alone, and has no state that leaves share."""
     return Prepared()
 
 
@@ -63,31 +63,30 @@ def pass_through(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Transform:
-    """A pair of pure functions: how the model sees parameters, and what becomes of their gradients.
+    """A pair of pure functions: how the model sees parameters, and how their gradients become updates.
 
-    Built by functions such as `zf.adamw`; a transform of one's own by `zf.leafwise`. It compares, prints and pickles by
-    the function that built it and that function's arguments.
+    Functions such as `zf.adamw` build one; build your own by `zf.leafwise`. It compares, prints and pickles by the
+    function that built it and that function's arguments.
 
     Attributes:
         name: unique in a chain; the key of its state.
-        facts: what others may know of it.
-        scope: how much of the tree the executor hands over at once.
-        needs: how much an update must see to be right, one of `NEEDS`. What is not in `OF_PIECES` is refused where
-            leaves are cut, so a transform that says nothing is never handed a piece.
-        view_fn: makes the view half for a layout; `None` where there is none.
-        through: what it does to a gradient's `Spec`, and where it cannot stand; follows from `facts` by default.
+        facts: its static properties.
+        scope: how much of the tree the executor passes to it at once.
+        needs: how much an update must see to be right, one of `NEEDS`. Anything that is not in `OF_PIECES` is refused
+            where leaves are sharded, so a transform that says nothing never gets a shard.
+        view_fn: makes the view half for a layout; `None` if there is none.
+        through: maps the `Spec` of a gradient, or raises where it cannot stand; by default it follows from `facts`.
         parts: the members of a chain, or the transform that is wrapped.
-        in_turn: whether it is a chain: its update is that of its parts, one after the other.
-        members_fn: of a transform that hands different leaves to different members: from the prefix of a member's
-            metrics to the member and the paths of its leaves.
-        hands_out: of such a transform, an update that does no more than hand leaves to members. Where it is the
-            `update_fn`, members are run one by one: where leaves are cut, only those of a member that needs whole ones
-            travel. Any other update is run as it is, on whole leaves where a member needs them.
-        named_fn: of a transform whose metrics have its name in them: the same transform under another name.
-        joins: fuses it with the first few of the transforms that follow: given those, the fused transform, which does
-            in one pass what they do one after the other, and how many of them it replaces. Its state has the entries
-            of all of them, by their names.
-        base: its name before a chain gave it a number; `None` where none did.
+        in_turn: whether it is a chain: its update runs the updates of its parts, one after the other.
+        members_fn: for a transform that passes different leaves to different members: returns, by the prefix of a
+            member's metrics, the member and the paths of its leaves.
+        hands_out: for such a transform, an update that only passes leaves to members. If it is the `update_fn`, members
+            run one by one, and only leaves of a member that needs whole ones are sent to owners. Any other update runs
+            as it is, on whole leaves if a member needs them.
+        named_fn: for a transform whose metrics contain its name: returns the same transform under another name.
+        joins: fuses it with transforms that follow. It takes those, and returns the fused transform, which does all in
+            one pass, and how many of them it replaces. The fused state has the entries of all of them, by their names.
+        base: its name before a chain gave it a number; `None` if none did.
     """
 
     name: str
@@ -121,7 +120,7 @@ class Transform:
         return self.renamed(name, None)
 
     def renamed(self, name: str, base: str | None) -> Transform:
-        """As `named`; `base` is what it was called before a chain gave it a number."""
+        """As `named`; `base` is its name before a chain gave it a number."""
         if self.named_fn is None or name == self.name:
             return replace(self, name=name, base=base)
         other = self.named_fn(name)
@@ -148,9 +147,9 @@ class Transform:
     def update(self, grads: Tree, state: TransformState, params: Tree) -> tuple[Tree, TransformState]:
         """One micro-step of this transform alone: `(grads, state, params) -> (grads | None, state)`.
 
-        `None` means *held*: nothing to apply yet. What an optimizer returns is to be *added* to the
-        parameters, as in optax and torchopt. Writes none of its arguments. It can be differentiated inside of
-        torch.func, and by plain autograd where gradients, the state or its arguments require grad.
+        `None` means *held*: nothing to apply yet. The result of an optimizer must be *added* to the
+        parameters, as in optax and torchopt. It writes none of its arguments. It can be differentiated inside of
+        torch.func, and by plain autograd if gradients, the state or its arguments require grad.
         """
         layout, leaves = make_layout(params)
         entries = split_grads(layout, grads)
@@ -226,7 +225,7 @@ class Transform:
 
 
 def _misnamed(name: Any, scope: Any, needs: Any) -> str:
-    """What is wrong about the words that a transform is made with."""
+    """The fault in the name, the scope or the needs of a new transform; empty if there is none."""
     if type(name) is not str or not name:
         why, right = "a name is a non-empty str: the key of its state and of its metrics", "Transform('mine', ...)"
         return explain(f"Transform({name!r}, ...)", why, right)
@@ -254,7 +253,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _has_transforms(value: Any) -> bool:
-    """Whether it is a dict with a transform in it, which is shown with one of them on each line."""
+    """Whether `value` is a dict with a transform in it, which prints with one entry per line."""
     return isinstance(value, Mapping) and any([isinstance(x, Transform) for x in value.values()])
 
 
@@ -273,7 +272,7 @@ def gives_parameters(t: Transform) -> bool:
 
 
 def number_tensors(t: Transform) -> tuple[tuple[str, Tensor], ...]:
-    """The tensors among the arguments of a transform and of those inside of it, each as it is written."""
+    """The tensors among the arguments of a transform and of those inside of it, each with its name in the code."""
     found = [entry for part in t.members for entry in _number_tensors_of(part)]
     return tuple({id(x): (name, x) for name, x in reversed(found)}.values())
 

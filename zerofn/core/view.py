@@ -33,12 +33,12 @@ class Dtypes:
     """Dtypes of parameters and gradients; `None` leaves one as it is.
 
     Attributes:
-        param_dtype: what the model sees.
-        store_dtype: what the state keeps.
-        grad_dtype: what update halves are given.
-        reduce_dtype: in which gradients are summed over ranks.
-        output_dtype: what floating-point outputs of the model are cast to.
-        buffers: from the names of an attached model's floating-point buffers to what each is cast to.
+        param_dtype: of parameters in the model.
+        store_dtype: of parameters in the state.
+        grad_dtype: of gradients that update halves get.
+        reduce_dtype: of sums of gradients over ranks.
+        output_dtype: of the model's floating-point outputs.
+        buffers: by name, the dtype to which each floating-point buffer of an attached model is cast.
         by_path: the dtypes of leaves that have their own.
     """
 
@@ -75,7 +75,7 @@ class Dtypes:
 
     @property
     def inputs(self) -> torch.dtype | None:
-        """What floating-point inputs of a model are cast to: the one dtype that all of its parameters were given."""
+        """The dtype to which floating-point inputs of a model are cast: the one dtype of all its parameters."""
         given = {d.param_dtype or d.store_dtype for d in (self.by_path.values() or (self,))}
         return given.pop() if len(given) == 1 else None
 
@@ -88,7 +88,7 @@ class Dtypes:
 
 
 def summable(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which gradients are summed by default: their own; of fp16 fp32, since fp16 overflows at 65504."""
+    """The default dtype of sums of gradients: their own, but fp32 for fp16, since fp16 overflows at 65504."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -137,11 +137,11 @@ class Wire(Protocol):
         ...
 
     def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
-        """All-gather shards of one dtype in one collective: (work handle or `None`, what comes)."""
+        """All-gather shards of one dtype in one collective: (work handle or `None`, the received buffer)."""
         ...
 
     def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Whole leaves, flat, from what has come, in memory of their own or written to `into`."""
+        """Full leaves, flat, from the received buffer, in memory of their own or written to `into`."""
         ...
 
     def pack(
@@ -156,7 +156,7 @@ class Wire(Protocol):
         ...
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
-        """Reduce the buffer over ranks: (work handle, what this rank gets of it)."""
+        """Reduce the buffer over ranks: (work handle, this rank's share of the result)."""
         ...
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
@@ -180,26 +180,26 @@ class View:
     """The view half on one leaf. All functions take `(tensor, leaf)` and any number of batch dimensions in front.
 
     Attributes:
-        view: from the stored tensor to what the model sees. Linear, or `pull` stands for its derivative
-            (straight-through rounding).
-        pull: the transpose of `view`: from a cotangent of what is seen to one of what is stored.
-        store: from what the model sees to what is stored; `view` after `store` is the identity.
-        changes: whether the view does anything to a leaf; one that it leaves out is seen and stored as it lies. A view
-            with a wire is of all leaves.
+        view: maps the stored tensor to the seen one. It is linear, or `pull` replaces its derivative (straight-through
+            rounding).
+        pull: the transpose of `view`: maps a cotangent of the seen tensor to one of the stored tensor.
+        store: maps the seen tensor to the stored one; `view` after `store` is the identity.
+        changes: whether the view changes a leaf; other leaves are stored as they are seen. A view with a wire changes
+            all leaves.
         wire: how leaves travel between ranks, if they do; the three functions above are then the wire's.
-        resident: whether what it gives stays in an attached model between steps, and is made once after an update.
-        dtypes: of a view that casts, and changes nothing else.
+        resident: whether its result stays in an attached model between steps, and is made once after an update.
+        dtypes: of a view that only casts.
         name: of its transform, for profilers.
-        given: the leaf as it is on the model's side: all of it, or the shard that a view before this one leaves.
-        factor: what cotangents are multiplied by on their way into the model (at its outputs) and divided by on their
-            way out (at its inputs and parameters), as a function of the transform's state: a 0-d tensor in fp32 on the
-            CPU, neither zero nor infinite. Those of several views are multiplied. A number and no other map: only a
-            number passes the derivative of every model, so that gradients outside are true, to any order.
-        reads: whether `view` and `pull` take the transform's state as a third argument: what it was before the step.
-            `store` does not, since what is stored is there before any state. The state is a constant to derivatives:
-            what is to be learned is a parameter.
-        traceable: whether a compiler can make a graph of what the wire does: `unpack` then gives a gradient for every
-            leaf, since nobody can branch on a number in a graph.
+        given: returns the leaf on the model's side: all of it, or the shard that a view before this one leaves.
+        factor: the factor that multiplies cotangents where they enter the model (at its outputs) and divides them where
+            they leave it (at its inputs and parameters), as a function of the transform's state: a 0-d tensor in fp32
+            on the CPU, neither zero nor infinite. Factors of several views are multiplied. It must be a number: only a
+            number commutes with the derivative of every model, so that gradients outside are true, to any order.
+        reads: whether `view` and `pull` take the transform's state from before the step as a third argument. `store`
+            does not, since stored parameters exist before any state. Derivatives take the state for a constant: make
+            a learned number a parameter.
+        traceable: whether a compiler can make a graph of the wire: `unpack` then returns a gradient for every leaf,
+            since a graph cannot branch on a number.
     """
 
     view: OnLeaf = same_tensor
@@ -216,7 +216,7 @@ class View:
     traceable: bool = False
 
     def reading(self, state: Callable[[], Mapping[str, Any]]) -> View:
-        """The same view, whose functions call `state()` for the state whenever they are called."""
+        """The same view, whose functions call `state()` for the state whenever they run."""
         if not self.reads:
             return self
         look, back = self.view, self.pull
@@ -224,18 +224,18 @@ class View:
         return replace(self, view=view, pull=pull, reads=False)
 
     def only_on(self, touched: frozenset[str]) -> View:
-        """The same view, whose functions leave alone all leaves but those of these paths."""
+        """The same view, whose functions change only the leaves of these paths."""
         view, pull, store = (_only_on(touched, fn) for fn in (self.view, self.pull, self.store))
         return replace(self, view=view, pull=pull, store=store)
 
     @property
     def of_leaves(self) -> bool:
-        """Whether the view does anything to leaves."""
+        """Whether the view has an effect on leaves."""
         return not (self.view is self.pull is self.store is same_tensor)
 
     @property
     def renumbers(self) -> bool:
-        """Whether it changes the numbers of a leaf, beyond a cast or a move between ranks."""
+        """Whether it changes the numbers of a leaf, beyond a cast or a collective."""
         return self.wire is None and self.dtypes is None
 
 
@@ -256,11 +256,11 @@ WIRE += ("send_parts", "join_parts", "pack", "send", "unpack")
 
 
 class IncompleteWire(TypeError):
-    """A wire lacks some of what is asked of it.
+    """A wire lacks some of the required attributes.
 
     Attributes:
         kind: the name of its class.
-        missing: what it lacks.
+        missing: the attributes that it lacks.
     """
 
     def __init__(self, kind: str, missing: list[str]):
@@ -292,7 +292,7 @@ def no_view(layout: Layout, ranks: Ranks) -> View | None:
 
 
 def cutting_wires(views: Sequence[View]) -> tuple[Wire, ...]:
-    """The wires that cut leaves over ranks, one after the other."""
+    """The wires that shard leaves, one after the other."""
     return tuple([view.wire for view in views if view.wire is not None and view.wire.cuts])
 
 
@@ -304,7 +304,7 @@ def cutting_wires(views: Sequence[View]) -> tuple[Wire, ...]:
 
 
 def see(views: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
-    """What the model sees of a stored tensor; `x` itself where no view changes it."""
+    """The tensor that the model sees for a stored one; `x` itself if no view changes it."""
     for view in reversed(views):
         with ranged(VIEW, view.name):
             x = view.view(x, leaf)
@@ -312,7 +312,7 @@ def see(views: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
 
 
 def pull(views: Sequence[View], g: Tensor, leaf: Leaf) -> Tensor:
-    """The transpose of `see`: from a cotangent of what is seen to one of what is stored."""
+    """The transpose of `see`: maps a cotangent of the seen tensor to one of the stored tensor."""
     for view in views:
         with ranged(VIEW, view.name):
             g = view.pull(g, leaf)
@@ -320,7 +320,7 @@ def pull(views: Sequence[View], g: Tensor, leaf: Leaf) -> Tensor:
 
 
 def store(views: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
-    """What is stored of what the model sees."""
+    """The stored tensor for one that the model sees."""
     for view in views:
         x = view.store(x, leaf)
     return x
@@ -416,7 +416,7 @@ def is_linear_map(node: Any) -> bool:
 
 
 def untracked() -> bool:
-    """Whether no one differentiates what a backward computes now, so that it needs no node: 10 us for each."""
+    """Whether nobody differentiates the current backward, so that its operations need no node: 10 us for each."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return innermost_transform() is None and forward_level() == NO_LEVEL
@@ -471,7 +471,7 @@ class LeafView:
     grad_dtype: torch.dtype
 
     def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        """From the stored parameter to what the model sees."""
+        """Map the stored parameter to the one that the model sees."""
         seen = see(self.stages, x, self.leaf) if self.stages else x
         if seen is not x:
             return seen
@@ -480,7 +480,7 @@ class LeafView:
         return identity(seen) if torch.compiler.is_compiling() or innermost_transform() is not None else seen.detach()
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
-        """From a cotangent of what the model sees to the true gradient of the stored parameter."""
+        """Map a cotangent of the seen parameter to the true gradient of the stored one."""
         narrow = g
         if self.stages:
             stages = self.stages if scale is None else [stage for stage in self.stages if stage.dtypes is None]
@@ -489,7 +489,7 @@ class LeafView:
         return identity(narrow) if narrow is g else narrow
 
     def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        """What the model sees, differentiably; `x` itself where no view changes it."""
+        """The parameter that the model sees, differentiable; `x` itself if no view changes it."""
         if scale is None and not self.stages:
             return x
         return linear_map(x, scale, self.forth, self.back)
@@ -497,8 +497,8 @@ class LeafView:
     def transposed(self, g: Tensor, scale: Tensor | None) -> Tensor:
         """`back` as recorded operations, for a gradient that is differentiated in turn.
 
-        The scale is a plain division here and no `linear_map`: that is for what lies behind the boundary alone, and the
-        loss may be computed from other tensors as well, those of its closure too.
+        The scale is a plain division here, not a `linear_map`: that is for tensors behind the boundary only, and the
+        loss may also depend on other tensors, such as those of its closure.
         """
         for stage in self.stages:
             if stage.wire is not None:
@@ -509,7 +509,7 @@ class LeafView:
 
 
 def stored_by(stages: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
-    """What is stored of a parameter that all ranks hold, differentiably: its gradient is then on all ranks too."""
+    """The stored form of a parameter that all ranks have, differentiable: all ranks get its gradient too."""
     for stage in stages:
         if stage.wire is None:
             x = stage.store(x, leaf)
@@ -527,7 +527,7 @@ def _of_leaf(fn: Callable[[Tensor, Leaf], Tensor], leaf: Leaf) -> Map:
 
 
 class ForwardOnlyView(LeafView):
-    """A view that refuses a backward, which would average gradients over ranks without their weights."""
+    """A view that refuses a backward, because that would average gradients over ranks without their weights."""
 
     def back(self, g: Tensor, scale: Tensor | None) -> NoReturn:
         raise ValueError(
@@ -542,7 +542,7 @@ class ForwardOnlyView(LeafView):
 
 @dataclass(frozen=True)
 class EdgeMap:
-    """One input or output: cast to `dtype`, if one is asked for; its cotangent scaled in fp32, and cast back.
+    """The map of one input or output: it casts to `dtype`, if given; it scales the cotangent in fp32 and casts it back.
 
     Attributes:
         by: `times` for an output, `over` for an input.
@@ -575,17 +575,17 @@ def cast_to(x: Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def differentiable(x: Tensor) -> bool:
-    """Whether a cotangent may come to `x`. A tensor wrapped by `vmap` does not say so even where its inside does."""
+    """Whether `x` may get a cotangent. A tensor wrapped by `vmap` does not say so, even if the inner one does."""
     return x.requires_grad or is_wrapped(x)
 
 
 def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """One output of a model on its way out."""
+    """Let one output leave a model."""
     return y if scale is None and dtype is None else _crossed(times, y, scale, dtype)
 
 
 def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """One input of a model on its way in."""
+    """Let one input enter a model."""
     return x if scale is None and dtype is None else _crossed(over, x, scale, dtype)
 
 

@@ -1,9 +1,9 @@
-"""Names of a model without what wrappers add: `_orig_mod.` of torch.compile, `module.` of DistributedDataParallel, ...
+"""Names of a model without wrappers' prefixes: `_orig_mod.` of torch.compile, `module.` of DistributedDataParallel, ...
 
-A wrapper is a module whose only submodule is the one that it wraps. What it adds to names would bind files, labels and
-messages to how a model happens to be wrapped. So leaves and buffers are named here, once, as those of the plain model
-are; a module of the user's that is called `module` is told apart by its class. Files have names alone, so there a name
-is read with and without each of these attributes (`unwrapped_names`).
+A wrapper is a module whose only submodule is the one that it wraps. Its prefix in names would bind files, labels and
+messages to how a model happens to be wrapped. So leaves and buffers get the names of the plain model here, once. A
+module of the user's that is called `module` is distinguished by its class. Files have only names, so there a name is
+read with and without each of these prefixes (`unwrapped_names`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ANY, _UNMISTAKABLE = (
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
-    """The function from a name in `model` to the name without what wrappers add.
+    """A function that removes wrappers' prefixes from a name in `model`.
 
-    As torch.distributed.checkpoint names parameters, by the classes of the modules on the way. `named_parameters()` of
-    some wrappers leaves their own attribute out already.
+    It goes by the classes of modules, as torch.distributed.checkpoint does. `named_parameters()` of some wrappers
+    leaves their own prefix out already.
     """
     attribute_of = wrapper_attributes()
 
@@ -60,14 +60,14 @@ def _submodule(at: Any, name: str) -> nn.Module | None:
 
 
 def names_with_wrappers(model: nn.Module) -> dict[str, str]:
-    """By name without what wrappers add, the name in `model.named_parameters()`, where the two differ."""
+    """By name without wrappers' prefixes, the name in `model.named_parameters()`, if the two differ."""
     plain = plain_names(model)
     named = [(plain(name), name) for name, _ in model.named_parameters(remove_duplicate=False)]
     return {short: name for short, name in named if short != name}
 
 
 def modules_of(model: nn.Module, wrappers: bool = True) -> Iterator[tuple[str, nn.Module]]:
-    """`model.named_modules()`, by names without what wrappers add: a wrapper has the name of what it wraps."""
+    """`model.named_modules()`, by names without wrappers' prefixes: a wrapper has the name of the module inside."""
     plain, attribute_of = plain_names(model), wrapper_attributes()
     for name, module in model.named_modules():
         if wrappers or attribute_of(module) is None:
@@ -75,22 +75,22 @@ def modules_of(model: nn.Module, wrappers: bool = True) -> Iterator[tuple[str, n
 
 
 def buffers_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`model.named_buffers()`, by names without what wrappers add."""
+    """`model.named_buffers()`, by names without wrappers' prefixes."""
     plain = plain_names(model)
     return ((plain(name), x) for name, x in model.named_buffers())
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers in `model.state_dict()`, and parameters of integers, by names without what wrappers add."""
+    """The buffers in `model.state_dict()`, and integer parameters, by names without wrappers' prefixes."""
     plain = plain_names(model)
     return {plain(name): x for name, x in persistent_buffers(model).items()}
 
 
 def without_wrappers(model: nn.Module, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of `model` by names without what wrappers add.
+    """Entries of `model` by names without wrappers' prefixes.
 
     Raises:
-        ValueError: two have the same name then; each such is named.
+        ValueError: two entries get the same name; each is named.
     """
     plain = plain_names(model)
     names = {name: plain(name) for name in named}
@@ -103,9 +103,9 @@ def without_wrappers(model: nn.Module, named: Mapping[str, Any]) -> dict[str, An
 
 
 def unwrapped_names(given: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
-    """By wanted name, the given one that differs from it in nothing but what wrappers add. Of equal names: nothing.
+    """By wanted name, the given one that differs from it only by wrappers' prefixes. Equal names are left out.
 
-    Where several given names or several wanted ones would do, none is taken.
+    If several given names or several wanted ones match, none is taken.
 
     >>> unwrapped_names(["adamw/count/_orig_mod.0.weight", "step"], ["adamw/count/0.weight", "step"])
     {'adamw/count/0.weight': 'adamw/count/_orig_mod.0.weight'}
@@ -135,11 +135,11 @@ def _by_plain_name(names: Iterable[str], added: re.Pattern[str]) -> dict[str, li
 
 
 def warn_of_other_names(call: str, found: Mapping[str, str]) -> None:
-    """Warn that entries were read whose names differ by what wrappers add.
+    """Warn that entries were read whose names differ by wrappers' prefixes.
 
     Args:
         call: the function that was called.
-        found: as `unwrapped_names` gives it.
+        found: a result of `unwrapped_names`.
     """
     if found:
         mine, theirs = next(iter(found.items()))

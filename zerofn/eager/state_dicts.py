@@ -49,11 +49,11 @@ from .param_groups import HYPERPARAMETERS, OWN, ParamGroups, packed, plain_value
 from .resident_params import ResidentParams
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The tensors of a state as `torch.distributed` places them: whole on each rank, or a DTensor that is cut by rows.
+# These functions show a state as `torch.distributed` places tensors: full on each rank, or a DTensor sharded by rows.
 #
-# A shard that is whole rows in torch's own chunks is shown over its own memory. What ranks have cut otherwise (a leaf
-# of fewer rows than ranks, a whole leaf at its owner) is gathered, leaf by leaf, and each rank keeps the rows that
-# torch would give it: all ranks ask for those together.
+# A shard that is whole rows in torch's own chunks is shown on its own memory. Others (a leaf of fewer rows than ranks,
+# a whole leaf at its owner) are gathered, leaf by leaf, and each rank keeps the rows that torch would give it. All
+# ranks must ask for those together.
 
 
 def placed(state: State, cutting: Sequence[Group]) -> list[Any]:
@@ -113,7 +113,8 @@ def _gathered(e: Entry, cutting: Sequence[Group]) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a transform keeps that is no tensor, such as a count in Python: not written in place, but put where it was.
+# State of a transform that is no tensor, such as a count in Python, cannot be written in place: it is put where it
+# was.
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def with_numbers(state: State, numbers: Mapping[tuple[str, int], Any]) -> State:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A state as nested dicts of tensors, for `torch.save` and DCP, and the check of one that is loaded.
+# `as_dict` shows a state as nested dicts of tensors, for `torch.save` and DCP. A loaded one is checked here.
 
 
 # Parts were flat ranges of one length in dicts of the first format, and are rows in those of the second.

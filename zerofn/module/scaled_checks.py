@@ -24,7 +24,7 @@ from .crossing import Crossing, crossing_of
 from .nested_tensors import made, map_tensors
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tensors that cross the boundary of a scaled model in attributes of modules, and in outputs given to hooks.
+# Tensors also cross the boundary of a scaled model in attributes of modules, and in outputs given to hooks.
 #
 # The loss scale multiplies cotangents where they enter through outputs, and is divided out where they leave to
 # parameters and inputs. A tensor of the inside that reaches the loss otherwise brings a cotangent without the factor,
@@ -205,11 +205,11 @@ def _items(value: Any) -> list[int]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A search of the graph of a backward for tensors that got past the boundary of a model under `scale_loss`.
+# `check_closed` searches the graph of a backward for tensors that got past the boundary of a model under `scale_loss`.
 #
-# The loss scale multiplies cotangents where they enter a model through its outputs, and is divided out where they
-# leave to parameters and inputs. So every path from the loss to a leaf crosses the boundary outward and inward by
-# turns. On a path that does not, through a closure, a cache or a list, the factor is missing or counts twice.
+# The loss scale multiplies cotangents where they enter a model through its outputs, and divides them where they leave
+# to parameters and inputs. So every path from the loss to a leaf crosses the boundary outward and inward by turns. On
+# a path that does not, through a closure, a cache or a list, the factor is missing or counts twice.
 #
 # The first ten backwards are searched, and every one where `zf.attach(..., check=True)` asks for it: a search takes
 # about 2 us for a node. What a program does in its thousandth step alone is not seen otherwise.
@@ -280,7 +280,7 @@ def _find_leak(owner: Any, roots: list[Any], reached_by: dict[int, Step]) -> Ste
                 # It leads to the parameter.
                 continue
             inside = not crossing.inward
-            # Its other edges lead to tensors that left upstream of it (`output_graph`).
+            # Its other edges lead to tensors that left upstream of it (`OutputTracker`).
             node = other.next_functions[0][0]
             if node is not None:
                 steps.append((other, node, inside))
@@ -403,17 +403,16 @@ def _refuse_stranger(what: str) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which tensors that leave a model were computed from which others, so that hooks on these can be refused.
+# `OutputTracker` knows which outputs of a model were computed from which others, so that hooks on these can be
+# refused.
 #
-# What leaves is a copy. So in `y, h = model(x)`, where `y` was computed from `h` inside, the backward from the user's
-# `y` does not pass the user's `h`. The gradient of any loss is right all the same, for both paths meet inside. But a
-# hook on that `h`, its `retain_grad()` and `torch.autograd.grad(y, h)` would miss the part of the gradient that comes
-# from `y`.
+# Outputs are copies. So in `y, h = model(x)`, where `y` was computed from `h` inside, the backward from the user's `y`
+# does not pass the user's `h`. The gradient of any loss is right all the same, because both paths meet inside. But a
+# hook on that `h`, its `retain_grad()` and `torch.autograd.grad(y, h)` would miss the gradient that comes through `y`.
 #
-# To put `h` on the path is not possible: that it will be returned is not known when the graph from `h` to `y` is
-# made, and autograd cannot change a graph. So these uses are refused when a cotangent comes to `y`. Its node gets an
-# edge to the node of `h`, over which nothing flows: without it autograd would not run the node of `y` for a gradient
-# by `h`.
+# `h` cannot be put on the path: when the graph from `h` to `y` is made, nobody knows that `h` will be returned, and
+# autograd cannot change a graph. So these uses are refused when a cotangent comes to `y`. Its node gets an edge to the
+# node of `h`, over which nothing flows: without it autograd would not run the node of `y` for a gradient by `h`.
 
 
 # How a tensor has left.
@@ -605,9 +604,9 @@ def _refuse(left: OutputRecord, what: str, who: str) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Refusal of backward hooks on modules inside of a scaled model, whose cotangents have the loss scale in them.
+# These functions refuse backward hooks on inner modules of a scaled model, whose cotangents contain the loss scale.
 #
-# A clamp, a threshold or a statistic of a scaled number is wrong in silence. To give true gradients to the hooks
+# A clamp, a threshold or a statistic of a scaled number is wrong without an error. To give true gradients to the hooks
 # would take a hook of ours before theirs and one after, which torch has for gradients of inputs and not for those of
 # outputs; and in fp16 true gradients underflow, which is why there is a scale. Hooks on the model itself see true
 # gradients.

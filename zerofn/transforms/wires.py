@@ -16,7 +16,7 @@ from .._compat.tensors import foreach_copy_
 from ..extend import Group, Leaf, all_gather_into, all_reduce_, check_batch, reduce_scatter_into, span, width
 
 # ----------------------------------------------------------------------------------------------------------------------
-# How leaves are packed into the buffer of a collective in a compiled graph: by `torch.cat`, not in place.
+# In a compiled graph leaves are packed into the buffer of a collective by `torch.cat`, not in place.
 #
 # Outside of graphs a wire writes leaves into a buffer, in one pass over memory. In a graph that is slow: for each
 # write the compiler copies the whole buffer, or proves that it need not, so that the cost grows with the square of
@@ -85,15 +85,14 @@ def _filled(x: Tensor, length: int) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Wires over ranks: all-gather and reduce-scatter of flat shards, and the all-reduce of whole leaves.
+# Wires send leaves over ranks: all-gather and reduce-scatter of flat shards, and all-reduce of whole leaves.
 #
 # Each leaf is cut by itself, by rows of its first dimension; the last ranks' shards may be shorter or empty. So a
 # shard depends on the leaf and the number of ranks alone. No padding is stored: norms, checkpoints and rounding see
 # exactly the leaf's elements, laid out flat.
 #
 # Gradients are averaged over ranks, since each rank's loss is the mean over its own part of the batch. They are
-#   divided
-# *before* they are summed, so that a sum in fp16 does not overflow.
+# divided *before* they are summed, so that a sum in fp16 does not overflow.
 
 
 _SHAPE = attrgetter("shape")
