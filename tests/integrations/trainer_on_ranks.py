@@ -131,7 +131,7 @@ def refused(folder: str) -> None:
         opt.detach()
     # Last, since the first rank alone is told it and the others wait for it in their steps: each ends by an error.
     net = model()
-    opt = zf.attach(net, zf.chain(zf.shard(), zf.adamw(RATE)))
+    opt = zf.attach(net, zf.chain(zf.reduce_scatter(), zf.adamw(RATE)))
     try:
         train(net, opt, folder, max_grad_norm=0.0, save_strategy="steps", save_steps=2)
     except RuntimeError as error:
