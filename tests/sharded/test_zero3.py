@@ -255,7 +255,7 @@ def test_a_call_with_other_parameters_uses_those():
     for y, weight, bias, alone, step, message in zf.launch(other_parameters, 2, timeout=limit()):
         assert (y, weight, bias) == ([[4.0, 4.0]], [[0.0, 1.0, 2.0]] * 2, [1.0, 1.0])
         assert alone and step == 1
-        assert "weight: given in shape (3,), in full it is (2, 3)" in message and "opt.gathered()" in message
+        assert "weight: given in shape (1, 3), in full it is (2, 3)" in message and "opt.gathered()" in message
 
 
 def functional_gradients(sharded):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.tensors import memories
 from .._errors import bad_leaves, explain
 from ..core.facts import COUNT
 from ..core.layout import cut_by_rows, rows_between
@@ -503,7 +504,7 @@ def _copy(x: Any) -> Any:
 
 def group_form(transform: Transform) -> dict[str, Any]:
     """The keys that a group of torch's counterpart has, with the chain's values; of others what the chain has."""
-    told = {k: v for k, v in transform.config.items() if isinstance(v, int | float | tuple)}
+    told = {k: v for k, v in transform.config.items() if _is_plain(v)}
     cls = transform.facts.counterpart
     if cls is None:
         return told
@@ -511,6 +512,11 @@ def group_form(transform: Transform) -> dict[str, Any]:
     options = {k: transform.config[k] for k in needed if k not in ("params", "lr")}
     defaults = cls([torch.zeros(1, 1)], lr=1.0, **options).defaults
     return {k: told.get(k, v) for k, v in defaults.items()}
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether every reader of a file knows it: a number, or a tuple of numbers such as `betas`."""
+    return isinstance(x, int | float) or (type(x) is tuple and all(isinstance(v, int | float) for v in x))
 
 
 def as_state_dict(
@@ -583,6 +589,7 @@ class Loading:
         ours = given.get(OWN_KEY)
         self.own_key: Mapping[str, Any] = ours if isinstance(ours, Mapping) else {}
         self.bad: list[tuple[str, str]] = []
+        self.other_dtypes = False
         self.renamed: dict[str, str] = {}
         self.told: dict[str, Any] = {}
         self.fits: list[tuple[Entry, Tensor]] = []
@@ -629,6 +636,11 @@ class Loading:
             right += ";\n         in the middle of a window zf.save(directory, opt) and zf.load(directory, like=opt),\n"
             right += "         or on each rank what that rank has saved, torch.save(opt.state_dict(), f'{rank}.pt');\n"
             right += "         dcp.save, and a full state dict, of what is saved after an update"
+        if self.other_dtypes:
+            right = "a state dict in these dtypes: dtypes are never changed silently. To go on in others, with the\n"
+            right += "  moments begun anew:\n"
+            right += "         old = zf.attach(model, old_tx); old.load_state_dict(d); old.detach()\n"
+            right += "         opt = zf.attach(model, tx)"
         raise ValueError(
             bad_leaves("load_state_dict: this is not the state of this pipeline", sorted(set(self.bad)), right)
         )
@@ -780,6 +792,7 @@ class Loading:
         # Parts were flat ranges once.
         fits = new.shape == shape or (is_distributed(new) and new.shape == flat)
         if not fits or (new.dtype != e.value.dtype and not counted):
+            self.other_dtypes |= new.dtype != e.value.dtype
             self.bad.append((place, f"{_what(new)} instead of {_what(e)}"))
         elif is_distributed(new) and (why := self._misplaced(new)):
             self.bad.append((place, why))
@@ -807,7 +820,7 @@ class Loading:
             e, given = x.entry, self.told.get(name)
             if _is_counted(name, x) and (given is None or self.stale or _is_coarse(given)):
                 self.pairs.append((e.value, torch.tensor(self.most)))
-            elif given is not None:
+            elif name in self.told:
                 self._number(name, x, given)
             elif e.owner in self.absent:
                 self.anew.append(x)
@@ -902,7 +915,11 @@ def _names_given(groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any], ke
 
 def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
     """What is given of a leaf, without what says that there is nothing, as a momentum of 0 in torch."""
-    return {name: x for name, x in own.items() if x is not None and not (isinstance(x, Mapping) and not x)}
+    return {
+        name: x
+        for name, x in own.items()
+        if name.startswith(OWN_ENTRY) or (x is not None and not (isinstance(x, Mapping) and not x))
+    }
 
 
 def _states(own: Mapping[str, Any]) -> bool:
@@ -1010,7 +1027,8 @@ class StateDicts:
         # Until all of it is done: what is made from the state, and rates, are those of before.
         current.tear()
         for mine, theirs in found.pairs:
-            mine.copy_(theirs)
+            # A dict that torch has loaded in place may have our own memory, seen in another order of dimensions.
+            mine.copy_(theirs.clone() if memories([mine]) & memories([theirs]) else theirs)
         current.state = with_numbers(state, found.numbers)
         self.home.refresh()
         self.groups.load(found.groups)
