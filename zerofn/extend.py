@@ -61,11 +61,13 @@ from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ra
 from zerofn.core.wrapper_names import buffers_in
 from zerofn.kernels.adam import adam_, adam_operator, adam_update, alike, has_kernel, implementation_for, plain, typed
 from zerofn.kernels.fused_adam import fused_operator, fused_update, many_for_fused
-from zerofn.kernels.norms import not_finite, squared_norm
+from zerofn.kernels.norms import length, not_finite, squared_norm
 from zerofn.kernels.recording import (
+    at_most,
     certain,
     concrete,
     differentiated,
+    may,
     moment_root,
     number,
     once,
@@ -76,6 +78,9 @@ from zerofn.kernels.recording import (
     root,
     scaled,
     straight_through,
+    times,
+    towards,
+    where,
 )
 from zerofn.kernels.rounding import (
     FIRST_FORMAT,
@@ -140,6 +145,7 @@ __all__ = [
     "all_reduce_",
     "as_it_is",
     "as_transform",
+    "at_most",
     "bad_leaves",
     "buffers_in",
     "certain",
@@ -170,11 +176,13 @@ __all__ = [
     "known_formats",
     "labels_by_path",
     "leaf_key",
+    "length",
     "like",
     "listener",
     "listening",
     "makes_parameters",
     "many_for_fused",
+    "may",
     "misfit",
     "moment_root",
     "no_view",
@@ -201,6 +209,8 @@ __all__ = [
     "stochastic_round",
     "straight_through",
     "texts_of_labels",
+    "times",
+    "towards",
     "transform",
     "tree_map",
     "typed",
@@ -210,6 +220,7 @@ __all__ = [
     "values_by_path",
     "watches_parameters",
     "weight_of",
+    "where",
     "width",
     "without_elements",
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._errors import explain, kind_of
 from ..kernels.norms import leaf_norms
-from ..kernels.recording import number
+from ..kernels.recording import concrete, number
 from .layout import Layout, Leaves
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -220,13 +220,53 @@ class Context:
         self.written.add(self.prefix)
         return old.copy_(new)
 
-    def number(self, x: Tensor) -> Any:
-        """The Python number in a 0-d tensor, to compute with; the tensor itself if the computation is recorded."""
-        return x if self.recorded else x.item()
+    def copied(self, old: Tensor, new: Tensor) -> Tensor:
+        """As `into` of a tensor that is somebody else's, such as a gradient: a copy of it where nothing is donated."""
+        if not self.donate:
+            # What is recorded is never written, so there it need not be copied.
+            return new.to(old.dtype, copy=not self.recorded)
+        self.written.add(self.prefix)
+        return old.copy_(new)
+
+    def put(self, operation: Callable[..., Tensor], old: Tensor, *given: Any) -> Tensor:
+        """`operation(old, *given)` in the dtype of `old`: in the memory of `old` when donated.
+
+        Args:
+            operation: a function of torch that takes `out=`, such as `torch.add`, or a term such as `plus`.
+            old: its first argument, which the result takes the place of.
+            given: its other arguments.
+        """
+        if not self.donate:
+            return operation(old, *given).to(old.dtype)
+        self.written.add(self.prefix)
+        return operation(old, *given, out=old)
+
+    def number(self, x: Any) -> Any:
+        """The Python number in a 0-d tensor that is computed with; the tensor itself where that is recorded."""
+        return x if self.recorded or not isinstance(x, Tensor) else x.item()
 
     def read(self, x: Tensor) -> Any:
         """The Python number in a 0-d tensor that nobody differentiates; the tensor itself if Python cannot read it."""
         return number(x) if self.recorded else x.item()
+
+    def check(self, x: Tensor, good: Callable[[Any], bool], error: Callable[[], Exception]) -> None:
+        """Raise `error()` unless the number in a 0-d tensor is good.
+
+        In a graph and in a batch, where Python cannot read it, nothing is checked.
+        """
+        if (not self.recorded or concrete(x)) and not good(x.item()):
+            raise error()
+
+    def agreed(self, x: Tensor, error: Callable[[Tensor], Exception]) -> None:
+        """Raise `error(largest)` on every rank where ranks do not have the same finite number in a 0-d tensor.
+
+        In a graph and in a batch, where Python cannot read it, nothing is compared.
+        """
+        if self.recorded and not concrete(x):
+            return
+        most, least = self.reduction.max(x), -self.reduction.max(-x)
+        if most != least:
+            raise error(most)
 
     def replicated(self, x: Any) -> Any:
         """A number that all ranks have, such as a rate, for use with each rank's shard of a leaf.

@@ -95,12 +95,11 @@ class Conveyor:
     Args:
         state: of the transform.
         params: its leaves, in the order in which they are updated, or in the opposite one, as in backward.
-        recorded: whether copies are recorded by autograd, torch.func or the compiler: then nothing is prefetched, and
-            each copy is a plain `Tensor.to`.
+        ctx: of the step. Where it is recorded nothing is prefetched, and each copy is a plain `Tensor.to`.
     """
 
-    def __init__(self, state: TransformState, params: Leaves, recorded: bool = False):
-        self.state, self.params, self.recorded = state, params, recorded
+    def __init__(self, state: TransformState, params: Leaves, ctx: Context):
+        self.state, self.params, self.recorded = state, params, ctx.recorded
         self.order = list(params)
         self.place = {path: i for i, path in enumerate(self.order)}
         self.prefetched: dict[str, _Fetch] = {}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._compat.tensors import foreach_norm
 from .native import squares
-from .recording import recorded
+from .recording import differentiated, recorded, root
 
 CHUNK = 1 << 17
 
@@ -130,3 +130,8 @@ def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
         norms_by_path = {**norms_by_path, **of_kernels}
     norms, wide = _in_order(norms_by_path)
     return torch.stack(norms).to(wide).square().sum() if norms else torch.zeros(())
+
+
+def length(x: Tensor) -> Tensor:
+    """The norm of one tensor; of zeros its derivative is zero, to any order."""
+    return root(x.square().sum()) if differentiated(x) else x.norm()

@@ -111,6 +111,36 @@ def certain(condition: Tensor) -> bool:
         return rows is not None and bool(rows.all())
 
 
+def where(condition: bool | Tensor, a: Any, b: Any) -> Tensor:
+    """`a` where the condition holds, else `b`.
+
+    A bool chooses by Python, a tensor by `torch.where`.
+
+    Args:
+        condition: a bool, or a 0-d tensor of bools on any device.
+        a: a tensor, or a function without arguments that makes it, called only where it may be chosen.
+        b: the same.
+
+    >>> where(True, torch.tensor(1), lambda: 1 / 0), where(torch.tensor(False), torch.tensor(1), torch.tensor(2))
+    (tensor(1), tensor(2))
+    """
+    if isinstance(condition, bool):
+        chosen = a if condition else b
+        return chosen() if callable(chosen) else chosen
+    a = a() if callable(a) else a
+    b = b() if callable(b) else b
+    return torch.where(condition.to(a.device), a, b)
+
+
+def may(condition: bool | Tensor) -> bool:
+    """Whether a condition may hold: false of `False` alone, since nobody has read a tensor.
+
+    >>> may(True), may(False), may(torch.tensor(False))
+    (True, False, True)
+    """
+    return condition is not False
+
+
 def root(x: Tensor) -> Tensor:
     """`x.sqrt()`, whose derivative at 0 is 0 instead of infinite.
 
@@ -193,6 +223,11 @@ def once(*numbers: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def times(x: Tensor, factor: Any) -> Tensor:
+    """`factor * x` in the dtype of `x`; the factor is a number, or a 0-d tensor on any device."""
+    return (x * factor.to(x.device)).to(x.dtype) if isinstance(factor, Tensor) else x * factor
+
+
 def plus(x: Tensor, factor: Any, y: Tensor) -> Tensor:
     """`x + factor * y`."""
     return x + factor * y if isinstance(factor, Tensor) else x.add(y, alpha=factor)
@@ -208,12 +243,39 @@ def plus_quotient(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
     return x + factor * a / b if isinstance(factor, Tensor) else x.addcdiv(a, b, value=factor)
 
 
-def scaled(tensors: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
-    """Each of them times a 0-d factor, which is rounded to its dtype first; one call for all where nothing records."""
+def at_most(norm: Tensor, most: Any) -> Tensor | None:
+    """The factor `min(1, most / (norm + 1e-6))` by which what has this norm gets one of `most`; `None` where it is 1.
+
+    A factor of one changes no bit of a gradient, and none of a derivative. Where nothing records and the norm is on
+    the CPU it is read once, and nothing is computed in most steps. On a GPU to read it would synchronise.
+    """
+    read = norm.is_cpu and not recorded((norm, most))
+    if read and norm.item() * 1.001 + 1e-5 < most:
+        return None
+    ratio = (norm + 1e-6).reciprocal().mul(most)
+    if read:
+        # The minimum of one and a factor that is no larger, or NaN, is that factor.
+        return None if ratio.item() > 1 else ratio
+    return None if certain(ratio > 1) else once(ratio.clamp(max=1.0))[0]
+
+
+def scaled(tensors: Mapping[str, Tensor], factor: Tensor | None) -> Mapping[str, Tensor]:
+    """Each of them times a 0-d factor, which is rounded to its dtype first; one call for all where nothing records.
+
+    `None` is a factor of one.
+    """
+    if factor is None:
+        return tensors
     factors = {dtype: factor.to(dtype) for dtype in {x.dtype for x in tensors.values()}}
     if len(factors) == 1 and not recorded((factor, *tensors.values())):
         return dict(zip(tensors, foreach_mul(list(tensors.values()), *factors.values()), strict=True))
     return {path: x * factors[x.dtype] for path, x in tensors.items()}
+
+
+def towards(x: Tensor, y: Tensor, weight: Any, out: Tensor | None = None) -> Tensor:
+    """`x + weight * (y - x)` in the dtype of `x`; with `out`, of a weight that is a number, written there."""
+    y = y.to(x.dtype)
+    return x + (y - x) * weight.to(x) if isinstance(weight, Tensor) else torch.lerp(x, y, weight, out=out)
 
 
 def moment_root(x: Tensor) -> Tensor:

@@ -21,12 +21,13 @@ from ..extend import (
     TransformState,
     check_count,
     check_flag,
-    concrete,
     counter,
+    may,
     no_weight,
-    number,
+    times,
     transform,
     weight_of,
+    where,
 )
 
 
@@ -91,42 +92,33 @@ class _Window:
         return {**state, "weight": torch.zeros((), dtype=torch.float64)} if self.weighted else state
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        now = number(state[COUNT]) + 1
+        now = ctx.read(state[COUNT]) + 1
         due = (now >= self.every) if ctx.boundary is None else ctx.boundary
-        new: dict[str, Tensor] = {}
+        new = {COUNT: _reset(state[COUNT] + 1, due)}
         weight, total = None, now if ctx.averaged else 1
         if self.weighted:
             weight = _weight(ctx)
-            kept = state["weight"] + weight
-            new["weight"] = torch.where(torch.as_tensor(due), torch.zeros_like(kept), kept)
-            total = _total(kept, due, ctx)
-        if concrete(state[COUNT]):
-            new[COUNT] = counter(0 if due else now)
-        else:
-            new[COUNT] = torch.where(torch.as_tensor(due), torch.zeros_like(now), now)
-        return Prepared(carry=(due, weight, ctx.number(torch.as_tensor(total))), state=new, emit=due)
+            sum_of_weights = state["weight"] + weight
+            new["weight"] = _reset(sum_of_weights, due)
+            total = where(due, lambda: _total(sum_of_weights, ctx), lambda: torch.ones_like(sum_of_weights))
+        return Prepared(carry=(due, ctx.number(weight), ctx.number(total)), state=new, emit=due)
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
-        sums, seen = {}, {}
-        for path, old in state["sum"].items():
-            g = grads.get(path)
+        out, sums, seen = {}, {}, {}
+        for path, whole in state["sum"].items():
+            before, g = state["seen"][path], grads.get(path)
+            begun = ctx.read(before)
             if g is not None:
-                addend = g if weight is None else _times(g.to(old.dtype), weight, ctx)
-                sums[path] = _add(old, addend, state["seen"][path], ctx)
-            # A window is closed by setting `seen` to false: the buffer need not be zeroed.
-            seen[path] = _seen(state["seen"][path], g is not None)
-        if due is False:
-            return grads, {"sum": sums, "seen": seen}
-        out = {}
-        for path, now in seen.items():
-            if not concrete(now) or bool(now):
-                whole = sums.get(path, state["sum"][path])
-                # A 0-d leaf would otherwise take the dtype of the weight.
-                out[path] = ctx.own(whole).div_(total) if ctx.donate else (whole / total).to(whole.dtype)
+                addend = _weighed(g.to(whole.dtype), weight) if self.weighted else g
+                whole = sums[path] = _plus(whole, addend, begun, ctx)
+            if may(due) and (g is not None or may(begun)):
+                out[path] = ctx.put(torch.div, whole, total)
                 # Nothing reads the sum of a closed window, but with `donate` the same is kept as without.
-                sums[path] = out[path] if due is True else torch.where(torch.as_tensor(due), out[path], whole)
-        return out, {"sum": sums, "seen": {p: _closed(x, due) for p, x in seen.items()}}
+                sums[path] = where(due, out[path], whole)
+            # A window is closed by setting `seen` to false: the buffer need not be zeroed.
+            seen[path] = _reset(before if g is None else _true(before, begun), due)
+        return (out if may(due) else grads), {"sum": sums, "seen": seen}
 
 
 def _through(spec: Spec) -> Spec:
@@ -138,25 +130,26 @@ def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
     return torch.float32 if weighted and grad.dtype == torch.float16 else grad.dtype
 
 
-def _add(old: Tensor, g: Tensor, seen: Tensor, ctx: Context) -> Tensor:
+def _plus(old: Tensor, g: Tensor, begun: Any, ctx: Context) -> Tensor:
     """`old + g` in the dtype of `old`; the first gradient of a window overwrites."""
-    if not concrete(seen):
-        return torch.where(seen.to(old.device), old + g, g).to(old.dtype)
-    if ctx.recorded:
-        return (old + g if bool(seen) else g).to(old.dtype)
-    own = ctx.own(old)
-    return own.add_(g) if bool(seen) else own.copy_(g)
+    return where(begun, lambda: ctx.put(torch.add, old, g), lambda: ctx.copied(old, g))
 
 
-def _seen(before: Tensor, now: bool) -> Tensor:
-    return torch.ones_like(before) if now and (not concrete(before) or not bool(before)) else before
+def _weighed(g: Tensor, weight: Any) -> Tensor:
+    """`g * weight`; a micro-batch without weight counts for nothing even if its mean is 0 / 0."""
+    return times(where(weight != 0, g, lambda: torch.zeros_like(g)), weight)
 
 
-def _closed(seen: Tensor, due: Any) -> Tensor:
-    return torch.zeros_like(seen) if due is True else torch.where(torch.as_tensor(due), torch.zeros_like(seen), seen)
+def _true(x: Tensor, already: Any) -> Tensor:
+    return where(already, x, lambda: torch.ones_like(x))
 
 
-def _weight(ctx: Context) -> Any:
+def _reset(x: Tensor, due: Any) -> Tensor:
+    """`x` while the window is open, and zero in the next one."""
+    return where(due, lambda: torch.zeros_like(x), x)
+
+
+def _weight(ctx: Context) -> Tensor:
     if ctx.weight is None:
         raise ValueError(
             explain(
@@ -165,38 +158,19 @@ def _weight(ctx: Context) -> Any:
                 "step(state, *batch, weight=number_of_tokens), or opt.step(weight=number_of_tokens)",
             )
         )
-    weight = weight_of(ctx.weight)
-    if concrete(weight):
-        # Beside the counters, which are on the CPU.
-        weight = weight.cpu()
-        if not 0 <= weight.item() < float("inf"):
-            raise no_weight(ctx.weight)
+    # Beside the counters, which are on the CPU.
+    weight = weight_of(ctx.weight).cpu()
+    ctx.check(weight, lambda x: 0 <= x < float("inf"), lambda: no_weight(ctx.weight))
     return weight
 
 
-def _total(kept: Tensor, due: Any, ctx: Context) -> Tensor:
-    """What a closed window is divided by: the sum of its weights."""
-    if due is not True and concrete(kept):
-        return kept
-    # Each rank has its own weights, but its part of the mean over ranks is divided by those of all.
-    total = ctx.reduction.mean(kept)
-    if not concrete(kept):
-        # Of an open window nothing goes on; a division by a sum of zero would make NaN.
-        return torch.where(torch.as_tensor(due), total, torch.ones_like(total))
-    if concrete(total) and total.detach() == 0:
-        raise ValueError(
-            explain(
-                "accumulate(weighted=True) closed a window whose weights add up to 0",
-                "a mean over nothing is not defined",
-                "weight=max(number_of_tokens, 1), or leave such micro-batches out",
-            )
-        )
+def _total(sum_of_weights: Tensor, ctx: Context) -> Tensor:
+    """What a closed window is divided by.
+
+    Each rank has its own weights, but its part of the mean over ranks is divided by those of all.
+    """
+    total = ctx.reduction.mean(sum_of_weights)
+    wrong = "accumulate(weighted=True) closed a window whose weights add up to 0"
+    right = "weight=max(number_of_tokens, 1), or leave such micro-batches out"
+    ctx.check(total, lambda x: x != 0, lambda: ValueError(explain(wrong, "a mean over nothing is not defined", right)))
     return total
-
-
-def _times(g: Tensor, weight: Tensor, ctx: Context) -> Tensor:
-    """`g * weight`; a micro-batch without weight counts for nothing even if its mean is 0 / 0."""
-    if not ctx.recorded:
-        return g * float(weight) if weight else torch.zeros_like(g)
-    weight = weight.to(g.device)
-    return (torch.where(weight == 0, torch.zeros_like(g), g) * weight).to(g.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from ..extend import (
     Scope,
     Transform,
     TransformState,
-    certain,
+    at_most,
     check_number,
-    concrete,
-    once,
     root,
     scaled,
     squared_norm,
@@ -79,26 +77,14 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
 def _prepare(
     max_norm: float, over: Any, state: TransformState, grads: Leaves, params: Leaves, ctx: Context
 ) -> Prepared:
-    """Find the factor; `None` as carry where it is one."""
     squares = ctx.total(squared_norm, grads)
     norm = root(squares if over is None else _over_pipelines(over, squares, ctx))
     ctx.report("grad_norm", norm)
-    # In most steps the factor is certainly one: then it is not computed.
-    if not ctx.recorded and norm.is_cpu and norm.item() * 1.001 + 1e-5 < max_norm:
-        return Prepared()
-    ratio = (norm + 1e-6).reciprocal().mul(ctx.replicated(max_norm) if ctx.recorded else max_norm)
-    # A factor of one changes no bit of the gradient and none of a derivative.
-    if not ctx.recorded and ratio.is_cpu:
-        # The minimum of one and a factor that is no larger, or NaN, is that factor.
-        return Prepared() if ratio.item() > 1 else Prepared(ratio)
-    if certain(ratio > 1):
-        return Prepared()
-    (coefficient,) = once(ratio.clamp(max=1.0))
-    return Prepared(carry=coefficient)
+    return Prepared(carry=at_most(norm, ctx.replicated(max_norm)))
 
 
-def _update(grads: Leaves, state: TransformState, params: Leaves, coefficient: Tensor | None, ctx: Context):
-    return (grads if coefficient is None else scaled(grads, coefficient)), state
+def _update(grads: Leaves, state: TransformState, params: Leaves, factor: Tensor | None, ctx: Context):
+    return scaled(grads, factor), state
 
 
 def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
@@ -106,29 +92,29 @@ def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context
     # `over` adds numbers that are one on all ranks, to a derivative too.
     total = torch.as_tensor(ctx.replicated(over(ctx.reduction.alike(squares))))
     if total.ndim or not total.is_floating_point():
-        _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")
+        raise _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")
     total = total.to(squares)
-    if not concrete(total):
-        return total
     # A maximum over ranks may lose NaN, and no sum of squares is below zero.
     here = torch.where(torch.isfinite(total.detach()), total.detach(), -1.0)
-    most, least = ctx.reduction.max(here), -ctx.reduction.max(-here)
-    if most != least:
-        raise RuntimeError(
-            explain(
-                f"clip_by_global_norm(over=...) gave {float(here):g} here, and up to {float(most):g} on other ranks",
-                "ranks would clip by other norms, and what they have equal would drift apart",
-                "one number for all ranks of a pipeline and one step",
-            )
-        )
+    ctx.agreed(here, lambda most: _other_sums(float(here), float(most)))
     # A sum of squares in fp32 may lose 2**-24 of itself.
-    if 0 <= here < squares.detach() * (1 - 1e-6):
-        _no_sum(squares, f"{float(here):g}")
+    least = squares.detach() * (1 - 1e-6)
+    ctx.check(here, lambda x: not 0 <= x < least, lambda: _no_sum(squares, f"{float(here):g}"))
     return total
 
 
-def _no_sum(squares: Tensor, told: str) -> NoReturn:
-    raise ValueError(
+def _other_sums(here: float, most: float) -> Exception:
+    return RuntimeError(
+        explain(
+            f"clip_by_global_norm(over=...) gave {here:g} here, and up to {most:g} on other ranks",
+            "ranks would clip by other norms, and what they have equal would drift apart",
+            "one number for all ranks of a pipeline and one step",
+        )
+    )
+
+
+def _no_sum(squares: Tensor, told: str) -> Exception:
+    return ValueError(
         explain(
             f"clip_by_global_norm(over=...) gave {told} for squares of {float(squares):g}",
             "it is the sum of squares over all pipelines, this one's among them, as one number",

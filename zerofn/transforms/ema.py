@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..extend import AVERAGE, Context, Facts, Layout, Leaves, Transform, TransformState, check_number, transform
+from ..extend import (
+    AVERAGE,
+    Context,
+    Facts,
+    Layout,
+    Leaves,
+    Transform,
+    TransformState,
+    check_number,
+    towards,
+    transform,
+)
 
 
 @transform
@@ -36,18 +46,8 @@ def ema(decay: float) -> Transform:
         return {AVERAGE: {p: x.to(wide[p], copy=True) for p, x in leaves.items()}}
 
     def update(params: Leaves, state: TransformState, old: Leaves, carry: Any, ctx: Context):
-        if not ctx.recorded:
-            old_and_new = ((p, ctx.own(state[AVERAGE][p]), x) for p, x in params.items())
-            return params, {AVERAGE: {p: a.lerp_(x.to(a.dtype), 1 - float(decay)) for p, a, x in old_and_new}}
-        weight = 1 - ctx.replicated(decay)
-        return params, {AVERAGE: {p: _towards(state[AVERAGE][p], x, weight) for p, x in params.items()}}
+        averages, weight = state[AVERAGE], 1 - ctx.number(ctx.replicated(decay))
+        return params, {AVERAGE: {p: ctx.put(towards, averages[p], x, weight) for p, x in params.items()}}
 
     facts = Facts(watches=True, sees_old=False, keeps=False)
     return Transform("ema", needs="element", facts=facts, init_fn=init, update_fn=update)
-
-
-def _towards(average: Tensor, x: Tensor, weight: Any) -> Tensor:
-    x = x.to(average.dtype)
-    if isinstance(weight, Tensor):
-        return average + (x - average) * weight.to(average)
-    return torch.lerp(average, x, weight)

@@ -32,10 +32,10 @@ from ..extend import (
     View,
     check_count,
     check_number,
-    concrete,
     counter,
     not_finite,
     transform,
+    where,
 )
 
 # After so many overflows in a row at the smallest scale, the scale is not the cause.
@@ -161,16 +161,17 @@ class _Rule:
         ok: Any = ctx.read(finite)
         new = self.after(state, ok)
         # All ranks agree on `ok`, so all take part in the search.
-        first = torch.tensor(-1) if ok is True else _first_overflow(grads, ctx)
-        if ok is False and concrete(new["stuck_steps"]) and new["stuck_steps"] >= STUCK:
-            leaf = ctx.layout.leaves[int(first)].path
-            times, least = int(new["stuck_steps"]), self.min_scale if self.dynamic else self.scale
-            raise FloatingPointError(_stuck_message(leaf, times, int(ctx.micro_step) + 1, least))
+        first = where(ok, lambda: torch.tensor(-1), lambda: _first_overflow(grads, ctx))
+        ctx.check(new["stuck_steps"], lambda steps: steps < STUCK, lambda: self.stuck(new["stuck_steps"], first, ctx))
         ctx.report("loss_scale", new["scale"])
         ctx.report("skipped", ~finite)
         ctx.report(OVERFLOW_LEAF, first)
         ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
         return Prepared(state=new, emit=ok)
+
+    def stuck(self, steps: Tensor, first: Tensor, ctx: Context) -> Exception:
+        leaf, least = ctx.layout.leaves[int(first)].path, self.min_scale if self.dynamic else self.scale
+        return FloatingPointError(_stuck_message(leaf, int(steps), int(ctx.micro_step) + 1, least))
 
     def after(self, state: TransformState, ok: Any) -> TransformState:
         """The next state. By `torch.where`, so that `ok` may be a bool, or a tensor under `vmap`."""

@@ -21,10 +21,9 @@ from ..extend import (
     check_flag,
     check_lr,
     check_number,
-    differentiated,
+    length,
     like,
     optimizer,
-    root,
     transform,
 )
 
@@ -110,14 +109,8 @@ def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     a, b, c = COEFFICIENTS
     x = u.to(dtype)
     x = x.mT if u.shape[0] > u.shape[1] else x
-    x = x / _length(x)
+    x = x / length(x).clamp(min=1e-7)
     for _ in range(steps):
         y = x @ x.mT
         x = a * x + (b * y + c * (y @ y)) @ x
     return x.mT if u.shape[0] > u.shape[1] else x
-
-
-def _length(x: Tensor) -> Tensor:
-    """The norm of a matrix, and no less than 1e-7; of zeros its derivative is zero, to any order."""
-    norm = root(x.square().sum()) if differentiated(x) else x.norm()
-    return norm.clamp(min=1e-7)

@@ -76,7 +76,7 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         prepared = inner.prepare_fn(state, grads, params, ctx)
-        return replace(prepared, carry=(prepared.carry, Conveyor(state, params, ctx.recorded)))
+        return replace(prepared, carry=(prepared.carry, Conveyor(state, params, ctx)))
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Conveyor], ctx: Context):
         own, conveyor = carry

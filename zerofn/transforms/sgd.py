@@ -23,6 +23,7 @@ from ..extend import (
     plus,
     transform,
     typed,
+    where,
     without_elements,
 )
 
@@ -71,11 +72,7 @@ def sgd(
         if given(decay):
             g = plus(g, decay, p)
         if given(momentum):
-            if isinstance(at.count, int):
-                # Not the gradient itself, whose memory is the caller's.
-                m = g.clone() if at.count == 1 else plus(m * beta, 1 - damping, g)
-            else:
-                m = torch.where(at.count == 1, g, plus(m * beta, 1 - damping, g))
+            m = _momentum(at.count == 1, m, beta, 1 - damping, g)
             g = plus(g, beta, m) if nesterov else m
         return plus(p, -at.scalar(at.lr, p), g), {"momentum": m}
 
@@ -85,6 +82,11 @@ def sgd(
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
     torch_form: Any = dict(counterpart=torch.optim.SGD, torch_names={"momentum": "momentum_buffer"})
     return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable=settable, **torch_form)
+
+
+def _momentum(first: Any, m: Tensor, beta: Any, share: Any, g: Tensor) -> Tensor:
+    """At the first update a copy of the gradient, whose memory is the caller's; then `beta * m + share * g`."""
+    return where(first, lambda: g.clone(), lambda: plus(m * beta, share, g))
 
 
 def _in_place(nesterov: bool, group: LeafList) -> None:

@@ -18,10 +18,8 @@ from ..extend import (
     Transform,
     TransformState,
     check_count,
-    concrete,
     counter,
     not_finite,
-    number,
     transform,
 )
 
@@ -54,20 +52,23 @@ def skip_nonfinite(patience: int = 100) -> Transform:
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
         finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
-        ok: Any = number(finite)
+        ok: Any = ctx.read(finite)
         bad = (~torch.as_tensor(ok)).to(torch.int64)
         new = {SKIPPED_STEPS: state[SKIPPED_STEPS] + bad, "in_a_row": (state["in_a_row"] + bad) * bad}
-        if ok is False and concrete(new["in_a_row"]) and new["in_a_row"] >= patience:
-            raise FloatingPointError(
-                explain(
-                    f"skip_nonfinite(patience={patience}) left out {patience} steps in a row",
-                    "gradients that are never finite are no bad batch: the loss is not, or the model diverged",
-                    "a lower learning rate, or clip_by_global_norm(1.0) behind it; parameters are as they were",
-                )
-            )
+        ctx.check(new["in_a_row"], lambda steps: steps < patience, lambda: _out_of_patience(patience))
         ctx.report("skipped", ~finite)
         ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
         return Prepared(state=new, emit=ok)
 
     facts = Facts(reports=frozenset([SKIPPED_STEPS]), keeps=False)
     return Transform("skip_nonfinite", Scope.TREE, needs="number", facts=facts, init_fn=init, prepare_fn=prepare)
+
+
+def _out_of_patience(patience: int) -> Exception:
+    return FloatingPointError(
+        explain(
+            f"skip_nonfinite(patience={patience}) left out {patience} steps in a row",
+            "gradients that are never finite are no bad batch: the loss is not, or the model diverged",
+            "a lower learning rate, or clip_by_global_norm(1.0) behind it; parameters are as they were",
+        )
+    )

@@ -1,0 +1,102 @@
+"""A transform is a formula: how it is run, in place, recorded, batched or compiled, is asked by runners and kernels."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerofn as zf
+from zerofn.extend import Context, may, towards, where
+
+# Wires are run by themselves, and pack into buffers where nothing is compiled.
+FILES = sorted(p for p in (Path(zf.__file__).parent / "transforms").glob("*.py") if p.name != "wires.py")
+ASKS = {"recorded", "donate", "donate_to_kernels", "concrete", "certain", "differentiated", "is_compiling"}
+
+
+def questions(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
+        if name in ASKS:
+            found.append(f"line {node.lineno}: {name}")
+        if isinstance(node, ast.Compare):
+            for op, x in zip(node.ops, node.comparators, strict=True):
+                if isinstance(op, ast.Is | ast.IsNot) and isinstance(x, ast.Constant) and isinstance(x.value, bool):
+                    found.append(f"line {node.lineno}: is {x.value}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_a_transform_does_not_ask_how_it_is_run(path):
+    assert questions(ast.parse(path.read_text())) == []
+
+
+def test_questions_are_found():
+    text = "if ctx.recorded or due is False or concrete(x): pass"
+    assert len(questions(ast.parse(text))) == 3
+
+
+LAYOUT = zf.init(zf.sgd(0.1), {"w": torch.zeros(1)}).layout
+# What it writes, from the old value and another one, and the same by torch alone.
+WORDS = {
+    "put add": (lambda ctx, old, x: ctx.put(torch.add, old, x), lambda old, x: old + x),
+    "put div": (lambda ctx, old, x: ctx.put(torch.div, old, 3), lambda old, x: old / 3),
+    "put towards": (lambda ctx, old, x: ctx.put(towards, old, x, 0.25), lambda old, x: old.lerp(x.to(old.dtype), 0.25)),
+    "copied": (lambda ctx, old, x: ctx.copied(old, x), lambda old, x: x),
+}
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (), (0, 3)], ids=str)
+@pytest.mark.parametrize("how", ["plain", "donated", "recorded"])
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_writes_where_the_state_is_donated_alone(word, how, shape, dtypes):
+    act, formula = WORDS[word]
+    old, x = torch.randn(shape).to(dtypes[0]), torch.randn(shape).to(dtypes[1])
+    before, given = old.clone(), x.clone()
+    expected = formula(old, x).to(old.dtype)
+    ctx = Context(LAYOUT, donate=how == "donated", recorded=how == "recorded", prefix="mine")
+    found = act(ctx, old, x)
+    assert found.dtype == old.dtype and torch.equal(found, expected)
+    assert torch.equal(x, given)
+    assert (found is old) == (how == "donated") == bool(ctx.written)
+    assert how == "donated" or torch.equal(old, before)
+    # What is kept in a state shares no memory with the caller's gradient.
+    assert how == "recorded" or not found.numel() or found.data_ptr() != x.data_ptr()
+
+
+def test_words_are_recorded_and_batched():
+    ctx, x = Context(LAYOUT, recorded=True), torch.randn(3, 4)
+    old = torch.randn(3, 4)
+    for act, formula in WORDS.values():
+        assert torch.equal(torch.vmap(lambda a, b, act=act: act(ctx, a, b))(old, x), formula(old, x))
+        (slope,) = torch.func.vjp(lambda b, act=act: act(ctx, old, b), x)[1](torch.ones(3, 4))
+        (expected,) = torch.func.vjp(lambda b, formula=formula: formula(old, b), x)[1](torch.ones(3, 4))
+        assert torch.equal(slope, expected)
+
+
+def test_a_check_reads_what_python_can_read_alone():
+    def checked(x, recorded):
+        Context(LAYOUT, recorded=recorded).check(x, lambda n: n < 3, lambda: ValueError("too many"))
+        return x
+
+    checked(torch.tensor(2), False)
+    for recorded in (False, True):
+        with pytest.raises(ValueError, match="too many"):
+            checked(torch.tensor(3), recorded)
+    assert torch.vmap(lambda x: checked(x, True))(torch.tensor([2, 3])).tolist() == [2, 3]
+
+
+def test_a_choice_computes_what_may_be_chosen():
+    calls = []
+
+    def make(x):
+        return lambda: (calls.append(x), torch.tensor(x))[1]
+
+    assert where(True, make(1.0), make(2.0)) == 1.0 and where(False, make(3.0), make(4.0)) == 4.0
+    assert calls == [1.0, 4.0]
+    assert where(torch.tensor(False), make(5.0), make(6.0)) == 6.0 and calls[2:] == [5.0, 6.0]
+    batch = torch.vmap(lambda c: where(c, torch.tensor(1), torch.tensor(2)))(torch.tensor([True, False]))
+    assert batch.tolist() == [1, 2]
+    assert may(True) and may(torch.tensor(False)) and not may(False)
