@@ -820,13 +820,14 @@ class Loading:
             e, given = x.entry, self.told.get(name)
             if _is_counted(name, x) and (given is None or self.stale or _is_coarse(given)):
                 self.pairs.append((e.value, torch.tensor(self.most)))
-            elif name in self.told:
+            elif given is not None:
                 self._number(name, x, given)
             elif e.owner in self.absent:
                 self.anew.append(x)
             elif ours and not isinstance(e.value, NoTensor) and (first := before(e)) is not None:
                 self.pairs.append((e.value, torch.full_like(e.value, first)))
-            elif ours and not e.elsewhere:
+            elif ours and not e.elsewhere and not (isinstance(e.value, NoTensor) and e.value.value is None):
+                # A `None` of ours is no entry of a file.
                 self.bad.append((name, "missing"))
 
     def _number(self, name: str, x: _Kept, given: Any) -> None:
