@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from types import FrameType
@@ -57,6 +58,9 @@ class Moment:
             return
         if frame.f_code.co_name == "<genexpr>":
             # `any` and `all` throw one away, and Python ignores what is raised while it is closed, an interrupt too.
+            return
+        if frame.f_code.co_name == "__exit__" and frame.f_code.co_filename == contextlib.__file__:
+            # Python itself loses what is left to be closed: of an `ExitStack` the callbacks behind this one.
             return
         if self.files and not frame.f_code.co_filename.endswith(self.files):
             return

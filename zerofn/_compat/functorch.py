@@ -53,7 +53,7 @@ def exports() -> bool:
 
 def graph_under_way() -> object | None:
     """What the compiler has for the one graph that it makes at the moment; another object for each."""
-    return torch._guards.TracingContext.try_get()
+    return torch._guards.TracingContext.try_get()  # type: ignore[attr-defined]
 
 
 # The mode in which `make_fx` and torch.func.linearize record operations, by proxies of tensors; `None` outside of it.

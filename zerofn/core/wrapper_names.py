@@ -123,7 +123,8 @@ def unwrapped_names(given: Iterable[str], wanted: Collection[str]) -> dict[str, 
             if len(ours[name]) == len(theirs[name]) == 1:
                 found[ours[name][0]] = theirs[name][0]
         for mine, other in found.items():
-            open_.pop(mine, None), left.pop(other, None)
+            open_.pop(mine, None)
+            left.pop(other, None)
     return {name: found[name] for name in wanted if name in found}
 
 

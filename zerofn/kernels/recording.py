@@ -111,7 +111,7 @@ def certain(condition: Tensor) -> bool:
         return rows is not None and bool(rows.all())
 
 
-def where(condition: bool | Tensor, a: Any, b: Any) -> Tensor:
+def where(condition: bool | Tensor, a: Any, b: Any) -> Any:
     """`a` where the condition holds, else `b`.
 
     A bool chooses by Python, a tensor by `torch.where`.
@@ -259,7 +259,7 @@ def at_most(norm: Tensor, most: Any) -> Tensor | None:
     return None if certain(ratio > 1) else once(ratio.clamp(max=1.0))[0]
 
 
-def scaled(tensors: Mapping[str, Tensor], factor: Tensor | None) -> Mapping[str, Tensor]:
+def scaled(tensors: dict[str, Tensor], factor: Tensor | None) -> dict[str, Tensor]:
     """Each of them times a 0-d factor, which is rounded to its dtype first; one call for all where nothing records.
 
     `None` is a factor of one.
