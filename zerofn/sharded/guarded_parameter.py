@@ -258,7 +258,8 @@ def _without_dtensors(name: str) -> Callable[..., Any]:
     """The method of `Tensor` of that name, which refuses DTensors."""
     method = getattr(Tensor, name)
 
-    @functools.wraps(method)
+    # Not torch's docstring: its examples are no doctests of ours.
+    @functools.wraps(method, assigned=("__name__",))
     def checked(self: Replica, *args: Any, **kwargs: Any) -> Any:
         if any(map(is_distributed, (*args, *kwargs.values()))):
             refuse_distributed(f"{name} of a parameter", f"the parameter {self.path}", IN_FULL)
