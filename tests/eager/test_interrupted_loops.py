@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from interrupts import Moment, modes
+from time_limits import limit
 from torch import Tensor, nn
 from trees import flat
 
@@ -241,7 +242,7 @@ def test_a_recurrent_call_that_was_interrupted_leaves_no_lock():
     assert model.weight_ih_l0.dtype is torch.float32
     thread = threading.Thread(target=model, args=(X,), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(limit(20))
     assert not thread.is_alive()
 
 
