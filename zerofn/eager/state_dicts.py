@@ -162,7 +162,10 @@ FLAT_CUTS, FORMAT_OF_DICTS = 1, 2
 
 
 def as_dict(pipe: Pipeline, state: State, groups: list[dict[str, Any]], parts: bool = False) -> dict[str, Any]:
-    """What `Optimizer.state_dict` returns; with `parts`, of this rank's parts alone, whatever they are cut by."""
+    """The older form of a state dict, by transform and path, which is still read.
+
+    With `parts` it has this rank's shards alone, whatever they are cut by.
+    """
     if pipe.groups:
         first = pipe.groups[0]
         state = over_ranks(state, pipe.road.cutting or (first,), first.ranks[first.rank], parts)
