@@ -298,6 +298,9 @@ def _cut(x: Tensor) -> str:
 
 
 def _form_of(x: Any) -> str:
+    """Shape and dtype of a tensor or of an entry's tensor, for a message; anything else as it prints."""
+    if isinstance(x, Entry):
+        return f"{tuple(x.shape)} {x.value.dtype}" if isinstance(x.value, Tensor) else repr(x.value)
     return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
 
 
@@ -782,12 +785,12 @@ class Loading:
         e = x.entry
         if isinstance(e.value, NoTensor):
             if isinstance(given, Tensor):
-                self.bad.append((place, f"{_what(given)} instead of {e.value.value!r}"))
+                self.bad.append((place, f"{_form_of(given)} instead of {e.value.value!r}"))
             else:
                 self.values[e.value.at] = given
             return
         if not isinstance(given, Tensor | int | float | bool):
-            self.bad.append((place, f"{given!r} instead of {_what(e)}"))
+            self.bad.append((place, f"{given!r} instead of {_form_of(e)}"))
             return
         new = torch.as_tensor(given)
         shape, counted = torch.Size(e.shape), not e.shape and not e.value.is_floating_point()
@@ -796,7 +799,7 @@ class Loading:
         fits = new.shape == shape or (is_distributed(new) and new.shape == flat)
         if not fits or (new.dtype != e.value.dtype and not counted):
             self.other_dtypes |= new.dtype != e.value.dtype
-            self.bad.append((place, f"{_what(new)} instead of {_what(e)}"))
+            self.bad.append((place, f"{_form_of(new)} instead of {_form_of(e)}"))
         elif is_distributed(new) and (why := self._misplaced(new)):
             self.bad.append((place, why))
         else:
@@ -838,7 +841,7 @@ class Loading:
         if isinstance(e.value, NoTensor) or not isinstance(e.value, Tensor):
             self._take(name, x, given)
         elif not isinstance(given, Tensor | int | float) or torch.as_tensor(given).shape != e.shape:
-            self.bad.append((name, f"{_what(given)} instead of {_what(e)}"))
+            self.bad.append((name, f"{_form_of(given)} instead of {_form_of(e)}"))
         else:
             # An optimizer of torch may have given it the dtype of its parameter.
             self.fits.append((e, torch.as_tensor(given).to(e.value.dtype)))
@@ -934,12 +937,6 @@ def _states(own: Mapping[str, Any]) -> bool:
 def _is_coarse(x: Any) -> bool:
     """Whether a count has been through a dtype that cannot hold it: torch gives a state that of its parameter."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
-
-
-def _what(x: Any) -> str:
-    if isinstance(x, Entry):
-        return f"{tuple(x.shape)} {x.value.dtype}" if isinstance(x.value, Tensor) else repr(x.value)
-    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
