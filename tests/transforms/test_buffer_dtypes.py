@@ -226,9 +226,9 @@ def test_what_meets_in_two_dtypes_is_told_with_the_module():
     [
         (ValueError, {"buffer_dtype": torch.int8}, r"precision\(buffer_dtype=torch.int8\)"),
         (ValueError, {"buffer_dtype": {"x": torch.int8}, "labels": str}, r"precision\(buffer_dtype=torch.int8\)"),
-        (ValueError, {"buffer_dtype": {"x": BF16}}, "dtypes by label are for leaves that have labels"),
+        (ValueError, {"buffer_dtype": {"x": BF16}}, "a dict of dtypes needs labels="),
         (ValueError, {"buffer_dtype": BF16, "labels": str}, "no dtype is given by label"),
-        (ValueError, {"buffer_dtype": {"x": BF16}, "labels": {"table": "x"}}, "buffers are in no such tree"),
+        (ValueError, {"buffer_dtype": {"x": BF16}, "labels": {"table": "x"}}, "a tree over parameters"),
         (ValueError, {"buffer_dtype": {"x": BF16}, "labels": lambda path: "y"}, "table: label 'y' is not in buffer_"),
         (ValueError, {"buffer_dtype": {"x": BF16, "z": None}, "labels": lambda path: "x"}, "no buffer has it; buffers"),
         (

@@ -177,7 +177,7 @@ PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"param_dtype": {"x": BF16}}, "dtypes by label are for leaves that have labels"),
+        ({"param_dtype": {"x": BF16}}, "a dict of dtypes needs labels="),
         ({"param_dtype": BF16, "labels": lambda path: "x"}, "no dtype is given by label"),
         ({"param_dtype": {"x": torch.int8}, "labels": lambda path: "x"}, r"precision\(param_dtype=torch.int8\)"),
         ({"param_dtype": {"a": BF16}, "labels": lambda path: path}, r"b: label 'b' is not in param_dtype"),

@@ -245,7 +245,7 @@ def allocate_under_a_limit(wrapped: bool) -> str:
 def test_offload_into_too_little_memory_names_the_transform_and_the_bytes():
     (text,) = zf.launch(allocate_under_a_limit, 1, True, timeout=limit())
     size = 8 * (32 << 20) + 24  # two fp32 moments, two counters and the format of the draws
-    assert text.startswith("MemoryError: offload(low_precision_adam(...)) found no room on cpu for the"), text
+    assert text.startswith("MemoryError: offload(low_precision_adam(...)): cpu has not enough memory for the"), text
     assert f"{size:,} bytes of its state" in text and "8 bytes for each of 33,554,432 parameters" in text
     assert "zf.shard()" in text
 

@@ -1,4 +1,4 @@
-"""`accumulate`: the mean of the gradients of several micro-batches, held back until it is complete."""
+"""`accumulate`: gradient accumulation, the mean gradient over several micro-batches."""
 
 from __future__ import annotations
 
@@ -33,32 +33,34 @@ from ..extend import (
 
 @transform
 def accumulate(every: int, weighted: bool = False) -> Transform:
-    """Hold `every - 1` micro-steps back and let the mean gradient of all of them through at the last.
+    """Average the gradients of `every` micro-steps, and update at the last of them.
 
-    Nothing else divides by the number of micro-steps: neither the loss nor `scale_loss`. The mean is over
-    the micro-steps that arrived, so closing a window early (`opt.set_boundary(True)`) is right too.
-    `accumulate(1)` is the identity and holds no buffer.
+    `g = (g_1 + ... + g_n) / n`, where `n` is the number of micro-steps that arrived; so closing a window early with
+    `opt.set_boundary(True)` also gives the true mean. The first `every - 1` micro-steps are held: no transform after
+    this one runs. Do not divide the loss by the number of micro-batches yourself; `scale_loss` does not either.
 
-    The buffer has the dtype of the gradients: `precision(grad_dtype=torch.float32)` makes it fp32, and so does
-    `weighted` of fp16.
+    `accumulate(1)` is the identity and has no buffer. The buffer has the gradient's dtype: write
+    `precision(grad_dtype=torch.float32)` before it to sum in fp32.
 
     Args:
-        every: micro-steps in a window.
-        weighted: weight each micro-batch by `weight=` of `step`, `zf.update` or `opt.step`, for
-            instance its number of tokens, so that a mean loss over unequal micro-batches is the mean
-            loss of the big batch: `sum(w_i * g_i) / sum(w_i)`.
+        every: micro-steps per optimizer step.
+        weighted: weight each micro-batch by the `weight=` given to `step`, `zf.update` or `opt.step`, such as its
+            number of tokens: `g = sum(w_i g_i) / sum(w_i)`, the gradient of a mean loss over the whole batch. Sums of
+            fp16 gradients are then kept in fp32, since tokens times a gradient may exceed 65504.
 
     Raises:
-        ValueError: `every` is no positive int, `weighted` no bool; at an update, a weight is missing or has no use.
+        ValueError: `every` is not a positive int, or `weighted` not a bool; at an update, a weight is missing, negative,
+            infinite, or given without `weighted`; the weights of a window add up to 0.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.accumulate(2), zf.sgd(1.0))
-    >>> state = zf.init(tx, {"w": torch.zeros(1)})
-    >>> for g in (1.0, 3.0):
-    ...     state, metrics = zf.update(tx, {"w": torch.tensor([g])}, state)
-    ...     print(bool(metrics["updated"]), state.params["w"])
-    False tensor([0.])
-    True tensor([-2.])
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.accumulate(2), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> for g in (1.0, 3.0):
+        ...     state, metrics = zf.update(tx, {"w": torch.tensor([g])}, state)
+        ...     print(bool(metrics["updated"]), state.params["w"])
+        False tensor([0.])
+        True tensor([-2.])
     """
     check_count("accumulate", "every", every, "micro-batches")
     check_flag("accumulate", "weighted", weighted)
@@ -79,6 +81,8 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
 
 @dataclass(frozen=True)
 class _Window:
+    """The functions of `accumulate`, and its arguments."""
+
     every: int
     weighted: bool
 
@@ -86,7 +90,8 @@ class _Window:
         state: TransformState = {
             COUNT: counter(),
             "sum": {p: torch.zeros_like(x, dtype=_sum_dtype(x, self.weighted)) for p, x in leaves.items()},
-            # A leaf without any gradient in a window has none, rather than one of zeros, at its end.
+            # A leaf that got no gradient in the whole window is passed on without one, not with zeros: an optimizer
+            # leaves it alone then, as torch's do.
             "seen": {p: torch.tensor(False) for p in leaves},
         }
         return {**state, "weight": torch.zeros((), dtype=torch.float64)} if self.weighted else state
@@ -114,9 +119,10 @@ class _Window:
                 whole = sums[path] = _plus(whole, addend, begun, ctx)
             if may(due) and (g is not None or may(begun)):
                 out[path] = ctx.put(torch.div, whole, total)
-                # Nothing reads the sum of a closed window, but with `donate` the same is kept as without.
+                # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and
+                # without `donate`.
                 sums[path] = where(due, out[path], whole)
-            # A window is closed by setting `seen` to false: the buffer need not be zeroed.
+            # Setting `seen` to false closes the window, so the buffer need not be zeroed.
             seen[path] = _reset(before if g is None else _true(before, begun), due)
         return (out if may(due) else grads), {"sum": sums, "seen": seen}
 
@@ -126,7 +132,7 @@ def _through(spec: Spec) -> Spec:
 
 
 def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
-    """fp32 for weighted fp16: tokens times a gradient may exceed 65504, and `scale_loss` has looked before that."""
+    """fp32 for weighted fp16, which may overflow where `scale_loss` no longer looks for it."""
     return torch.float32 if weighted and grad.dtype == torch.float16 else grad.dtype
 
 
@@ -136,7 +142,7 @@ def _plus(old: Tensor, g: Tensor, begun: Any, ctx: Context) -> Tensor:
 
 
 def _weighed(g: Tensor, weight: Any) -> Tensor:
-    """`g * weight`; a micro-batch without weight counts for nothing even if its mean is 0 / 0."""
+    """`g * weight`. A micro-batch of weight 0 counts for nothing, even if its mean gradient is 0 / 0."""
     return times(where(weight != 0, g, lambda: torch.zeros_like(g)), weight)
 
 
@@ -145,7 +151,7 @@ def _true(x: Tensor, already: Any) -> Tensor:
 
 
 def _reset(x: Tensor, due: Any) -> Tensor:
-    """`x` while the window is open, and zero in the next one."""
+    """`x` while the window is open, zero once it is due."""
     return where(due, lambda: torch.zeros_like(x), x)
 
 
@@ -154,23 +160,23 @@ def _weight(ctx: Context) -> Tensor:
         raise ValueError(
             explain(
                 "a step without weight= through accumulate(weighted=True)",
-                "unequal micro-batches cannot be averaged without knowing how large each is",
+                "micro-batches of unequal size cannot be averaged without the size of each",
                 "step(state, *batch, weight=number_of_tokens), or opt.step(weight=number_of_tokens)",
             )
         )
-    # Beside the counters, which are on the CPU.
+    # On the CPU, where the counters are.
     weight = weight_of(ctx.weight).cpu()
     ctx.check(weight, lambda x: 0 <= x < float("inf"), lambda: no_weight(ctx.weight))
     return weight
 
 
 def _total(sum_of_weights: Tensor, ctx: Context) -> Tensor:
-    """What a closed window is divided by.
+    """The divisor of a closed window: the sum of weights, averaged over ranks.
 
-    Each rank has its own weights, but its part of the mean over ranks is divided by those of all.
+    Each rank has weights of its own, but the mean gradient over ranks is divided by the weights of all ranks.
     """
     total = ctx.reduction.mean(sum_of_weights)
     wrong = "accumulate(weighted=True) closed a window whose weights add up to 0"
-    right = "weight=max(number_of_tokens, 1), or leave such micro-batches out"
+    right = "weight=max(number_of_tokens, 1), or leave empty micro-batches out"
     ctx.check(total, lambda x: x != 0, lambda: ValueError(explain(wrong, "a mean over nothing is not defined", right)))
     return total

@@ -1,4 +1,4 @@
-"""`scale_by_adam`, `trace`, `add_decayed_weights` and `scale_by_lr`: parts of optimizers, named as in optax."""
+"""`scale_by_adam`, `trace`, `add_decayed_weights` and `scale_by_lr`: the steps of optimizers, named as in optax."""
 
 from __future__ import annotations
 
@@ -33,22 +33,29 @@ from .adam import adam_of, check_adam, with_moment_check
 
 @transform
 def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Transform:
-    """The direction of Adam's step (Kingma & Ba, 2015): `m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)`.
+    """The direction of Adam's update, without a learning rate (Kingma & Ba, 2015).
 
-    `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, in the stored dtype of the parameters. It is to be ended by
-    `scale_by_lr`. `chain(scale_by_adam(), add_decayed_weights(d), scale_by_lr(lr))` is `adamw`, and without decay
-    `adam`, to the bit: such neighbours are run as one, by the same kernel. With anything in between, a clip of the
-    direction or a transform of one's own, each is computed by itself.
+    `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, `u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)`.
+    The moments are kept in the stored dtype of the parameters. End the chain with `scale_by_lr`.
 
     Args:
         betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the second moment.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.scale_by_adam(), zf.clip_by_value(0.5), zf.scale_by_lr(0.1))
-    >>> state = zf.init(tx, {"w": torch.zeros(1)})
-    >>> zf.update(tx, {"w": torch.ones(1)}, state)[0].params["w"]
-    tensor([-0.0500])
+    Raises:
+        ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.scale_by_adam(), zf.clip_by_value(0.5), zf.scale_by_lr(0.1))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> zf.update(tx, {"w": torch.ones(1)}, state)[0].params["w"]
+        tensor([-0.0500])
+
+    Notes:
+        `chain(scale_by_adam(), add_decayed_weights(d), scale_by_lr(lr))` is `adamw(lr, weight_decay=d)` to the last
+        bit, and without the decay it is `adam`: the chain fuses such neighbours and runs the same kernel. With a
+        transform in between (a clip, one of your own) each is computed by itself.
     """
     check_adam("scale_by_adam", 0.0, betas, eps, 0.0)
 
@@ -80,21 +87,28 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
 
 @transform
 def trace(decay: float, nesterov: bool = False) -> Transform:
-    """Momentum: `m = decay * m + g`, from zeros; `g + decay * m` with `nesterov` (Sutskever et al., 2013).
+    """Momentum: `m = decay * m + g`, starting from zeros; with `nesterov`, `g + decay * m` (Sutskever et al., 2013).
 
-    In the stored dtype of the parameters. `chain(trace(0.9), scale_by_lr(lr))` is `sgd(lr, momentum=0.9)`, to the bit.
+    The momentum is kept in the stored dtype of the parameters.
 
     Args:
         decay: in [0, 1).
-        nesterov: look ahead.
+        nesterov: whether to look ahead by one step.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.trace(0.5), zf.scale_by_lr(1.0))
-    >>> state = zf.init(tx, {"w": torch.zeros(1)})
-    >>> for _ in range(2):
-    ...     state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
-    >>> state.params["w"]
-    tensor([-2.5000])
+    Raises:
+        ValueError: `decay` is out of range, or `nesterov` is not a bool.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.trace(0.5), zf.scale_by_lr(1.0))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> for _ in range(2):
+        ...     state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+        >>> state.params["w"]
+        tensor([-2.5000])
+
+    Notes:
+        `chain(trace(0.9), scale_by_lr(lr))` is `sgd(lr, momentum=0.9)` to the last bit.
     """
     check_number("trace", "decay", decay, high=1.0)
     check_flag("trace", "nesterov", nesterov)
@@ -109,17 +123,22 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
 
 @transform
 def add_decayed_weights(weight_decay: float) -> Transform:
-    """`g + weight_decay * p`: an L2 penalty where gradients pass, decoupled decay behind `scale_by_adam`.
+    """Add `weight_decay * p` to each gradient.
 
-    Behind `scale_by_adam` and before `scale_by_lr` it is the decay of `adamw` (Loshchilov & Hutter, 2019), before
-    `scale_by_adam` that of `adam`. For some leaves only: `zf.masked(zf.add_decayed_weights(0.1), mask)`.
+    Between `scale_by_adam` and `scale_by_lr` this is AdamW's decoupled decay (Loshchilov & Hutter, 2019). Before
+    `scale_by_adam` it is an L2 penalty, as in Adam. For some leaves only: `zf.masked(zf.add_decayed_weights(0.1),
+    mask)`.
 
     Args:
         weight_decay: not negative.
 
-    >>> import torch, zerofn as zf
-    >>> zf.add_decayed_weights(0.5).update({"w": torch.ones(1)}, {}, {"w": torch.full((1,), 4.0)})[0]
-    {'w': tensor([3.])}
+    Raises:
+        ValueError: `weight_decay` is negative or not a number.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> zf.add_decayed_weights(0.5).update({"w": torch.ones(1)}, {}, {"w": torch.full((1,), 4.0)})[0]
+        {'w': tensor([3.])}
     """
     check_number("add_decayed_weights", "weight_decay", weight_decay)
 
@@ -140,18 +159,22 @@ def add_decayed_weights(weight_decay: float) -> Transform:
 
 @transform
 def scale_by_lr(lr: ScalarOrSchedule) -> Transform:
-    """The optimizer that ends a chain of directions: `p - lr * u`, rounded once to the stored dtype.
+    """End a chain of directions: `p - lr * u`, rounded once to the stored dtype.
 
-    What `opt.param_groups`, schedulers of torch and metrics show as the rate is this one.
+    It is the chain's optimizer: `opt.param_groups`, torch's schedulers and the metric `lr` show its rate.
 
     Args:
-        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step.
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.trace(0.9), zf.scale_by_lr(zf.schedules.cosine(0.1, 100)))
-    >>> state = zf.init(tx, {"w": torch.zeros(1)})
-    >>> zf.update(tx, {"w": torch.ones(1)}, state)[0].params["w"]
-    tensor([-0.1000])
+    Raises:
+        ValueError: `lr` is negative or not a number.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.trace(0.9), zf.scale_by_lr(zf.schedules.cosine(0.1, 100)))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> zf.update(tx, {"w": torch.ones(1)}, state)[0].params["w"]
+        tensor([-0.1000])
     """
     check_lr("scale_by_lr", lr)
 

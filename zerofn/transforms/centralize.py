@@ -1,4 +1,4 @@
-"""`centralize`: gradients of matrices and filters, less the mean of each row."""
+"""`centralize`: gradient centralization, each row of a gradient minus its mean."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from ..extend import Context, Facts, Leaves, Transform, TransformState, transfor
 
 @transform
 def centralize() -> Transform:
-    """Subtract from each row of a gradient its mean (gradient centralization, Yong et al., 2020).
+    """Subtract its mean from each row of a gradient (gradient centralization, Yong et al., 2020).
 
-    A row is all that has one index in the first dimension: the weights into one unit, or one filter. Leaves of one
-    dimension or none pass by unchanged. It needs whole rows, which ranks have where leaves are cut by rows; a leaf of
-    fewer rows than ranks is worked on at one rank, its owner.
+    `g[i] -= mean(g[i])` for each index `i` of the first dimension: the weights into one unit, or one filter. Leaves of
+    at most one dimension are unchanged. It needs whole rows (`needs="row"`): shards have them, and a leaf with fewer
+    rows than ranks is computed on one rank, its owner.
 
-    >>> import torch, zerofn as zf
-    >>> zf.centralize().update({"w": torch.tensor([[1.0, 3.0], [5.0, 5.0]])}, {}, {"w": torch.zeros(2, 2)})[0]
-    {'w': tensor([[-1.,  1.],
-            [ 0.,  0.]])}
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> zf.centralize().update({"w": torch.tensor([[1.0, 3.0], [5.0, 5.0]])}, {}, {"w": torch.zeros(2, 2)})[0]
+        {'w': tensor([[-1.,  1.],
+                [ 0.,  0.]])}
     """
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):

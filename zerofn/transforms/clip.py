@@ -30,39 +30,38 @@ from ..extend import (
 
 @transform
 def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = None) -> Transform:
-    """Shrink the whole gradient to the norm `max_norm` where it is longer (Pascanu et al., 2013).
+    """Scale all gradients down so that their global norm is at most `max_norm` (Pascanu et al., 2013).
 
-    `g * min(1, max_norm / (norm + 1e-6))`, the formula of `torch.nn.utils.clip_grad_norm_`. The norm is
-    that of the true gradient over all leaves and all ranks; metrics show it as `grad_norm`, before
-    clipping; with several clips in a chain, that of the first. A NaN or infinite norm makes every gradient NaN or zero,
-    as in torch: `scale_loss` before it skips such steps.
-
-    Where each part of a model has a pipeline of its own, in one process or in several jobs, `over` makes one norm of
-    all: it adds up the sums of squares of the pipelines, however they exchange them. It is called once in each update,
-    on every rank of a pipeline with the same number, and returns the same on all. A step that `scale_loss` skips does
-    not call it: send the other pipelines NaN then, and put `skip_nonfinite()` behind the clip, so that all skip it.
+    `g * min(1, max_norm / (norm + 1e-6))`, the formula of `torch.nn.utils.clip_grad_norm_`. The norm is that of the
+    true gradient over all leaves and all ranks. The metric `grad_norm` shows it before clipping; with several clips in
+    a chain it is the first clip's. A NaN or infinite norm makes every gradient NaN or zero, as in torch: put
+    `scale_loss` or `skip_nonfinite` before the clip to skip such steps.
 
     Args:
         max_norm: positive.
-        over: from the sum of squares of this pipeline's gradients, a 0-d tensor, to that of all pipelines together,
-            a number or a 0-d tensor.
+        over: for a model whose pieces have pipelines of their own, in one process or in several jobs: a function that
+            adds up the sums of squares of all pipelines, by whatever means they talk, so that all clip by one norm. It
+            gets this pipeline's sum of squares as a 0-d tensor and returns the sum over all pipelines, as a number or a
+            0-d tensor. It is called once per update on every rank and must return the same on every rank. A step that
+            `scale_loss` skips does not call it: send NaN to the other pipelines then, and put `skip_nonfinite()` behind
+            their clips, so that all of them skip it.
 
     Raises:
-        RuntimeError: `over` returned other numbers on other ranks.
         TypeError: `over` cannot be called.
-        ValueError: `max_norm` is not positive; at an update, `over` returned no number, or a smaller one than it was
-            given.
+        ValueError: `max_norm` is not positive; at an update, `over` returned no number, or less than it was given.
+        RuntimeError: at an update, `over` returned different numbers on different ranks.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.clip_by_global_norm(1.0), zf.sgd(1.0))
-    >>> state = zf.init(tx, {"w": torch.zeros(2)})
-    >>> state, metrics = zf.update(tx, {"w": torch.tensor([3.0, 4.0])}, state)
-    >>> float(metrics["grad_norm"]), state.params["w"]
-    (5.0, tensor([-0.6000, -0.8000]))
-    >>> tx = zf.chain(zf.clip_by_global_norm(1.0, over=lambda squares: squares + 11.0), zf.sgd(1.0))
-    >>> state, metrics = zf.update(tx, {"w": torch.tensor([3.0, 4.0])}, zf.init(tx, {"w": torch.zeros(2)}))
-    >>> float(metrics["grad_norm"])
-    6.0
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.clip_by_global_norm(1.0), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.zeros(2)})
+        >>> state, metrics = zf.update(tx, {"w": torch.tensor([3.0, 4.0])}, state)
+        >>> float(metrics["grad_norm"]), state.params["w"]
+        (5.0, tensor([-0.6000, -0.8000]))
+        >>> tx = zf.chain(zf.clip_by_global_norm(1.0, over=lambda squares: squares + 11.0), zf.sgd(1.0))
+        >>> state, metrics = zf.update(tx, {"w": torch.tensor([3.0, 4.0])}, zf.init(tx, {"w": torch.zeros(2)}))
+        >>> float(metrics["grad_norm"])
+        6.0
     """
     check_number("clip_by_global_norm", "max_norm", max_norm, low=TINY)
     if over is not None and not callable(over):
@@ -88,16 +87,17 @@ def _update(grads: Leaves, state: TransformState, params: Leaves, factor: Tensor
 
 
 def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
-    """What `over` returns, after a check that it is no smaller than `squares` and equal on all ranks."""
-    # `over` adds numbers that are one on all ranks, to a derivative too.
+    """What `over` returns, after a check that it is not smaller than `squares` and equal on all ranks."""
+    # `replicated` and `alike`: the number is the same on all ranks, so its derivative must not be counted once per
+    # rank.
     total = torch.as_tensor(ctx.replicated(over(ctx.reduction.alike(squares))))
     if total.ndim or not total.is_floating_point():
         raise _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")
     total = total.to(squares)
-    # A maximum over ranks may lose NaN, and no sum of squares is below zero.
+    # A maximum over ranks may drop NaN, so NaN and infinity are sent as -1, which no sum of squares is.
     here = torch.where(torch.isfinite(total.detach()), total.detach(), -1.0)
     ctx.agreed(here, lambda most: _other_sums(float(here), float(most)))
-    # A sum of squares in fp32 may lose 2**-24 of itself.
+    # The tolerance: rounding to fp32 may lose 2**-24 of the sum.
     least = squares.detach() * (1 - 1e-6)
     ctx.check(here, lambda x: not 0 <= x < least, lambda: _no_sum(squares, f"{float(here):g}"))
     return total
@@ -106,9 +106,9 @@ def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context
 def _other_sums(here: float, most: float) -> Exception:
     return RuntimeError(
         explain(
-            f"clip_by_global_norm(over=...) gave {here:g} here, and up to {most:g} on other ranks",
-            "ranks would clip by other norms, and what they have equal would drift apart",
-            "one number for all ranks of a pipeline and one step",
+            f"clip_by_global_norm(over=...): over returned {here:g} on this rank, and up to {most:g} on other ranks",
+            "ranks would clip by different norms, and their copies of a parameter would drift apart",
+            "over=lambda squares: ..., which returns the same number on every rank, such as an all-reduced sum",
         )
     )
 
@@ -116,8 +116,8 @@ def _other_sums(here: float, most: float) -> Exception:
 def _no_sum(squares: Tensor, told: str) -> Exception:
     return ValueError(
         explain(
-            f"clip_by_global_norm(over=...) gave {told} for squares of {float(squares):g}",
-            "it is the sum of squares over all pipelines, this one's among them, as one number",
+            f"clip_by_global_norm(over=...): over returned {told} for a sum of squares of {float(squares):g}",
+            "over returns one number: the sum of squares over all pipelines, this one's included",
             "over=lambda squares: squares + squares_of_the_others",
         )
     )
@@ -125,11 +125,18 @@ def _no_sum(squares: Tensor, told: str) -> Exception:
 
 @transform
 def clip_by_value(max_value: float) -> Transform:
-    """Clamp every element of the gradient to [-max_value, max_value].
+    """Clamp every element of every gradient to [-max_value, max_value].
 
-    >>> import torch, zerofn as zf
-    >>> zf.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, {}, {"w": torch.zeros(2)})[0]
-    {'w': tensor([-1.0000,  0.5000])}
+    Args:
+        max_value: positive.
+
+    Raises:
+        ValueError: `max_value` is not positive.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> zf.clip_by_value(1.0).update({"w": torch.tensor([-3.0, 0.5])}, {}, {"w": torch.zeros(2)})[0]
+        {'w': tensor([-1.0000,  0.5000])}
     """
     check_number("clip_by_value", "max_value", max_value, low=TINY)
 

@@ -1,4 +1,4 @@
-"""`ema`: a running mean of the parameters, kept where they are kept."""
+"""`ema`: an exponential moving average of the parameters."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from ..extend import (
 
 @transform
 def ema(decay: float) -> Transform:
-    """Exponential moving average of the *parameters*, after each update (Polyak & Juditsky, 1992).
+    """Keep an exponential moving average of the *parameters*, after each update (Polyak & Juditsky, 1992).
 
-    `average = decay * average + (1 - decay) * params`, from the initial parameters. Kept in fp32 at
-    least, since in 16 bits a decay of 0.999 would round to no change. Stands after the optimizer;
-    under sharding it averages shards and sends nothing. Read it with
-    `zf.full_params(tx, state, of="ema")`.
+    `average = decay * average + (1 - decay) * p`, starting from the initial parameters. Put it after the optimizer. The
+    average is kept in fp32 or wider, since in 16 bits a decay of 0.999 would round to no change. Under sharding each
+    rank averages its shards and sends nothing. Read the average with `zf.full_params(tx, state, of="ema")`.
 
     Args:
         decay: in [0, 1).
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.sgd(1.0), zf.ema(0.5))
-    >>> state = zf.init(tx, {"w": torch.zeros(1)})
-    >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
-    >>> zf.full_params(tx, state, of="ema")
-    {'w': tensor([-0.5000])}
+    Raises:
+        ValueError: `decay` is out of range.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.sgd(1.0), zf.ema(0.5))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+        >>> zf.full_params(tx, state, of="ema")
+        {'w': tensor([-0.5000])}
     """
     check_number("ema", "decay", decay, high=1.0)
 

@@ -1,4 +1,4 @@
-"""`lion`: steps of one size in every element, by the sign of a momentum."""
+"""`lion`: updates of one size in every element, by the sign of a momentum."""
 
 from __future__ import annotations
 
@@ -20,21 +20,25 @@ from ..extend import (
 
 @transform
 def lion(lr: ScalarOrSchedule = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Transform:
-    """Lion (Chen et al., 2023): the sign of an interpolation between momentum and gradient.
+    """Lion (Chen et al., 2023): step by the sign of an interpolation between momentum and gradient.
 
-    `p *= 1 - lr * weight_decay`; `p -= lr * sign(b1 m + (1 - b1) g)`; `m = b2 m + (1 - b2) g`. One momentum, in the
-    stored dtype of the parameters, computed in fp32 at least. Its rate is to be three to ten times smaller than
-    AdamW's, and its decay as much larger.
+    `p *= 1 - lr * weight_decay`, `p -= lr * sign(b1 m + (1 - b1) g)`, `m = b2 m + (1 - b2) g`. The momentum is kept in
+    the stored dtype of the parameters and computed in fp32 or wider. Choose a rate three to ten times smaller than
+    AdamW's, and a decay that much larger.
 
     Args:
-        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step.
-        betas: of the interpolation and of the momentum, each in [0, 1).
-        weight_decay: decoupled.
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
+        betas: decay of the interpolation and of the momentum, each in [0, 1).
+        weight_decay: decoupled from the gradient, multiplied by `lr`.
 
-    >>> import torch, zerofn as zf
-    >>> state = zf.init(zf.lion(lr=0.1), {"w": torch.zeros(3)})
-    >>> zf.update(zf.lion(lr=0.1), {"w": torch.tensor([5.0, -0.01, 0.0])}, state)[0].params["w"]
-    tensor([-0.1000,  0.1000,  0.0000])
+    Raises:
+        ValueError: an argument is out of range.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> state = zf.init(zf.lion(lr=0.1), {"w": torch.zeros(3)})
+        >>> zf.update(zf.lion(lr=0.1), {"w": torch.tensor([5.0, -0.01, 0.0])}, state)[0].params["w"]
+        tensor([-0.1000,  0.1000,  0.0000])
     """
     check_lr("lion", lr)
     check_betas("lion", betas)

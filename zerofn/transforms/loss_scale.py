@@ -1,8 +1,7 @@
-"""`scale_loss`: cotangents are multiplied on their way into the model and divided on their way out.
+"""`scale_loss`: loss scaling for fp16, static or dynamic.
 
-The view half is one number of the state: at the boundary of the model cotangents are multiplied and divided by it, so
-that the model is a differentiable function with true gradients. The update half looks for overflow, holds the step and
-changes the scale.
+The view half multiplies cotangents by the scale where they enter the model, and divides by it where they leave, so
+gradients outside of the model are true. The update half looks for overflow, skips the step, and changes the scale.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from ..extend import (
     where,
 )
 
-# After so many overflows in a row at the smallest scale, the scale is not the cause.
+# After this many overflows in a row at the smallest scale, the scale is not the cause: the step raises.
 STUCK = 50
 
 
@@ -52,48 +51,51 @@ def scale_loss(
     min_scale: float = 1.0,
     hysteresis: int = 1,
 ) -> Transform:
-    """Scale the loss so that small gradients survive fp16, without a call in user code. bf16 needs none.
+    """Scale the loss so that small gradients survive fp16, without a call in user code. bf16 needs no loss scale.
 
-    Gradients are true everywhere outside: of parameters, of inputs, to any order. A micro-step with an infinite or NaN
-    gradient on any rank changes nothing but this transform's own counters. It never divides by the number of
-    micro-batches: that is `accumulate`'s.
+    Gradients of parameters and inputs are true outside of the model, to any order. A micro-step with an infinite or NaN
+    gradient on any rank is skipped: it changes nothing but this transform's counters. Nothing here divides by the
+    number of micro-batches; `accumulate` does.
 
-    Inside of an attached model cotangents are multiplied by the scale, and what leaves it are copies (docs/gotchas.md).
-    `precision(param_dtype=torch.bfloat16)` without a scale knows none of this:
-
-    * Backward hooks on modules inside are refused. A hook on a tensor that is registered in forward cannot be noticed,
-      nor an `autograd.Function`: both are given scaled cotangents, and a backward that is not linear is wrong.
-    * Of `y, h = model(x)`, with `y` computed from `h` inside, a hook on `h`, `h.retain_grad()` and
-      `torch.autograd.grad(y, h)` raise in a backward by way of `y`, as `h` is not on it; and so of tensors that forward
-      leaves in attributes or hooks are given (Grad-CAM).
-    * A tensor that gets in or out by another door (a closure, a list) raises in backward.
-
-    The dynamic rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018): after an overflow
+    The dynamic rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018). After an overflow
     `scale = max(scale * backoff_factor, min_scale)`; after `growth_interval` good micro-steps in a row
-    `scale *= growth_factor`. `hysteresis > 1` is DeepSpeed's: so many overflows are forgiven, until growth refills it.
+    `scale *= growth_factor`. With `hysteresis=n`, as in DeepSpeed, only the n-th overflow lowers the scale; growth
+    restores the count.
 
-    The metric `overflow_leaf` is the first leaf with such a gradient on any rank, an index into `state.layout.leaves`
-    or -1 (`opt.overflow_leaf`: its path), and costs nothing in a step that did not overflow.
+    Metrics: `loss_scale`, `skipped`, `skipped_steps`, and `overflow_leaf`, the first leaf whose gradient overflowed on
+    any rank, as an index into `state.layout.leaves`, or -1. `opt.overflow_leaf` is its path.
+
+    Inside of an attached model cotangents are multiplied by the scale, and outputs are copies (docs/gotchas.md). So
+    with a loss scale, unlike with `precision(param_dtype=torch.bfloat16)` alone:
+
+    * Backward hooks on submodules are refused. A tensor hook registered in forward, and an `autograd.Function`, cannot
+      be noticed: both get scaled cotangents, so a backward that is not linear is wrong.
+    * If the model returns `y, h` and computes `y` from `h`, then a hook on `h`, `h.retain_grad()` and
+      `torch.autograd.grad(y, h)` raise in backward, as the returned `h` is not on the path of `y`. The same holds for
+      tensors that forward stores in attributes or passes to hooks (Grad-CAM).
+    * A tensor that enters or leaves the model by a closure or a list raises in backward.
 
     Args:
         scale: `"dynamic"`, or a positive number that never changes.
-        init_scale: first dynamic scale.
+        init_scale: the first dynamic scale.
         growth_factor: at least 1.
-        backoff_factor: between 0 and 1, neither of them.
-        growth_interval: micro-steps.
-        min_scale: the dynamic scale never falls below.
+        backoff_factor: between 0 and 1, exclusive.
+        growth_interval: good micro-steps in a row until the scale grows.
+        min_scale: the dynamic scale never falls below this.
         hysteresis: overflows until the scale backs off.
 
     Raises:
-        ValueError: a number out of its range, or infinite in float32, in which scales are kept.
-        FloatingPointError: at an update, after 50 overflows in a row at the smallest scale; names leaf and remedy.
+        ValueError: an argument is out of range, or is infinite in float32, the dtype of the scale; an argument of the
+            dynamic rule is given with a static scale.
+        FloatingPointError: at an update, after 50 overflows in a row at the smallest scale; names the leaf.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.scale_loss(init_scale=8.0), zf.sgd(1.0))
-    >>> state = zf.init(tx, {"w": torch.zeros(1)})
-    >>> state, metrics = zf.update(tx, {"w": torch.tensor([torch.inf])}, state)
-    >>> bool(metrics["skipped"]), float(metrics["loss_scale"]), state.params["w"]
-    (True, 4.0, tensor([0.]))
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.scale_loss(init_scale=8.0), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> state, metrics = zf.update(tx, {"w": torch.tensor([torch.inf])}, state)
+        >>> bool(metrics["skipped"]), float(metrics["loss_scale"]), state.params["w"]
+        (True, 4.0, tensor([0.]))
     """
     rule = _Rule(scale, init_scale, growth_factor, backoff_factor, growth_interval, min_scale, hysteresis)
     rule.check()
@@ -102,7 +104,7 @@ def scale_loss(
 
 @dataclass(frozen=True)
 class _Rule:
-    """How the scale changes; the fields are the arguments of `scale_loss`."""
+    """The rule by which the scale changes; the fields are the arguments of `scale_loss`."""
 
     scale: float | str
     init_scale: float
@@ -121,7 +123,7 @@ class _Rule:
             check_number("scale_loss", "scale", self.scale, low=TINY)
         elif not self.dynamic:
             wrong, right = f"scale_loss(scale={self.scale!r})", "scale_loss('dynamic') or scale_loss(1024.0)"
-            raise ValueError(explain(wrong, "the only word it knows is 'dynamic'", right))
+            raise ValueError(explain(wrong, "scale is 'dynamic' or a positive number", right))
         check_number("scale_loss", "growth_factor", self.growth_factor, low=1.0)
         check_number("scale_loss", "backoff_factor", self.backoff_factor, low=TINY, high=1.0)
         check_number("scale_loss", "min_scale", self.min_scale, low=TINY)
@@ -160,7 +162,7 @@ class _Rule:
         finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
         ok: Any = ctx.read(finite)
         new = self.after(state, ok)
-        # All ranks agree on `ok`, so all take part in the search.
+        # All ranks have the same `ok`, so all of them join the collective in the search.
         first = where(ok, lambda: torch.tensor(-1), lambda: _first_overflow(grads, ctx))
         ctx.check(new["stuck_steps"], lambda steps: steps < STUCK, lambda: self.stuck(new["stuck_steps"], first, ctx))
         ctx.report("loss_scale", new["scale"])
@@ -174,7 +176,7 @@ class _Rule:
         return FloatingPointError(_stuck_message(leaf, int(steps), int(ctx.micro_step) + 1, least))
 
     def after(self, state: TransformState, ok: Any) -> TransformState:
-        """The next state. By `torch.where`, so that `ok` may be a bool, or a tensor under `vmap`."""
+        """The next state. It uses `torch.where`, so that `ok` may be a bool, or a tensor under `vmap`."""
         good = torch.as_tensor(ok)
         zero = torch.zeros_like(state["good_steps"])
         streak = torch.where(good, state["good_steps"] + 1, zero)
@@ -186,7 +188,7 @@ class _Rule:
         at_minimum = now <= (self.min_scale if dynamic else torch.inf)
         if dynamic:
             now = torch.where(backs_off, (now * self.backoff_factor).clamp(min=self.min_scale), now)
-            # Half of infinity is infinity: an infinite scale would overflow in every further step.
+            # A scale that grew to infinity would never come back: half of infinity is infinity.
             grown = now * self.growth_factor
             now = torch.where(grow & torch.isfinite(grown), grown, now)
         return {
@@ -203,7 +205,7 @@ def _scale_of(state: Mapping[str, Any]) -> Tensor:
 
 
 def _through(spec: Spec) -> Spec:
-    twice = "the loss would be scaled twice; several models have a pipeline, and a scale, each"
+    twice = "the loss would be scaled twice; with several models, give each a pipeline and a scale of its own"
     spec.refuse("unscaled_by", twice, spec.once)
     spec.refuse(
         "changed_by",
@@ -217,7 +219,7 @@ def _through(spec: Spec) -> Spec:
 
 
 def _first_overflow(grads: Leaves, ctx: Context) -> Tensor:
-    """Index of the first leaf, in the order of the layout, whose gradient is not finite on some rank; -1 if none."""
+    """Index of the first leaf (in layout order) whose gradient is not finite on some rank; -1 if none."""
     count = len(ctx.layout.leaves)
     found = torch.zeros((), dtype=torch.float64)
     for i, leaf in enumerate(ctx.layout.leaves):

@@ -1,4 +1,4 @@
-"""`muon`: momentum made orthogonal, for matrices."""
+"""`muon`: orthogonalized momentum, for matrices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..extend import (
     transform,
 )
 
-# Of the quintic `a x + b x^3 + c x^5`, which takes singular values between 0 and 1 near to 1 in few steps.
+# (a, b, c) of the quintic `a x + b x^3 + c x^5`: iterating it drives singular values from (0, 1] close to 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -41,32 +41,35 @@ def muon(
     weight_decay: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Transform:
-    """Momentum whose singular values are made nearly equal, by Newton-Schulz iteration (Jordan et al., 2024).
+    """Momentum whose singular values are made nearly equal by a Newton-Schulz iteration (Jordan et al., 2024).
 
-    `m += (1 - momentum) * (g - m)`; `u = g + momentum * (m - g) if nesterov else m`; `x = u / norm(u)`, then `steps`
-    times `x = a x + (b y + c y y) x` with `y = x x^T` and (a, b, c) = (3.4445, -4.7750, 2.0315); in the end
-    `p *= 1 - lr * weight_decay`; `p -= lr * sqrt(max(1, rows / columns)) * x`. As `torch.optim.Muon`, but for `dtype`.
+    `m += (1 - momentum) * (g - m)`; `u = g + momentum * (m - g) if nesterov else m`; `x = u / norm(u)`; then `steps`
+    times `x = a x + (b y + c y y) x` with `y = x x^T` and (a, b, c) = (3.4445, -4.7750, 2.0315); finally `p *= 1 - lr *
+    weight_decay`, `p -= lr * sqrt(max(1, rows / columns)) * x`. The same as `torch.optim.Muon`, except for `dtype`.
 
-    For matrices; other leaves are for another optimizer of a `zf.partition`. It needs whole leaves: where they are cut
-    over ranks each is gathered at its owner, and worked on once in the job. Under `all_reduce` every rank does all.
+    It is for matrices: give other leaves another optimizer by `zf.partition`. It needs whole leaves (`needs="leaf"`): a
+    sharded leaf is gathered on one rank, its owner, and computed once. Under `all_reduce` every rank computes all
+    leaves.
 
     Args:
-        lr: a non-negative number, or a function of the optimizer step.
-        momentum: of the average of gradients, from 0 to below 1.
-        nesterov: whether the gradient is added to it once more.
-        steps: of the iteration.
-        weight_decay: decoupled.
-        dtype: of the iteration; that of the gradient by default. Published, and in torch, is bfloat16, fast on a GPU.
+        lr: a non-negative number, or a function of the optimizer step (0 before the first update).
+        momentum: decay of the average gradient, in [0, 1).
+        nesterov: whether to add the gradient once more.
+        steps: iterations.
+        weight_decay: decoupled from the gradient, multiplied by `lr`.
+        dtype: of the iteration; by default the gradient's. The paper and torch use bfloat16, which is fast on a GPU.
 
     Raises:
-        ValueError: where its state is made, a leaf is no matrix; every such leaf is named.
+        ValueError: an argument is out of range; when the state is made, a leaf is not a matrix (every such leaf is
+            named).
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.partition({"w": zf.muon(lr=0.02), "b": zf.adamw(lr=1e-3)}, lambda path: path)
-    >>> state = zf.init(tx, {"w": torch.zeros(2, 3), "b": torch.zeros(2)})
-    >>> state, _ = zf.update(tx, {"w": torch.eye(2, 3), "b": torch.ones(2)}, state)
-    >>> bool((state.params["w"].diagonal() < -0.01).all())
-    True
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.partition({"w": zf.muon(lr=0.02), "b": zf.adamw(lr=1e-3)}, lambda path: path)
+        >>> state = zf.init(tx, {"w": torch.zeros(2, 3), "b": torch.zeros(2)})
+        >>> state, _ = zf.update(tx, {"w": torch.eye(2, 3), "b": torch.ones(2)}, state)
+        >>> bool((state.params["w"].diagonal() < -0.01).all())
+        True
     """
     check_lr("muon", lr)
     check_number("muon", "momentum", momentum, high=1.0)
@@ -78,7 +81,7 @@ def muon(
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         m, g = slots["momentum"], g.to(p.dtype)
         beta, decay, rate = (at.scalar(x, p) for x in (at.numbers["momentum"], at.numbers["weight_decay"], at.lr))
-        # Not `lerp`, for which torch.func.vmap has no rule.
+        # Not `lerp`: torch.func.vmap has no rule for it.
         m = m + (g - m) * (1 - beta)
         x = orthogonal(g + (m - g) * beta if nesterov else m, steps, dtype or g.dtype)
         stretched = max(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5
@@ -89,7 +92,7 @@ def muon(
     built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays, **torch_form)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        # Here and not at a step: there only the owner of a leaf would raise, and the other ranks would wait for it.
+        # Checked here, not at a step: there only a leaf's owner would raise, and the other ranks would wait for it.
         _check_matrices(leaves, layout)
         return built.init_fn(leaves, layout)
 
@@ -105,7 +108,7 @@ def _check_matrices(leaves: Leaves, layout: Layout) -> None:
 
 
 def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """A matrix with the singular vectors of `u` and singular values near 1."""
+    """A matrix with the singular vectors of `u` (rows, columns) and singular values near 1."""
     a, b, c = COEFFICIENTS
     x = u.to(dtype)
     x = x.mT if u.shape[0] > u.shape[1] else x

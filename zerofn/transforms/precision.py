@@ -1,4 +1,4 @@
-"""`precision`: the dtypes in which parameters are stored, seen, differentiated and reduced."""
+"""`precision`: the dtypes in which parameters are stored, computed with, differentiated and reduced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _cast(dtypes: Dtypes) -> View:
-    """The view: a cast to the dtype the model sees; its transpose casts the cotangent back."""
+    """The view: cast to the dtype that the model computes in; its transpose casts the gradient back."""
 
     def view(x: Tensor, leaf: Leaf) -> Tensor:
         seen = dtypes.of(leaf).param_dtype
@@ -58,45 +58,50 @@ def precision(
     labels: Any = None,
     buffer_dtype: Dtype = None,
 ) -> Transform:
-    """Choose dtypes. Names follow FSDP2's `MixedPrecisionPolicy`; `None` leaves a dtype as it is.
+    """Choose dtypes. The names are those of FSDP2's `MixedPrecisionPolicy`; `None` leaves a dtype as it is.
 
-    With `store_dtype=torch.float32, param_dtype=torch.bfloat16` the state keeps fp32 masters and the model computes in
-    bf16; with `store_dtype=torch.bfloat16` parameters are their own masters, for `low_precision_adam`, which loses no
-    small update. Floating-point *inputs* of an attached model are cast too, as in FSDP2; in the pure route they are
-    yours. The first three may be dicts from label to dtype, of leaves that `labels` names: docs/precision.md. Where
-    parameters are seen in several, inputs stay as they are, and the model casts in between: `x.to(self.weight.dtype)`.
+    `precision(store_dtype=torch.float32, param_dtype=torch.bfloat16)` keeps fp32 master weights and computes in bf16.
+    `precision(store_dtype=torch.bfloat16)` keeps bf16 parameters only; use `low_precision_adam` then, which does not
+    lose small updates. Floating-point *inputs* of an attached model are cast too, as in FSDP2; in the pure route cast
+    them yourself.
+
+    `param_dtype`, `store_dtype` and `grad_dtype` may be dicts from label to dtype, for the leaves that `labels` names
+    (docs/precision.md). If parameters then have several compute dtypes, inputs are not cast: the model casts in
+    between, `x.to(self.weight.dtype)`.
 
     Args:
-        param_dtype: dtype the model sees parameters in.
-        store_dtype: dtype the state keeps parameters in.
-        grad_dtype: dtype of gradients as the update half gets them (fp32 on bf16 parameters: summed in fp32 over
-            backwards). By default that of storage; fp32 of fp16, below whose smallest number many gradients lie.
-        reduce_dtype: dtype of sums over ranks; by default the one parameters are seen in, and fp32 where that is fp16.
-        output_dtype: dtype of the model's floating-point outputs, which are copies then: of `y, h = model(x)` with `y`
-            computed from `h` inside, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
-            backward that comes by way of `y`. `y.float()` outside has no such limit.
-        labels: a function `path -> label`, or a tree of labels that may stop above the leaves; a label is what hashes.
-        buffer_dtype: dtype of an attached model's floating-point buffers (not of complex ones and integers) until it is
-            detached; by default as they are. Those before are in memory too: afterwards they are there again, and
-            elements that have not changed have lost no bits. May be a dict by label, if `labels` is a function, which
-            is given buffers' names. Running statistics in bf16 stop following what is below 2 ** -9 of them.
+        param_dtype: dtype in which the model computes with parameters.
+        store_dtype: dtype in which the state stores parameters.
+        grad_dtype: dtype of gradients as optimizers and other updates get them; by default that of storage, and fp32
+            for fp16, whose smallest number many gradients are below. fp32 on bf16 parameters sums backwards in fp32.
+        reduce_dtype: dtype of sums over ranks; by default `param_dtype`, and fp32 if that is fp16.
+        output_dtype: dtype of the model's floating-point outputs, which are copies then. So if the model returns `y, h`
+            and computes `y` from `h`, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
+            backward from `y`. Casting outside, `y.float()`, has no such limit.
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves; labels are hashable.
+        buffer_dtype: dtype of an attached model's floating-point buffers until it is detached, which then gives the old
+            ones back with all bits of elements that have not changed; both are in memory meanwhile. Complex and integer
+            buffers stay. May be a dict by label, if `labels` is a function; it is called with names of buffers too.
+            Running statistics in bf16 cannot follow changes smaller than 2 ** -9 of their value.
 
     Raises:
-        ValueError: a dtype that is no floating-point one of 16 to 64 bits; labels without dtypes by label, or these
-            without those; when a state is made, a leaf or buffer whose label has no dtype, a label that none has, or
-            `buffer_dtype` in `zf.init`: a tree has no buffers, and those of `torch.func.functional_call` are yours.
+        TypeError: a buffer's label cannot be hashed.
+        ValueError: a dtype is not a floating-point one of 16 to 64 bits; `labels` without a dict of dtypes, or the
+            reverse; when a state is made, a leaf or buffer whose label has no dtype, a label that no leaf has, or
+            `buffer_dtype` in `zf.init`, since a tree of parameters has no buffers.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.sgd(1.0))
-    >>> state = zf.init(tx, {"w": torch.ones(1)})
-    >>> out, pullback = zf.vjp(lambda p: p["w"] * 3, tx, state)
-    >>> out.dtype, pullback(torch.ones(1, dtype=torch.bfloat16))[0]
-    (torch.bfloat16, {'w': tensor([3.])})
-    >>> by_label = {"head": torch.float32, "rest": torch.bfloat16}
-    >>> tx = zf.chain(zf.precision(by_label, labels=lambda path: "head" if "head" in path else "rest"), zf.sgd(1.0))
-    >>> state = zf.init(tx, {"head": torch.ones(1), "w": torch.ones(1)})
-    >>> zf.bind(lambda p: (p["head"].dtype, p["w"].dtype), tx, state)(state.params)
-    (torch.float32, torch.bfloat16)
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.ones(1)})
+        >>> out, pullback = zf.vjp(lambda p: p["w"] * 3, tx, state)
+        >>> out.dtype, pullback(torch.ones(1, dtype=torch.bfloat16))[0]
+        (torch.bfloat16, {'w': tensor([3.])})
+        >>> by_label = {"head": torch.float32, "rest": torch.bfloat16}
+        >>> tx = zf.chain(zf.precision(by_label, labels=lambda path: "head" if "head" in path else "rest"), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"head": torch.ones(1), "w": torch.ones(1)})
+        >>> zf.bind(lambda p: (p["head"].dtype, p["w"].dtype), tx, state)(state.params)
+        (torch.float32, torch.bfloat16)
     """
     given: dict[str, Any] = {"param_dtype": param_dtype, "store_dtype": store_dtype, "grad_dtype": grad_dtype}
     several = {name: x for name, x in given.items() if isinstance(x, Mapping)}
@@ -111,7 +116,7 @@ def precision(
 
 
 def _view(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any, layout: Layout, ranks: Ranks) -> View:
-    """The cast of each leaf to its dtypes, of which `several` has some by label."""
+    """The cast of each leaf to its dtypes; `several` has the arguments that are dicts by label."""
     if several:
         of = labels_by_path(labels, layout, {label for x in several.values() for label in x})
         _check_labels(several, of)
@@ -124,10 +129,10 @@ def _check_given(given: Mapping[str, Dtype], labels: Any) -> None:
     several = [name for name, x in given.items() if isinstance(x, Mapping)]
     right = 'precision(param_dtype={"head": torch.float32, "rest": torch.bfloat16}, labels=lambda path: ...)'
     if bool(several) != (labels is not None):
-        why = "dtypes by label are for leaves that have labels" if several else "no dtype is given by label"
+        why = "a dict of dtypes needs labels= to know which leaf has which" if several else "no dtype is given by label"
         raise ValueError(explain(f"precision({', '.join(several) or 'labels'}=...)", why, right))
     if "buffer_dtype" in several and not callable(labels):
-        why = "a tree of labels has those of parameters, and buffers are in no such tree"
+        why = "labels is a tree over parameters, which does not contain buffers; a function is asked for both"
         raise ValueError(explain("precision(buffer_dtype={...}, labels=...)", why, right.replace("param", "buffer")))
     for name, x in given.items():
         for dtype in x.values() if isinstance(x, Mapping) else (x,):
@@ -135,7 +140,7 @@ def _check_given(given: Mapping[str, Dtype], labels: Any) -> None:
 
 
 def _of_buffers(given: Any, labels: Any, names: Sequence[str]) -> dict[str, torch.dtype | None]:
-    """Which buffers of a model are cast to what, by name."""
+    """The dtype to cast each buffer of a model to, by name."""
     if not isinstance(given, Mapping):
         return dict.fromkeys(names, given)
     of = {name: labels(name) for name in names}
@@ -146,7 +151,7 @@ def _of_buffers(given: Any, labels: Any, names: Sequence[str]) -> dict[str, torc
 
 
 def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, Any], what: str = "leaf") -> None:
-    """Every leaf's (or buffer's) label must have a dtype, and every label a leaf: else it was meant otherwise."""
+    """Refuse a leaf (or buffer) whose label has no dtype, and a label that no leaf has: one of the two is misspelt."""
     known = {label for x in several.values() for label in x}
     wrong = [
         (path, f"label {label!r} is not in {name}")

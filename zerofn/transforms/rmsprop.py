@@ -1,4 +1,4 @@
-"""`rmsprop`: torch.optim's arithmetic, centred and with momentum."""
+"""`rmsprop`: the arithmetic of `torch.optim.RMSprop`, centered and with momentum."""
 
 from __future__ import annotations
 
@@ -35,25 +35,34 @@ def rmsprop(
     momentum: float = 0.0,
     centered: bool = False,
 ) -> Transform:
-    """RMSprop (Tieleman & Hinton, 2012) as `torch.optim.RMSprop`, in fp32 to the bit but where `centered`.
+    """RMSprop (Tieleman & Hinton, 2012), as `torch.optim.RMSprop`.
 
-    `g += weight_decay * p`; `v = alpha v + (1 - alpha) g^2`; `u = g / (sqrt(v) + eps)`, with `centered`
-    `a = alpha a + (1 - alpha) g` and `sqrt(v - a^2)`; `m = momentum * m + u`; `p -= lr * m`. States have the stored
-    dtype of the parameters; in 16 bits `v` hardly moves: `(1 - alpha) g^2` is below half a unit in its last place.
+    `g += weight_decay * p`; `v = alpha v + (1 - alpha) g^2`; `u = g / (sqrt(v) + eps)`; `m = momentum * m + u`;
+    `p -= lr * m`. With `centered`, `a = alpha a + (1 - alpha) g` and `sqrt(v - a^2)` takes the place of `sqrt(v)`.
+
+    States have the stored dtype of the parameters. In 16 bits `v` hardly moves, since `(1 - alpha) g^2` is below half a
+    unit in its last place.
 
     Args:
-        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step.
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
         alpha: decay of the second moment, in [0, 1).
         eps: added to the root.
         weight_decay: L2 penalty.
         momentum: of the direction, in [0, 1).
-        centered: whether the variance is taken in place of the second moment.
+        centered: whether to divide by the root of the variance instead of the second moment.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.rmsprop(lr=0.1, alpha=0.75)
-    >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))
-    >>> round(state.params["w"].item(), 4)  # -lr / sqrt(1 - alpha)
-    -0.2
+    Raises:
+        ValueError: an argument is out of range.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.rmsprop(lr=0.1, alpha=0.75)
+        >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))
+        >>> round(state.params["w"].item(), 4)  # -lr / sqrt(1 - alpha)
+        -0.2
+
+    Notes:
+        In fp32 the bits are torch's, except with `centered`.
     """
     check_lr("rmsprop", lr)
     check_number("rmsprop", "alpha", alpha, high=1.0)
@@ -71,7 +80,7 @@ def rmsprop(
         new = {**slots, "square_avg": v}
         if centered:
             a = slots["grad_avg"]
-            # As torch's lerp, which torch.func.vmap has no rule for where its weight is one.
+            # torch's lerp written out: torch.func.vmap has no rule for lerp.
             new["grad_avg"] = a = a + (g - a) * (1 - keep)
             v = v - a * a
         spread = moment_root(v) + small
@@ -83,7 +92,7 @@ def rmsprop(
     kept = {"square_avg": True, "grad_avg": centered, "momentum": given(momentum)}
     slots = {name: like if of_leaf else without_elements for name, of_leaf in kept.items()}
     numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-    # Without a momentum there is no buffer for one that is set later.
+    # `momentum` can be set later only if the state has a buffer for it.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
     torch_form: Any = dict(counterpart=torch.optim.RMSprop, torch_names={"momentum": "momentum_buffer"})
     return optimizer("rmsprop", lr, slots, formula, numbers=numbers, settable=settable, **torch_form)

@@ -1,4 +1,4 @@
-"""`sgd`: torch.optim's arithmetic, momentum and all."""
+"""`sgd`: the arithmetic of `torch.optim.SGD`, momentum included."""
 
 from __future__ import annotations
 
@@ -36,25 +36,30 @@ def sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> Transform:
-    """Gradient descent with momentum, as `torch.optim.SGD` (Sutskever et al., 2013), to the last bit.
+    """Gradient descent with momentum, as `torch.optim.SGD` (Sutskever et al., 2013).
 
     `g += weight_decay * p`; `m = g` at the first update, then `m = momentum * m + (1 - dampening) * g`;
-    `p -= lr * (g + momentum * m if nesterov else m)`. The buffer is held whatever the momentum, so
-    that the layout of the state does not depend on a number; with momentum 0 it has no elements.
-
-    A leaf that is cut over ranks has the bits of the whole leaf; in 16 bits not near the ends of pieces, where torch's
-    `add` rounds once more.
+    `p -= lr * (g + momentum * m if nesterov else m)`. The state always has a momentum buffer, so that its structure
+    does not depend on a number; with `momentum=0` the buffer has no elements.
 
     Args:
-        lr: a non-negative number, or a function of the optimizer step.
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
         momentum: in [0, 1).
         dampening: in [0, 1].
         weight_decay: L2 penalty.
-        nesterov: look ahead; needs momentum > 0 and dampening 0.
+        nesterov: whether to look ahead by one step; needs momentum > 0 and dampening 0.
 
-    >>> import torch, zerofn as zf
-    >>> zf.sgd(0.5).update({"w": torch.ones(1)}, zf.sgd(0.5).init({"w": torch.zeros(1)}), {"w": torch.zeros(1)})[0]
-    {'w': tensor([-0.5000])}
+    Raises:
+        ValueError: an argument is out of range, or `nesterov` without momentum or with dampening.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> zf.sgd(0.5).update({"w": torch.ones(1)}, zf.sgd(0.5).init({"w": torch.zeros(1)}), {"w": torch.zeros(1)})[0]
+        {'w': tensor([-0.5000])}
+
+    Notes:
+        The bits are torch's. A shard has the bits of the full leaf; in 16 bits not near the ends of shards, where
+        torch's vectorized `add` rounds the last elements once more.
     """
     check_lr("sgd", lr)
     check_number("sgd", "momentum", momentum, high=1.0)
@@ -63,7 +68,7 @@ def sgd(
     check_flag("sgd", "nesterov", nesterov)
     if nesterov and (not given(momentum) or given(dampening)):
         wrong = f"sgd(momentum={momentum!r}, dampening={dampening!r}, nesterov=True)"
-        why = "to look ahead takes a momentum above 0, and a dampening of 0"
+        why = "nesterov needs momentum > 0 and dampening 0"
         raise ValueError(explain(wrong, why, "sgd(lr, momentum=0.9, nesterov=True)"))
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
@@ -78,19 +83,19 @@ def sgd(
 
     start, kernel = like if given(momentum) else without_elements, partial(_in_place, nesterov)
     numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
-    # Without a momentum there is no buffer for one that is set later.
+    # `momentum` can be set later only if the state has a buffer for it.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
     torch_form: Any = dict(counterpart=torch.optim.SGD, torch_names={"momentum": "momentum_buffer"})
     return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable=settable, **torch_form)
 
 
 def _momentum(first: Any, m: Tensor, beta: Any, share: Any, g: Tensor) -> Tensor:
-    """At the first update a copy of the gradient, whose memory is the caller's; then `beta * m + share * g`."""
+    """`beta * m + share * g`; at the first update a copy of `g`, whose memory is the caller's."""
     return where(first, lambda: g.clone(), lambda: plus(m * beta, share, g))
 
 
 def _in_place(nesterov: bool, group: LeafList) -> None:
-    """The kernel: the formula's bits, by torch's operations in place."""
+    """The kernel: torch's in-place operations, with the bits of the formula."""
     count, rate = group.count, group.lr
     weight_decay, momentum, dampening = map(float, group.numbers.values())
     for p, g, m in zip(group.params, typed(group.params, group.grads), group.slots["momentum"], strict=True):

@@ -1,4 +1,4 @@
-"""`shard`, `reduce_scatter`, `all_reduce` and `local`: where parameters and gradients live, as linear maps."""
+"""`shard`, `reduce_scatter`, `all_reduce` and `local`: how parameters and gradients lie over ranks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,29 @@ from .wires import Averaging, Sharding
 
 @transform
 def shard(mesh: Any = None) -> Transform:
-    """ZeRO-3: parameters, gradients and optimizer state live as shards; full parameters are gathered on use.
+    """ZeRO-3: parameters, gradients and optimizer states live as shards; parameters are all-gathered on use.
 
-    As FSDP2's `fully_shard`; Rajbhandari et al., 2020. A block's parameters are gathered when one of them is
-    used and freed when the next block's are; backward gathers them again. In the eager route `p` and `p.grad`
-    are then this rank's flat shard. Stands first in a chain: gradients are reduced in the compute dtype, or in
-    `precision(reduce_dtype=...)`.
+    As FSDP2's `fully_shard` (Rajbhandari et al., 2020). A block of the model is all-gathered when one of its parameters
+    is used, and resharded when the next block is; backward gathers it again. In the eager route `p` and `p.grad` are
+    DTensors, whose local tensor is this rank's rows. `shard` stands first in a chain: gradients are reduced in the
+    compute dtype, or in `precision(reduce_dtype=...)`.
 
-    One rank may call the model alone (`if rank == 0: evaluate(model)`): the others send it their parts. Where forward
-    writes into parameters (a momentum encoder), some ranks may have written their parts by then and others not,
-    and that call sees a mixture: evaluate such a model on every rank.
+    One rank may call the model alone (`if rank == 0: evaluate(model)`): the others send it their shards. If forward
+    writes parameters (a momentum encoder), evaluate on every rank instead: some ranks may have written their shards by
+    then and others not, and that call would see a mixture.
 
     Args:
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["shard"]`; by default all ranks.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.shard(), zf.sgd(1.0))
-    >>> state = zf.init(tx, {"w": torch.ones(2, 2)})
-    >>> state.params["w"].shape, zf.full_params(tx, state)["w"].shape
-    (torch.Size([2, 2]), torch.Size([2, 2]))
+    Raises:
+        ValueError: when the chain is built, something before it must come after it; names an order that works.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.shard(), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.ones(2, 2)})
+        >>> state.params["w"].shape, zf.full_params(tx, state)["w"].shape
+        (torch.Size([2, 2]), torch.Size([2, 2]))
     """
     return Transform(
         "shard", needs="element", view_fn=_view("shard", mesh, Sharding, resident=False), through=_to_shards
@@ -51,26 +55,27 @@ def shard(mesh: Any = None) -> Transform:
 
 @transform
 def reduce_scatter(mesh: Any = None) -> Transform:
-    """ZeRO-2, or ZeRO-1 after an `accumulate`: gradients are reduced to shards, and so are optimizer states.
+    """ZeRO-1 or ZeRO-2: gradients are reduce-scattered, and each rank keeps the optimizer states of its shard.
 
-    Full parameters stay resident and are gathered once after each update. Before `accumulate` every
-    micro-step sends its gradient and holds a shard of the sum; after it full gradients pile up and
-    one reduction is sent for the whole window. What is written into a parameter by hand must be the same on every
-    rank; the next step compares, and refuses what differs.
+    Full parameters stay on every rank, and are all-gathered once after each update. Before `accumulate` (ZeRO-2) each
+    micro-step reduces its gradient and each rank sums a shard; after `accumulate` (ZeRO-1) each rank sums full
+    gradients, and reduces once per window. Write a parameter by hand only on every rank alike: the next step compares
+    ranks and raises if they differ.
 
-    After `shard` on another axis of the mesh parts are cut once more: parameters are gathered within a node, states
-    lie over all ranks, and with `accumulate` between the two nodes talk once in a window
-    (`chain(shard(mesh["node"]), accumulate(4), reduce_scatter(mesh["nodes"]), ...)`).
+    After `shard` on another axis of the mesh, shards are sharded again: parameters are gathered within a node, states
+    lie over all ranks, and nodes talk once per window: `chain(shard(mesh["node"]), accumulate(4),
+    reduce_scatter(mesh["nodes"]), ...)`.
 
     Args:
         mesh: a one-dimensional `DeviceMesh`; by default all ranks.
 
     Raises:
-        ValueError: behind `shard` along the same ranks, or without a mesh.
+        ValueError: after `shard` without a mesh or over the same ranks, or after a transform that it must come before.
 
-    >>> import torch, zerofn as zf
-    >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
-    reduce_scatter()
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
+        reduce_scatter()
     """
     return Transform(
         "reduce_scatter", needs="element", view_fn=_view("reduce_scatter", mesh, Sharding), through=_scattered(mesh)
@@ -79,44 +84,49 @@ def reduce_scatter(mesh: Any = None) -> Transform:
 
 @transform
 def all_reduce(mesh: Any = None) -> Transform:
-    """Data parallelism: gradients are averaged over ranks that hold the same parameters.
+    """Data parallelism: average gradients over ranks that hold the same parameters.
 
-    After `shard` on another axis of the mesh it is hybrid sharding:
+    After `shard` on another axis of the mesh this is hybrid sharding:
     `chain(shard(mesh["shard"]), all_reduce(mesh["replicate"]), ...)`.
 
     Args:
         mesh: a one-dimensional `DeviceMesh`; by default all ranks.
 
-    >>> import torch, zerofn as zf
-    >>> zf.chain(zf.all_reduce(), zf.sgd(1.0)).parts[0]
-    all_reduce()
+    Raises:
+        ValueError: gradients are averaged already, or a transform before it has changed them.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> zf.chain(zf.all_reduce(), zf.sgd(1.0)).parts[0]
+        all_reduce()
     """
     return Transform("all_reduce", needs="element", view_fn=_view("all_reduce", mesh, Averaging), through=_averaged)
 
 
 @transform
 def local() -> Transform:
-    """Says that nothing is reduced over ranks, and that it is meant: gradients stay as this rank has them.
+    """Declare that gradients stay on their rank: nothing is reduced, on purpose.
 
-    It changes no number. On several ranks a chain without `shard`, `reduce_scatter` and `all_reduce` trains as many
-    models, which `zf.attach` and `zf.init` warn of. Where each rank is to have its own (an ensemble, a population, a
-    search for hyperparameters, ranks that average parameters every few hundred steps), or something else averages
-    gradients, as DistributedDataParallel does, this says so.
+    It changes no number. On several ranks a chain without `shard`, `reduce_scatter` or `all_reduce` trains a different
+    model on each rank, and `zf.attach` and `zf.init` warn of that. `local` silences the warning where this is meant
+    (an ensemble, a population, a search for hyperparameters, averaging parameters every few hundred steps), or where
+    something else averages gradients, such as DistributedDataParallel.
 
     Raises:
-        ValueError: in a chain with a transform that reduces.
+        ValueError: in a chain with `shard`, `reduce_scatter` or `all_reduce`.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.local(), zf.sgd(1.0))
-    >>> state = zf.init(tx, {"w": torch.ones(2)})
-    >>> zf.update(tx, {"w": torch.ones(2)}, state)[0].params
-    {'w': tensor([0., 0.])}
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.local(), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.ones(2)})
+        >>> zf.update(tx, {"w": torch.ones(2)}, state)[0].params
+        {'w': tensor([0., 0.])}
     """
     return Transform("local", needs="element", through=_kept)
 
 
 def _view(function: str, mesh: Any, wire: type[Sharding] | type[Averaging], resident: bool = True) -> ViewOf:
-    """The view of a wire. The group is opened when a pipeline is made, never when a transform is built."""
+    """The view of a wire. Its process group is opened when a pipeline is made, not when the transform is built."""
 
     def view(layout: Layout, ranks: Ranks) -> View:
         return over_ranks(wire(ranks(function, mesh)), resident, traceable=True)

@@ -1,4 +1,4 @@
-"""`skip_nonfinite`: a step whose gradient is not finite is left out, without a loss scale."""
+"""`skip_nonfinite`: skip a step whose gradient is not finite, without a loss scale."""
 
 from __future__ import annotations
 
@@ -26,24 +26,26 @@ from ..extend import (
 
 @transform
 def skip_nonfinite(patience: int = 100) -> Transform:
-    """Leave out a step in which any gradient, on any rank, is NaN or infinite: nothing to its right runs or changes.
+    """Skip a step in which any gradient, on any rank, is NaN or infinite: transforms after this one do not run.
 
-    For fp32 and bf16, where one bad batch would make all parameters NaN; with fp16 `scale_loss` does it. Before
-    `accumulate` one micro-batch is left out and the mean is over the others; behind it a whole window is. Metrics show
-    it as `skipped`, and how many were as `skipped_steps`.
+    It is for fp32 and bf16, where one bad batch would turn all parameters into NaN; in fp16 `scale_loss` does this.
+    Before `accumulate` it drops one micro-batch, and the mean is over the others; after it, it drops the whole window.
+    The metric `skipped` tells whether this step was skipped, and `skipped_steps` how many were.
 
     Args:
-        patience: steps in a row after which it is no bad batch: the step raises.
+        patience: raise after this many skipped steps in a row.
 
     Raises:
-        FloatingPointError: at a step, the last `patience` were all left out.
+        ValueError: `patience` is not a positive int.
+        FloatingPointError: at a step, if the last `patience` steps were all skipped.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.skip_nonfinite(), zf.sgd(1.0))
-    >>> state = zf.init(tx, {"w": torch.zeros(1)})
-    >>> state, metrics = zf.update(tx, {"w": torch.tensor([float("nan")])}, state)
-    >>> bool(metrics["skipped"]), state.params["w"]
-    (True, tensor([0.]))
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.skip_nonfinite(), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> state, metrics = zf.update(tx, {"w": torch.tensor([float("nan")])}, state)
+        >>> bool(metrics["skipped"]), state.params["w"]
+        (True, tensor([0.]))
     """
     check_count("skip_nonfinite", "patience", patience, "steps")
 
@@ -67,8 +69,8 @@ def skip_nonfinite(patience: int = 100) -> Transform:
 def _out_of_patience(patience: int) -> Exception:
     return FloatingPointError(
         explain(
-            f"skip_nonfinite(patience={patience}) left out {patience} steps in a row",
-            "gradients that are never finite are no bad batch: the loss is not, or the model diverged",
-            "a lower learning rate, or clip_by_global_norm(1.0) behind it; parameters are as they were",
+            f"skip_nonfinite(patience={patience}) skipped {patience} steps in a row",
+            "so many are not single bad batches: the loss itself is not finite, or the model diverged",
+            "a lower learning rate, or clip_by_global_norm(1.0) after it; the parameters have not changed",
         )
     )

@@ -1,4 +1,4 @@
-"""`watch`: a metric of the update, from the old and the new parameters."""
+"""`watch`: metrics of an update, from the old and the new parameters."""
 
 from __future__ import annotations
 
@@ -27,44 +27,48 @@ RIGHT = 'zf.watch(lambda old, new: {"moved": (new - old).square().sum()}, lambda
 
 @transform
 def watch(fn: Callable[..., Any], then: Callable[..., Any] | None = None, labels: Any = None) -> Transform:
-    """Metrics of the update, such as how far it moved the parameters; stands after the optimizer, and changes nothing.
+    """Compute metrics of an update from the old and new parameters, such as how far it moved them.
 
-    `fn(old, new)` is given one leaf before and after the update, and returns *sums over elements* by name. These are
-    added up over leaves and ranks, then handed by name to `then`, which makes metrics of them. So the numbers are the
-    same at every ZeRO stage, for any number of ranks, and with `in_backward=True`. A metric is named after the
-    transform, `"watch.ratio"`; `zf.watch(...).named("update")` shows it as `"update.ratio"`. In a step that updates
-    nothing it is 0.
+    It stands after the optimizer and changes nothing. `fn(old, new)` gets one leaf before and after the update and
+    returns *sums over elements* by name. They are added up over leaves and ranks, and passed by name to `then`, which
+    returns the metrics. So the numbers are the same at every ZeRO stage, on any number of ranks, and with
+    `in_backward=True`. In a step that updates nothing they are 0.
 
-    The old values of one bucket of parameters are kept while it is updated. Ranks exchange one message in each step,
-    where leaves are cut.
+    A metric is called `"watch.ratio"`, after the transform; `zf.watch(...).named("update")` calls it `"update.ratio"`.
+
+    Cost: a copy of one bucket of old parameters at a time, and one message per step between ranks if leaves are
+    sharded.
 
     Args:
-        fn: of two tensors of one shape, in fp32 where the parameter has 16 bits. Where leaves are cut they are flat
-            pieces of it. Parameters without a gradient in this step come too, with `old` equal to `new`; frozen ones
-            do not. A tensor returned is 0-d.
-        then: takes the sums by their names, as keyword arguments, and returns metrics by name; left out, the sums are
-            the metrics.
-        labels: a function `path -> label`, or a tree of labels that may stop above the leaves. Then each group of
-            leaves has its own metrics, named `"watch.{label}.ratio"`.
+        fn: of two tensors of one shape, in fp32 if the parameter has 16 bits; of a sharded leaf, flat local shards.
+            Returns a dict of 0-d tensors. It also gets parameters without a gradient in this step, with `old` equal to
+            `new`; it does not get frozen ones.
+        then: takes the sums by name as keyword arguments, and returns metrics by name; by default the sums are the
+            metrics.
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves. Each label has its own
+            metrics then, called `"watch.{label}.ratio"`.
 
     Raises:
-        TypeError: `fn` or `then` is no function, or returns something else than numbers by name.
-        ValueError: what `fn` returns does not add up over pieces of a leaf, as a norm, a mean or a maximum.
+        TypeError: `fn` or `then` is not a function, or returns something other than a dict of numbers.
+        ValueError: `fn` raises, or returns what does not add up over pieces of a leaf, such as a norm, a mean, a
+            maximum.
 
-    The ratio of the update to the weights, for each block of a model:
+    Examples:
+        The ratio of the update to the weights, for each block of a model:
 
-    >>> import torch, zerofn as zf
-    >>> ratio = zf.watch(
-    ...     lambda old, new: {"update": (new - old).square().sum(), "weight": old.square().sum()},
-    ...     lambda update, weight: {"ratio": (update / weight).sqrt()},
-    ...     labels=lambda path: path.split(".")[0],
-    ... )
-    >>> tx = zf.chain(zf.sgd(0.1), ratio)
-    >>> state = zf.init(tx, {"embed": {"w": torch.full((2,), 3.0)}, "head": {"w": torch.ones(4), "b": torch.ones(1)}})
-    >>> step = zf.make_step(lambda p: p["embed"]["w"].sum() + 2 * p["head"]["w"].sum() + 0 * p["head"]["b"].sum(), tx)
-    >>> state, metrics = step(state)
-    >>> print(*(f"{name} {metrics[name]:.4f}" for name in ("watch.embed.ratio", "watch.head.ratio")))
-    watch.embed.ratio 0.0333 watch.head.ratio 0.1789
+        >>> import torch, zerofn as zf
+        >>> ratio = zf.watch(
+        ...     lambda old, new: {"update": (new - old).square().sum(), "weight": old.square().sum()},
+        ...     lambda update, weight: {"ratio": (update / weight).sqrt()},
+        ...     labels=lambda path: path.split(".")[0],
+        ... )
+        >>> tx = zf.chain(zf.sgd(0.1), ratio)
+        >>> params = {"embed": {"w": torch.full((2,), 3.0)}, "head": {"w": torch.ones(4), "b": torch.ones(1)}}
+        >>> state = zf.init(tx, params)
+        >>> loss = lambda p: p["embed"]["w"].sum() + 2 * p["head"]["w"].sum() + 0 * p["head"]["b"].sum()
+        >>> state, metrics = zf.make_step(loss, tx)(state)
+        >>> print(*(f"{name} {metrics[name]:.4f}" for name in ("watch.embed.ratio", "watch.head.ratio")))
+        watch.embed.ratio 0.0333 watch.head.ratio 0.1789
     """
     for what, given in (("fn", fn), ("then", then)):
         if not callable(given) and not (what == "then" and given is None):
@@ -80,10 +84,10 @@ def _named(
     of_sums: tuple[str, ...],
     of_metrics: tuple[str, ...],
 ) -> Transform:
-    """The transform of this name; its metrics have the name in them."""
+    """The transform under this name, which its metrics contain."""
 
     def groups(layout: Layout, paths: Collection[str]) -> dict[str, list[str]]:
-        """The paths of each group, by what its metrics begin with: the same groups in the same order on every rank."""
+        """The paths of each group, by the prefix of its metrics: the same groups in the same order on every rank."""
         if labels is None:
             return {f"{name}.": list(paths)}
         given = labels_by_path(labels, layout, only=set(paths))
@@ -137,7 +141,7 @@ def _row(sums: Mapping[str, Any], device: torch.device) -> Tensor:
 
 
 def _added(rows: Leaves, groups: Mapping[str, list[str]], count: int, device: torch.device) -> Tensor:
-    """The sums of each group, one group behind the other: zeros of one that has no elements here."""
+    """The sums of each group, concatenated; zeros for a group without elements on this rank."""
     found = []
     for paths in groups.values():
         here = [rows[path].to(device) for path in paths if path in rows and rows[path].numel()]
@@ -147,16 +151,18 @@ def _added(rows: Leaves, groups: Mapping[str, list[str]], count: int, device: to
 
 
 def _names(fn: Callable[..., Any], then: Callable[..., Any] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of sums and of metrics, from six numbers; raises where sums of pieces do not add up."""
+    """The names of sums and metrics, from a trial on six numbers; raises if sums over pieces do not add up."""
     at = torch.arange(1.0, 7.0, dtype=torch.float32, device="cpu")
     old, new = at.sin(), at.sin() + 0.1 * at.cos()
     sums = _called(fn, (old, new), {}, "fn")
     pieces = [_called(fn, (old[part], new[part]), {}, "fn") for part in (slice(0, 2), slice(2, 6))]
     for name, value in sums.items():
-        whole, added = float(value), sum(float(piece.get(name, torch.nan)) for piece in pieces)
-        if not abs(whole - added) <= 1e-4 * max(abs(whole), abs(added), 1e-3):
-            wrong = f"watch(fn) whose {name!r} is {whole:.4g} of six numbers, and {added:.4g} over two and four of them"
-            why = "leaves are cut over ranks, so fn returns sums over elements; then makes a root or a quotient of them"
+        total, summed = float(value), sum(float(piece.get(name, torch.nan)) for piece in pieces)
+        if not abs(total - summed) <= 1e-4 * max(abs(total), abs(summed), 1e-3):
+            wrong = (
+                f"watch(fn): {name!r} of six numbers is {total:.4g}, but {summed:.4g} summed over two and four of them"
+            )
+            why = "leaves are sharded, so fn returns sums over elements; roots and quotients of sums belong into then"
             raise ValueError(explain(wrong, why, RIGHT))
     if then is None:
         return tuple(sums), tuple(sums)
@@ -171,14 +177,14 @@ def _called(
     except Exception as error:
         told = f"tensors of shape {tuple(given[0].shape)}" if given else f"the sums {', '.join(named)}"
         wrong = f"watch({what}=...): {what} of {told} raised {type(error).__name__}: {error}"
-        why = "fn is called with (old, new), of a leaf or of a flat piece of it; then with the sums of fn by name"
+        why = "fn is called with (old, new), a leaf or a flat shard of it; then is called with the sums of fn by name"
         raise ValueError(explain(wrong, why, RIGHT)) from error
     return _checked(found, None, what)
 
 
 def _checked(found: Any, names: tuple[str, ...] | None, what: str) -> Mapping[str, Any]:
-    """What `fn` or `then` returned, in the order of `names`; a TypeError where it is no dict of these numbers."""
-    why = "it returns numbers by name: a dict of 0-d tensors"
+    """What `fn` or `then` returned, in the order of `names`; raises if it is not a dict of numbers by these."""
+    why = f"{what} returns a dict of 0-d tensors or numbers by name"
     if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) and name for name in found):
         raise TypeError(explain(f"watch({what}=...): {what} returned {found!r}", why, RIGHT))
     for name, x in found.items():
@@ -188,6 +194,6 @@ def _checked(found: Any, names: tuple[str, ...] | None, what: str) -> Mapping[st
     if names is None:
         return found
     if set(found) != set(names):
-        wrong = f"watch({what}=...): {what} returned {', '.join(found)} once, and {', '.join(names)} before"
-        raise TypeError(explain(wrong, "each leaf and each step has the same metrics", RIGHT))
+        wrong = f"watch({what}=...): {what} returned the names {', '.join(found)}, and {', '.join(names)} before"
+        raise TypeError(explain(wrong, "every leaf and every step must return the same names", RIGHT))
     return {name: found[name] for name in names}
