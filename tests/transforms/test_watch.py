@@ -273,7 +273,7 @@ REFUSED = {
     "a tensor": (lambda old, new: (new - old).square().sum(), None, TypeError, "numbers by name"),
     "a vector": (lambda old, new: {"x": new - old}, None, TypeError, "shape \\(6,\\)"),
     "one argument": (lambda new: {"x": new.sum()}, None, ValueError, "called with \\(old, new\\)"),
-    "a matrix": (lambda old, new: {"x": (new @ old.mT).sum()}, None, ValueError, "flat piece"),
+    "a matrix": (lambda old, new: {"x": (new @ old.mT).sum()}, None, ValueError, "flat shard"),
     "no function": ("norm", None, TypeError, "fn is a function"),
     "another name in then": (sums, lambda moved: {"x": moved}, ValueError, "the sums update, weight"),
     "then without names": (sums, lambda update, weight: update, TypeError, "numbers by name"),

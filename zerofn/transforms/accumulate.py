@@ -49,8 +49,8 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
             fp16 gradients are then kept in fp32, since tokens times a gradient may exceed 65504.
 
     Raises:
-        ValueError: `every` is not a positive int, or `weighted` not a bool; at an update, a weight is missing, negative,
-            infinite, or given without `weighted`; the weights of a window add up to 0.
+        ValueError: `every` is not a positive int, or `weighted` not a bool; at an update, a weight is missing, is
+            negative or infinite, or is given without `weighted`; the weights of a window add up to 0.
 
     Examples:
         >>> import torch, zerofn as zf

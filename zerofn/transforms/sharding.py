@@ -27,9 +27,9 @@ def shard(mesh: Any = None) -> Transform:
     """ZeRO-3: parameters, gradients and optimizer states live as shards; parameters are all-gathered on use.
 
     As FSDP2's `fully_shard` (Rajbhandari et al., 2020). A block of the model is all-gathered when one of its parameters
-    is used, and resharded when the next block is; backward gathers it again. In the eager route `p` and `p.grad` are
-    DTensors, whose local tensor is this rank's rows. `shard` stands first in a chain: gradients are reduced in the
-    compute dtype, or in `precision(reduce_dtype=...)`.
+    is used, and resharded when the next block is; backward gathers it again. In the eager route `p` and `p.grad` have
+    the full shape and hold this rank's rows: `p.to_local()`. `shard` stands first in a chain: gradients are reduced in
+    the compute dtype, or in `precision(reduce_dtype=...)`.
 
     One rank may call the model alone (`if rank == 0: evaluate(model)`): the others send it their shards. If forward
     writes parameters (a momentum encoder), evaluate on every rank instead: some ranks may have written their shards by
