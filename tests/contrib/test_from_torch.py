@@ -138,7 +138,7 @@ def test_a_class_of_ones_own():
     [
         (torch.optim.LBFGS, "closure"),
         (torch.optim.Muon, "2D"),
-        (torch.optim.Adafactor, r"'row_var', a tensor of shape \(3, 1\)"),
+        (torch.optim.Adafactor, r"'row_var' is a tensor of shape \(3, 1\)"),
         (torch.optim.SparseAdam, "dense"),
         (Norm, "two pieces"),
         (InGroups, "param_groups"),

@@ -187,18 +187,18 @@ class Two(nn.Module):
     [
         (lambda: zf.layer_drop([torch.sin], 0.5), TypeError, "schedule is a function of step and depth"),
         (lambda: zf.layer_drop([], KEEP), TypeError, "blocks are functions"),
-        (lambda: zf.layer_drop(Model(), KEEP), TypeError, "no step is known"),
-        (lambda: zf.layer_drop(Two(), KEEP, step=lambda: 0), ValueError, "more or less than one: a, b"),
-        (lambda: zf.layer_drop(nn.Linear(2, 2), KEEP, step=lambda: 0), ValueError, "more or less than one: none"),
+        (lambda: zf.layer_drop(Model(), KEEP), TypeError, "a call of a module does not tell"),
+        (lambda: zf.layer_drop(Two(), KEEP, step=lambda: 0), ValueError, "does not have exactly one: a, b"),
+        (lambda: zf.layer_drop(nn.Linear(2, 2), KEEP, step=lambda: 0), ValueError, "does not have exactly one: none"),
         (lambda: zf.layer_drop(nn.ModuleList(), KEEP, step=lambda: 0), ValueError, "the list is empty"),
         (
             lambda: zf.layer_drop(nn.ModuleList([Block()] * 3), KEEP, step=lambda: 0),
             ValueError,
-            r"blocks \[1, 2\] stand",
+            r"blocks \[1, 2\] are also",
         ),
-        (lambda: zf.layer_drop([lambda x: x[:1]], KEEP)(X, step=0), ValueError, r"makes \(1, 3\) of \(4, 3\)"),
-        (lambda: zf.layer_drop([lambda x: (x,)], KEEP)(X, step=0), TypeError, "makes a tuple of a Tensor"),
-        (lambda: zf.layer_drop([torch.sin], lambda s, d: 0.0)(X, step=0), ValueError, "to lie in"),
+        (lambda: zf.layer_drop([lambda x: x[:1]], KEEP)(X, step=0), ValueError, r"returns \(1, 3\) for \(4, 3\)"),
+        (lambda: zf.layer_drop([lambda x: (x,)], KEEP)(X, step=0), TypeError, "returns a tuple for a Tensor"),
+        (lambda: zf.layer_drop([torch.sin], lambda s, d: 0.0)(X, step=0), ValueError, "a probability lies in"),
     ],
 )
 def test_refusals(call, kind, message):

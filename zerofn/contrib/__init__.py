@@ -1,5 +1,5 @@
-"""What few people need, written on the public names: nothing in the package imports it.
+"""What few people need, written on the public names; nothing else in the package imports it.
 
-`zerofn/__init__.py` finds public names here when they are asked for. What a module takes from the inside of the package
-all the same stands in `tests/test_imports.py`, with the reason.
+`zerofn/__init__.py` imports public names from here when they are asked for. `tests/test_imports.py` lists the private
+names that a module here imports all the same, with the reason.
 """

@@ -1,4 +1,4 @@
-"""Curvature of a loss: Hessian-vector products, eigenvalues, traces."""
+"""Curvature of a loss: Hessian-vector products, eigenvalues and traces."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from zerofn.extend import (
 # ----------------------------------------------------------------------------------------------------------------------
 # `Hessian`: products of the Hessian of a loss with vectors, over parameters that may be sharded.
 #
-# The Hessian itself is never computed. The gradient is recorded once, and each product is one backward through it
-# (Pearlmutter, 1994); memory is that of one such graph. Sharded parameters stay sharded, and so do the vectors: inner
-# products are summed over ranks. Random vectors are drawn by seed, path and place in the leaf, so that they are the
-# same for any number of ranks.
+# The Hessian itself is never computed. The gradient is recorded once, and each product is one backward through that
+# graph (Pearlmutter, 1994), which is what is kept in memory. Sharded parameters stay sharded, and so do the vectors:
+# inner products are summed over ranks. Random vectors depend on seed, path and index in the leaf, so they are the same
+# on any number of ranks.
 
 
-# A stream of the counter generator that stochastic rounding does not use.
+# A stream of the counter-based generator that stochastic rounding does not use.
 _STREAM = 77
 
 
 class Hessian:
-    """Products of the Hessian of a loss with vectors, which are sharded as the stored parameters are.
+    """Products of the Hessian of a loss with vectors that are sharded as the stored parameters are.
 
     Attributes:
         leaves: the parameters, by path.
-        paths: of those that are trained.
-        grads: the gradients whose graph leads to parameters, by path.
-        dtype: of what is returned, at least float32.
+        paths: the paths of trained parameters.
+        grads: the gradients that depend on the parameters, by path, recorded by autograd.
+        dtype: of results, at least float32.
         epsilon: the largest rounding error of a parameter's dtype.
     """
 
@@ -59,28 +59,29 @@ class Hessian:
             if not isinstance(loss, Tensor) or loss.ndim:
                 kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else kind_of(loss)
                 wrong = f"zf.curvature.{where} of a loss_fn that returns {kind}"
-                raise ValueError(explain(wrong, "a Hessian is one of a number", "return loss.mean(), or (loss, aux)"))
+                why = "a Hessian is the second derivative of a single number"
+                raise ValueError(explain(wrong, why, "return loss.mean(), or (loss, aux)"))
             wanted = [self.leaves[p] for p in self.paths]
             recorded = loss.requires_grad
             grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True) if recorded else ()
         self.grads = {p: g for p, g in zip(self.paths, grads, strict=False) if g is not None and g.requires_grad}
         if not self.grads:
             wrong = f"zf.curvature.{where} of a loss whose gradient does not depend on the parameters"
-            why = "its second derivative is zero, or not recorded: a linear loss, detach(), once_differentiable"
-            right = "the loss that is trained, with all that is between it and the parameters recorded"
+            why = "its second derivative is zero (a linear loss), or detach() or once_differentiable hides it"
+            right = "a loss_fn that computes the loss from params without detach()"
             raise ValueError(explain(wrong, why, right))
         if not_differentiable(self.grads.values()):
             wrong = f"zf.curvature.{where} of a loss without a second derivative"
-            why = "an operation of the model has a first derivative only: a fused attention, or a function that is "
-            right = "another form of it; of attention, in loss_fn: "
+            why = "an operation has a first derivative only: a fused attention, or one marked once_differentiable"
+            right = "an operation with a second derivative; for attention, in loss_fn: "
             right += "with torch.nn.attention.sdpa_kernel(SDPBackend.MATH): ..."
-            raise RuntimeError(explain(wrong, f"{why}marked once_differentiable", right))
+            raise RuntimeError(explain(wrong, why, right))
         dtypes = [torch.promote_types(x.dtype, torch.float32) for x in wanted]
         self.dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
         self.epsilon = max(torch.finfo(x.dtype).eps for x in wanted)
 
     def blocks(self, names: Iterable[str] | None) -> dict[str, tuple[str, ...]]:
-        """The paths of each block."""
+        """The paths of each block, by its name."""
         if names is None:
             return {"": self.paths}
         names = [names] if isinstance(names, str) else list(names)
@@ -92,7 +93,7 @@ class Hessian:
         return found
 
     def draw(self, paths: Iterable[str], seed: int, step: int, signs: bool) -> Leaves:
-        """A random vector: of signs, or uniform in (-1, 1)."""
+        """A random vector, by path: of signs, or uniform in (-1, 1)."""
         found = {}
         for p in paths:
             x = self.leaves[p]
@@ -102,7 +103,7 @@ class Hessian:
         return found
 
     def product(self, v: Leaves) -> Leaves:
-        """`H v`, of the block of the Hessian for the paths in `v`."""
+        """`H v`, for the block of the Hessian whose paths are in `v`."""
         paths = [p for p in v if p in self.grads]
         inputs = [self.leaves[p] for p in v]
         outs, vectors = [self.grads[p] for p in paths], [v[p] for p in paths]
@@ -112,14 +113,14 @@ class Hessian:
 
     def inner(self, u: Leaves, v: Leaves) -> float:
         """The inner product over all ranks."""
-        # In fp32 torch adds up in a tree, which loses no more than rounding the products does; leaves and ranks are
-        # added in float64. Wholly in float64 the two inner products of a step would take a tenth of its time.
+        # Within a leaf in fp32: torch adds pairwise, which loses no more than rounding the products does. Over leaves
+        # and ranks in float64. All of it in float64 would cost a tenth of a step.
         own = sum((_wide(u[p]) * _wide(v[p])).sum().double() for p in u)
         return float(self.ranks.reduction.sum(torch.as_tensor(own)))
 
     def norm(self, v: Leaves) -> float:
         """The norm over all ranks, in one pass over memory."""
-        # Leaf by leaf, since a sum over all of them would be one in fp32.
+        # Leaf by leaf, since `squared_norm` of all of them would be summed in fp32.
         own = sum(squared_norm({p: x.contiguous()}).double() for p, x in v.items())
         return math.sqrt(float(self.ranks.reduction.sum(torch.as_tensor(own))))
 
@@ -136,10 +137,10 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def not_differentiable(tensors: Iterable[Tensor]) -> bool:
-    """Whether the graph of `tensors` has a node that stands for a missing derivative.
+    """Whether the graph of `tensors` contains a node for a missing derivative.
 
-    Products would not always raise: torch raises where such a node runs, but does not run those of
-    `once_differentiable`, since no parameter is behind them, and what they hide would count as zero.
+    Torch would not always raise at a product. It raises where such a node runs, but it does not run the nodes of
+    `once_differentiable`, behind which it sees no parameter: what they hide would count as zero.
     """
     todo, seen = [x.grad_fn for x in tensors], set()
     while todo:
@@ -157,7 +158,7 @@ def not_differentiable(tensors: Iterable[Tensor]) -> bool:
 # Curvature of a loss: largest eigenvalues, spectra and traces of its Hessian, by products with vectors.
 
 
-_WHY = "it takes products until their numbers say that it is enough"
+_WHY = "it decides in Python how many products to take"
 _RIGHT = "zf.curvature.{}(loss_fn, tx, state, *batch), outside of what is compiled"
 
 
@@ -165,9 +166,9 @@ class Spectrum(NamedTuple):
     """Eigenvalues of a Hessian by Lanczos' iteration, from the smallest to the largest.
 
     Attributes:
-        values: (m,) Ritz values. The outer ones are eigenvalues first; those within are a quadrature of the density.
+        values: (m,) Ritz values. The outer ones converge to eigenvalues first; those inside approximate the density.
         weights: (m,) their shares of the start vector, which add up to 1.
-        errors: (m,) to within which there is an eigenvalue: the norms of `H x - value * x` for unit vectors `x`.
+        errors: (m,) an eigenvalue lies within this distance: the norm of `H x - value * x` for a unit vector `x`.
     """
 
     values: Tensor
@@ -176,7 +177,7 @@ class Spectrum(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A trace and the standard error of its estimate, 0-d tensors."""
+    """An estimate of a trace, and its standard error, as 0-d tensors."""
 
     value: Tensor
     error: Tensor
@@ -193,37 +194,41 @@ def max_eigenvalue(
     max_iter: int = 100,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """The eigenvalue of the Hessian that is largest in absolute value, with its sign; of all parameters, or by block.
+    """The eigenvalue of the Hessian that is largest in absolute value, with its sign.
 
-    By power iteration `v <- H v / |H v|`, until the Rayleigh quotient `v . H v` changes by less than `tol` of itself.
-    One product each. A second eigenvalue of nearly the same size makes it slow: see `spectrum`.
+    Power iteration `v <- H v / |H v|`, until the Rayleigh quotient `v . H v` changes by less than `tol` of itself. Each
+    iteration takes one product. It is slow if a second eigenvalue has nearly the same size: use `spectrum` then.
 
     Args:
-        loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`, as for `zf.make_step`; the mean over ranks
-            of their losses is meant. It must have a second derivative.
+        loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`, as for `zf.make_step`. It must have a second
+            derivative. Over several ranks the loss is the mean of theirs.
         tx: the pipeline.
-        state: its state, of `zf.init` or `opt.state`.
-        batch: what `loss_fn` is given.
-        blocks: beginnings of paths, `"blocks.0"` for all of `blocks.0.*`. Each has the Hessian of its own parameters.
+        state: its state, from `zf.init` or `opt.state`.
+        batch: the arguments of `loss_fn`.
+        blocks: prefixes of paths, such as `"blocks.0"` for all of `blocks.0.*`. Each has the Hessian of its own
+            parameters.
         tol: relative change at which to stop.
-        max_iter: products at most, for each block.
+        max_iter: the most products for each block.
         seed: of the start vector.
 
     Returns:
-        By block a 0-d tensor, in at least float32; the one name is `""` without `blocks`. Equal on all ranks. A block
-        that was not settled after `max_iter` is there too, and warned of.
+        A dict from block to 0-d tensor, in float32 or wider, equal on all ranks; the key is `""` without `blocks`.
 
     Raises:
-        ValueError: a block that matches no parameter; a gradient that does not depend on the parameters.
+        ValueError: a block matches no parameter; the gradient does not depend on the parameters.
         RuntimeError: an operation in the loss has no second derivative.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.sgd(0.1)
-    >>> state = zf.init(tx, {"w": torch.tensor([1.0, 1.0]), "b": torch.tensor([1.0])})
-    >>> loss = lambda p: p["w"][0] ** 2 + 3 * p["w"][1] ** 2 - p["b"].square().sum()
-    >>> found = zf.curvature.max_eigenvalue(loss, tx, state, blocks=["w", "b"], tol=1e-4)
-    >>> {name: round(float(x), 2) for name, x in found.items()}
-    {'w': 6.0, 'b': -2.0}
+    Warns:
+        RuntimeWarning: a block has not converged after `max_iter` products; its last value is returned.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.sgd(0.1)
+        >>> state = zf.init(tx, {"w": torch.tensor([1.0, 1.0]), "b": torch.tensor([1.0])})
+        >>> loss = lambda p: p["w"][0] ** 2 + 3 * p["w"][1] ** 2 - p["b"].square().sum()
+        >>> found = zf.curvature.max_eigenvalue(loss, tx, state, blocks=["w", "b"], tol=1e-4)
+        >>> {name: round(float(x), 2) for name, x in found.items()}
+        {'w': 6.0, 'b': -2.0}
     """
     check_number("max_eigenvalue", "tol", tol)
     check_count("max_eigenvalue", "max_iter", max_iter, "products")
@@ -236,7 +241,7 @@ def max_eigenvalue(
     if unsettled:
         warnings.warn(
             f"max_eigenvalue: not within tol={tol} after {max_iter} products: {', '.join(unsettled)}. "
-            "Give a larger max_iter, or use zf.curvature.spectrum, which tells close eigenvalues apart",
+            "Write a larger max_iter, or use zf.curvature.spectrum, which tells close eigenvalues apart.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -269,26 +274,27 @@ def spectrum(
 ) -> dict[str, Spectrum]:
     """Eigenvalues of the Hessian by Lanczos' iteration, with a bound on the error of each.
 
-    `steps` products with orthogonal vectors make a tridiagonal matrix, whose eigenvalues are taken; every vector is
-    made orthogonal to all before it twice, since without it eigenvalues come up again. `weights` and `values` are a
-    quadrature of the density of eigenvalues as the start vector sees it (Golub and Meurant, 1994).
+    `steps` products with orthogonal vectors give a tridiagonal matrix, whose eigenvalues are returned. Each vector is
+    orthogonalized twice against all before it, as otherwise eigenvalues appear several times. `weights` and `values`
+    are a quadrature of the density of eigenvalues as the start vector sees it (Golub and Meurant, 1994).
 
     Args:
-        loss_fn: as for `max_eigenvalue`, and so `tx`, `state`, `batch` and `blocks`.
-        steps: products; as many vectors of the parameters' size are kept. Fewer if there are fewer parameters.
+        loss_fn: as in `max_eigenvalue`, like `tx`, `state`, `batch` and `blocks`.
+        steps: products, at most one per parameter. As many vectors of the parameters' size are kept in memory.
         seed: of the start vector.
 
     Returns:
-        By block a `Spectrum`.
+        A dict from block to `Spectrum`.
 
     Raises:
         ValueError, RuntimeError: as `max_eigenvalue`.
 
-    >>> import torch, zerofn as zf
-    >>> state = zf.init(zf.sgd(0.1), {"w": torch.tensor([1.0, 1.0, 1.0])})
-    >>> loss = lambda p: (torch.tensor([1.0, 2.0, -4.0]) * p["w"] ** 2).sum()
-    >>> [round(x, 3) for x in zf.curvature.spectrum(loss, zf.sgd(0.1), state)[""].values.tolist()]
-    [-8.0, 2.0, 4.0]
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> state = zf.init(zf.sgd(0.1), {"w": torch.tensor([1.0, 1.0, 1.0])})
+        >>> loss = lambda p: (torch.tensor([1.0, 2.0, -4.0]) * p["w"] ** 2).sum()
+        >>> [round(x, 3) for x in zf.curvature.spectrum(loss, zf.sgd(0.1), state)[""].values.tolist()]
+        [-8.0, 2.0, 4.0]
     """
     check_count("spectrum", "steps", steps, "products")
     hessian = Hessian(loss_fn, tx, state, batch, "spectrum")
@@ -317,7 +323,7 @@ def _lanczos(hessian: Hessian, v: Leaves, most: int) -> tuple[list[float], list[
                 w = {p: x - part * u[p] for p, x in w.items()}
         beside.append(math.sqrt(hessian.inner(w, w)))
         size = max(map(abs, diagonal + beside))
-        # The residual is rounding: the vectors so far span all that the start vector reaches.
+        # The residual is only rounding error: the vectors span all that the start vector can reach.
         if len(diagonal) >= most or beside[-1] <= 10 * hessian.epsilon * size:
             return diagonal, beside
         vectors.append({p: x / beside[-1] for p, x in w.items()})
@@ -333,34 +339,36 @@ def trace(
     samples: int = 32,
     seed: int = 0,
 ) -> dict[str, Trace]:
-    """The trace of the Hessian, as the mean of `v . H v` over random vectors of signs, and its standard error.
+    """The trace of the Hessian: the mean of `v . H v` over random vectors of signs, and its standard error.
 
-    Hutchinson, 1990. Exact, with an error of 0, where the Hessian is diagonal.
+    Hutchinson's estimator (1990). If the Hessian is diagonal it is exact, with an error of 0.
 
     Args:
-        loss_fn: as for `max_eigenvalue`, and so `tx`, `state`, `batch` and `blocks`.
-        samples: vectors, at least 2, one product each.
+        loss_fn: as in `max_eigenvalue`, like `tx`, `state`, `batch` and `blocks`.
+        samples: vectors, at least 2; one product each.
         seed: of the vectors.
 
     Returns:
-        By block a `Trace`.
+        A dict from block to `Trace`.
 
     Raises:
         ValueError, RuntimeError: as `max_eigenvalue`.
 
-    >>> import torch, zerofn as zf
-    >>> state = zf.init(zf.sgd(0.1), {"w": torch.tensor([1.0, 1.0])})
-    >>> loss = lambda p: (torch.tensor([1.0, 2.0]) * p["w"] ** 2).sum()
-    >>> zf.curvature.trace(loss, zf.sgd(0.1), state)
-    {'': Trace(value=tensor(6.), error=tensor(0.))}
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> state = zf.init(zf.sgd(0.1), {"w": torch.tensor([1.0, 1.0])})
+        >>> loss = lambda p: (torch.tensor([1.0, 2.0]) * p["w"] ** 2).sum()
+        >>> zf.curvature.trace(loss, zf.sgd(0.1), state)
+        {'': Trace(value=tensor(6.), error=tensor(0.))}
     """
     check_count("trace", "samples", samples, "vectors")
     if samples < 2:
-        raise ValueError(explain(f"trace(samples={samples})", "one number has no spread", "trace(samples=32)"))
+        why = "a standard error needs at least two samples"
+        raise ValueError(explain(f"trace(samples={samples})", why, "trace(samples=32)"))
     hessian = Hessian(loss_fn, tx, state, batch, "trace")
     found = {}
     for name, paths in hessian.blocks(blocks).items():
-        # One vector at a time is in memory.
+        # A generator, so that one vector at a time is in memory.
         draws = (hessian.draw(paths, seed, 1 + i, signs=True) for i in range(samples))
         products = torch.tensor([hessian.inner(v, hessian.product(v)) for v in draws], dtype=torch.float64)
         estimates = products.mean(), products.std() / math.sqrt(samples)

@@ -1,4 +1,4 @@
-"""`python -m zerofn doctor`: checks versions, processor, kernel and local ranks, and says what would be slow."""
+"""`python -m zerofn doctor`: check versions, processor, kernel and local ranks, and say what would be slow."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zerofn import __version__, launch
 from zerofn.collectives import world_group
 from zerofn.extend import adam_, all_reduce_, implementation_for
 
-# What has no public name: where this installation keeps its kernels, and what its torch was built with.
+# These have no public name: the directory of built kernels, and the backends that torch was built with.
 from ..kernels import native as native_cache
 from ..ranks.backend import available
 
-# Elements of the update that is timed: 16 MiB of parameters, gradients and moments in bf16.
+# Elements in the update that is timed: 16 MiB of parameters, gradients and moments in bf16.
 ELEMENTS = 1 << 21
 OPTIONAL = {
     "safetensors": "zf.export_safetensors, zf.load_safetensors",
@@ -33,10 +33,10 @@ class Finding(NamedTuple):
     """One line of the report.
 
     Attributes:
-        about: what it is about.
+        about: the subject.
         result: what was found.
-        remedy: what to do about it; nothing where it is well.
-        broken: whether something does not work, rather than being slow.
+        remedy: what to do about it; empty if all is well.
+        broken: whether something does not work at all, rather than being slow.
     """
 
     about: str
@@ -50,13 +50,14 @@ class Finding(NamedTuple):
 
 
 def examine(nproc: int = 2) -> Iterator[Finding]:
-    """Check this machine, finding by finding. Takes a few seconds.
+    """Check this machine, one finding at a time. Takes a few seconds.
 
     Args:
         nproc: local ranks to start as a test; 0 for none.
 
-    >>> [found.broken for found in examine(nproc=0)]
-    [False, False, False, False, False, False]
+    Examples:
+        >>> [found.broken for found in examine(nproc=0)]
+        [False, False, False, False, False, False]
     """
     yield _versions()
     yield _processor()
@@ -98,7 +99,7 @@ def _devices() -> Finding:
 
 
 def _kernel() -> Finding:
-    """The update of `low_precision_adam`, timed with the kernel and without."""
+    """The update of `low_precision_adam`, timed with the C kernel and without."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -121,7 +122,7 @@ def _time(implementation: str) -> float:
         adam_([p], [g], [m], [v], rounding="stochastic", **how)
 
     p, g, m, v = (torch.ones(ELEMENTS, dtype=torch.bfloat16) for _ in range(4))
-    once()  # the first builds it
+    once()  # the first call builds the kernel
     return min(_seconds(once) for _ in range(3))
 
 
@@ -167,7 +168,7 @@ def _add_up() -> float:
 
 
 def main(nproc: int) -> int:
-    """Print the report; 1 if something does not work."""
+    """Print the report; return 1 if something does not work, else 0."""
     broken = False
     for found in examine(nproc):
         print(found, flush=True)

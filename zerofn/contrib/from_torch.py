@@ -1,4 +1,4 @@
-"""`from_torch`: a class of `torch.optim`, or one written like those, as a transform."""
+"""`from_torch`: a class of `torch.optim`, or one of your own like it, as a transform."""
 
 from __future__ import annotations
 
@@ -24,59 +24,65 @@ from zerofn.extend import (
     unknown_keyword,
 )
 
-# Options that say how a class runs: the pipeline decides that.
+# Options that say how a class runs. The pipeline decides that.
 RUNS = ("foreach", "fused", "capturable", "differentiable")
-# A leaf's number of updates, which the state has under a name of its own, as a whole number.
+# A class's count of updates per leaf. The state counts updates itself, as `count`.
 STEP = "step"
 RESERVED = ("count", STEP)
-# Products in another order differ by 1e-16 in float64; what looks at neighbours differs by far more.
+# Tolerance in float64: a product in another order differs by 1e-16, an update that is not elementwise by far more.
 CLOSE = 1e-9
 
 
 @kept_out_of_graphs(
-    "it tries the class on a leaf, by code that is in no graph; and what it makes is in none",
-    "zf.adam, zf.sgd and the others of this library in torch.compile(zf.make_step(loss_fn, tx), fullgraph=True)",
+    "it tries the class on a small leaf, and the class's in-place update cannot be compiled",
+    "zf.adam, zf.sgd or another optimizer of this library in torch.compile(zf.make_step(loss_fn, tx), fullgraph=True)",
     "from_torch(...)",
 )
 def from_torch(
     optimizer_class: type[torch.optim.Optimizer], lr: ScalarOrSchedule | None = None, **options: Any
 ) -> Transform:
-    """A class of `torch.optim` as a transform: `zf.from_torch(torch.optim.NAdam, lr=2e-3)`, to the bit.
+    """Use a class of `torch.optim` as a transform: `zf.from_torch(torch.optim.NAdam, lr=2e-3)`.
 
-    For every class whose update of an element needs that element's own gradient, parameter and state alone: of torch
-    `NAdam`, `RAdam`, `Adagrad`, `Adadelta`, `Adamax`, `RMSprop`, `Rprop`, `ASGD`, `SGD`, `Adam` and `AdamW`, and yours.
-    At every ZeRO stage it is handed what a rank has of a leaf. What it keeps has the names that the class gives it, so
-    `opt.load_state_dict` takes a checkpoint of the class; before a leaf's first update, which the class makes from
-    nothing, it is zero. In each step an optimizer of the class is made for the leaves at hand and its `step` is called,
-    in the form for single tensors. That costs a copy of a bucket of gradients, some 4 MB.
+    For classes whose update is elementwise: it computes each element from that element's gradient, parameter and state
+    alone. In torch these are `NAdam`, `RAdam`, `Adagrad`, `Adadelta`, `Adamax`, `RMSprop`, `Rprop`, `ASGD`, `SGD`,
+    `Adam` and `AdamW`. At every ZeRO stage the class gets this rank's shards.
 
-    It writes in place, so it has no derivative, does not run under `vmap`, and is in no compiled graph: `zf.adam`,
-    `zf.sgd` and the others of this library are functions.
+    State entries have the class's names, so `opt.load_state_dict` takes a checkpoint of the class. Before a leaf's
+    first update they are zero.
+
+    In each step an optimizer of the class is made for one bucket of leaves, and its `step` is called in the
+    single-tensor form. That costs a copy of a bucket of gradients, about 4 MB. The class writes in place, so its step
+    has no derivative, and cannot run under `vmap` or in a compiled graph; `zf.adam`, `zf.sgd` and this library's other
+    optimizers can.
 
     Args:
-        optimizer_class: the class, not an optimizer that is made.
+        optimizer_class: the class, not an instance.
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step; by default the class's own.
         options: of the class, such as `betas`, `weight_decay` or `maximize`.
 
     Raises:
-        TypeError: no such class, an option that it does not have, or no `lr` where the class has no default.
-        ValueError: its update is not one of elements (`LBFGS`, `Muon`, `Adafactor`, `SparseAdam`), which is tried on
-            a leaf of 12 numbers, whole and in two pieces; or the class refuses an option.
+        TypeError: not an optimizer class, an option that it does not have, or no `lr` where the class has no default.
+        ValueError: its update is not elementwise (`LBFGS`, `Muon`, `Adafactor`, `SparseAdam`), as a trial on 12
+            numbers, whole and in two pieces, shows; or the class refuses an option.
         RuntimeError: at a step that autograd or torch.func differentiates, or a compiler traces.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.from_torch(torch.optim.Adagrad, lr=0.5)
-    >>> tx
-    from_torch(optimizer_class=Adagrad, lr=0.5)
-    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
-    >>> state.params["w"], sorted(state.transforms["from_torch"])
-    (tensor([-0.5000, -0.5000]), ['count', 'step', 'sum'])
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.from_torch(torch.optim.Adagrad, lr=0.5)
+        >>> tx
+        from_torch(optimizer_class=Adagrad, lr=0.5)
+        >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+        >>> state.params["w"], sorted(state.transforms["from_torch"])
+        (tensor([-0.5000, -0.5000]), ['count', 'step', 'sum'])
+
+    Notes:
+        The bits are those of the class.
     """
     known = _options(optimizer_class)
     name = optimizer_class.__name__
     for given in options:
         if given in RUNS:
-            wrong, why = f"from_torch({name}, {given}={options[given]!r})", "how a class is run is up to the pipeline"
+            wrong, why = f"from_torch({name}, {given}={options[given]!r})", "the pipeline decides how the class is run"
             raise TypeError(explain(wrong, why, f"zf.from_torch({name}, lr=...), without {given}"))
         if given not in known:
             names = ["lr", *(k for k in known if k not in ("lr", *RUNS))]
@@ -97,7 +103,7 @@ from_torch.__rebuild__ = lambda config, parts: from_torch(**config)  # type: ign
 
 
 class _Slot(NamedTuple):
-    """An entry of a class's state of a leaf: a tensor of the leaf's shape, or a number."""
+    """An entry of a class's state for a leaf: a tensor of the leaf's shape, or a number."""
 
     of_elements: bool
     dtype: torch.dtype
@@ -110,7 +116,7 @@ class _Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class _Class:
-    """A class with its options, and what it keeps of a leaf, by the leaf's dtype."""
+    """A class with its options, and the entries of its state for a leaf, by the leaf's dtype."""
 
     cls: type
     options: Mapping[str, Any]
@@ -120,7 +126,7 @@ class _Class:
         return self.cls(params, lr=lr, **{**self.options, **numbers})
 
     def kept(self, dtype: torch.dtype) -> dict[str, _Slot]:
-        """The entries of a leaf's state by name, found by two steps on a small leaf."""
+        """The entries of a leaf's state by name, found by two trial steps on a small leaf."""
         if dtype not in self.found:
             first, second = (_slots(self, _after(self, _leaf().to(dtype), updates), updates) for updates in (1, 2))
             if first != second:
@@ -143,7 +149,7 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
     def kernel(group: LeafList) -> None:
         own = [p.detach() for p in group.params]
         for x, g in zip(own, typed(group.params, group.grads), strict=True):
-            # Some classes write into gradients, and some keep them.
+            # A copy: some classes write into gradients, and some keep them.
             x.grad = g.clone()
         inner = made.over(own, float(group.lr), group.numbers)
         for i, x in enumerate(own if group.count > 1 else ()):
@@ -157,13 +163,13 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
                 group.slots[name][i].copy_(torch.as_tensor(inner.state[x][name]))
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        why = f"{made.cls.__name__} writes into parameters in place, and nothing can be recorded of that"
+        why = f"{made.cls.__name__} writes into parameters in place, which cannot be recorded"
         right = "zf.adam, zf.adamw, zf.sgd, zf.rmsprop or zf.lion; or a formula, @zf.leafwise(optimizer=True)"
         wrong = f"from_torch({made.cls.__name__}) under torch.func, autograd or a compiler"
         raise RuntimeError(explain(wrong, why, right))
 
     slots = {name: functools.partial(start, name) for name in names}
-    # Other options decide which state there is, as a momentum of 0 does.
+    # Only these may be set while training: other options, and a momentum of 0, decide which state there is.
     settable = {name: numbers[name] for name in ("betas", "weight_decay", "momentum") if name in numbers}
     if not settable.get("momentum", True):
         del settable["momentum"]
@@ -171,22 +177,22 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
 
 
 def _options(cls: Any) -> dict[str, Any]:
-    """The options of a class and their defaults, `params` left out."""
+    """The options of a class and their defaults, without `params`."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         what = f"{type(cls).__name__}(...)" if isinstance(cls, torch.optim.Optimizer) else repr(cls)
-        why = "it takes the class: the pipeline has the parameters, in parts where they lie over ranks"
+        why = "it takes the class, not an instance: the pipeline makes one for this rank's shards"
         raise TypeError(explain(f"from_torch({what})", why, "zf.from_torch(torch.optim.NAdam, lr=2e-3)"))
     parameters = list(inspect.signature(cls).parameters.values())[1:]
     known = {p.name: p.default for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if "lr" not in known:
-        why = "it has no argument lr, and an optimizer of a chain has a learning rate"
+        why = "the class has no argument lr, and an optimizer of a chain has a learning rate"
         right = "class WithRate(ItsClass): def __init__(self, params, lr=1e-3): ..."
         raise TypeError(explain(f"from_torch({cls.__name__})", why, right))
     return known
 
 
 def _number(value: Any) -> bool:
-    """Whether it is a hyperparameter that may change while training goes on."""
+    """Whether `value` is a hyperparameter that may change during training."""
     if isinstance(value, tuple | list):
         return bool(value) and all(map(_number, value))
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -197,7 +203,7 @@ def _leaf() -> Tensor:
 
 
 def _after(made: _Class, leaf: Tensor, updates: int, first: int = 0) -> tuple[Tensor, dict[str, Any]]:
-    """A leaf and its state after some updates. Gradients depend on an element's place, counted from `first`."""
+    """A leaf and its state after trial updates. Gradients depend on an element's index, counted from `first`."""
     x = leaf.clone()
     places = torch.arange(first, first + x.numel(), dtype=torch.float64, device="cpu").view_as(x)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -208,9 +214,9 @@ def _after(made: _Class, leaf: Tensor, updates: int, first: int = 0) -> tuple[Te
                 x.grad = (places * (update + 1.7)).sin().to(x.dtype)
                 inner.step()
         except Exception as error:
-            raise _unfit(made, f"a step of it ended in {type(error).__name__}: {error}") from error
+            raise _unfit(made, f"a trial step of it raised {type(error).__name__}: {error}") from error
     if _group(inner) != group:
-        raise _unfit(made, "it keeps numbers in its param_groups, which are the pipeline's")
+        raise _unfit(made, "it changes its param_groups in a step, which belong to the pipeline")
     return x, dict(inner.state[x])
 
 
@@ -226,19 +232,22 @@ def _slots(made: _Class, after: tuple[Tensor, dict[str, Any]], updates: int) -> 
         shape = x.shape if isinstance(x, Tensor) else torch.Size()
         if kind not in (Tensor, int, float) or shape not in (leaf.shape, torch.Size()):
             what = f"a tensor of shape {tuple(shape)}" if kind is Tensor else f"a {kind.__name__}"
-            raise _unfit(made, f"of a leaf of shape {tuple(leaf.shape)} it keeps {name!r}, {what}")
+            raise _unfit(made, f"for a leaf of shape {tuple(leaf.shape)} its state {name!r} is {what}")
         slots[name] = _Slot(shape == leaf.shape, torch.as_tensor(x).dtype, kind)
         if name in RESERVED and (name != STEP or slots[name].of_elements or x != updates):
-            raise _unfit(made, f"it keeps {name!r}, which here is the number of a leaf's updates, for something else")
+            why = (
+                f"the state name {name!r} is reserved for the number of a leaf's updates, and here it is something else"
+            )
+            raise _unfit(made, why)
     return slots
 
 
 def _check_elements(made: _Class) -> None:
-    """Refuse a class that updates a piece of a leaf otherwise than the whole leaf: it is not elementwise."""
+    """Refuse a class whose update is not elementwise: it updates pieces of a leaf differently from the whole leaf."""
     whole = _leaf()
     new, state = _after(made, whole, 3)
     slots = _slots(made, (new, state), 3)
-    # Each piece is a leaf of its own, as a rank has it.
+    # Each piece is a leaf of its own, as a shard is.
     pieces = [_after(made, whole.flatten()[low:high], 3, low) for low, high in ((0, 5), (5, 12))]
     pairs = [(new, torch.cat([x for x, _ in pieces]))]
     for name, slot in slots.items():
@@ -247,12 +256,12 @@ def _check_elements(made: _Class) -> None:
     for a, b in pairs:
         a, b = (torch.as_tensor(x, dtype=torch.float64).flatten() for x in (a, b))
         if not torch.allclose(a, b, rtol=CLOSE, atol=CLOSE):
-            raise _unfit(made, "a leaf in two pieces became something else than the whole leaf: it sees more of it")
+            raise _unfit(made, "a trial leaf in two pieces was updated differently from the whole leaf")
 
 
 def _unfit(made: _Class, why: str) -> ValueError:
     right = (
-        "zf.muon for orthogonal momentum; @zf.leafwise(optimizer=True), which is given whole leaves at every stage;\n"
-        "a class of elements, zf.from_torch(torch.optim.NAdam); on one process, the class itself"
+        "zf.muon for orthogonal momentum; @zf.leafwise(optimizer=True), which gets full leaves at every stage;\n"
+        "an elementwise class, such as zf.from_torch(torch.optim.NAdam); on one process, the class itself"
     )
-    return ValueError(explain(f"from_torch({made.cls.__name__})", f"no update of elements alone: {why}", right))
+    return ValueError(explain(f"from_torch({made.cls.__name__})", f"its update is not elementwise: {why}", right))

@@ -1,4 +1,4 @@
-"""`layer_drop`: blocks left out of a step at random (stochastic depth), alike on all ranks and in a resumed run."""
+"""`layer_drop`: skip blocks of a model at random (stochastic depth), alike on all ranks and in a resumed run."""
 
 from __future__ import annotations
 
@@ -9,39 +9,43 @@ from torch import Tensor, nn
 
 from zerofn.extend import explain, kind_of, leaf_key, random_bits
 
-# A stream of the counter generator that no rounding draws from.
+# A stream of the counter-based generator that stochastic rounding does not use.
 _STREAM = 78
 
 
 def layer_drop(blocks: Any, schedule: Callable[..., Any], *, step: Any = None, seed: int = 0) -> Any:
-    """Leave blocks out of steps at random, deeper ones more often (progressive layer drop, Zhang & He, 2020).
+    """Skip blocks at random in each step, deeper ones more often (progressive layer drop, Zhang & He, 2020).
 
-    Block `i` of `L` is kept with probability `p = schedule(step, i / L)`. One that is kept gives `x + (block(x) - x)
-    / p`, so that its expected change of `x` is what it is without drops; one that is left out gives `x`, is not run,
-    and under `shard` not gathered. With `p = 1` it gives `block(x)` itself, to the bit. Draws are a function of seed,
-    step and block alone: equal on all ranks, in what a checkpoint repeats, and after a resumed run.
+    Block `i` of `L` is kept with probability `p = schedule(step, i / L)`, counting `i` from 1. A kept block returns
+    `x + (block(x) - x) / p`, so that the expected change of `x` is that without drops. A skipped block returns `x`: it
+    is not run, and under `shard` not gathered. Draws depend on seed, step and block alone, so they are the same on all
+    ranks, in a recomputation by activation checkpointing, and after a resumed run.
 
     Args:
-        blocks: functions `x -> x`, called one after the other, as many as there are; or a module, attached or not:
-            its outermost `ModuleList`, or that itself. In evaluation (`module.eval()`) none of its blocks is left out.
-        schedule: probability of a step and a depth in (0, 1], such as `zf.schedules.layer_keep(0.5, 0.001)`.
-        step: of a module, a function without arguments that gives the step: `lambda: opt.state.step`.
+        blocks: functions `x -> x`, called one after the other; or a module, attached or not, whose outermost
+            `ModuleList` is taken, or a `ModuleList` itself. In evaluation (`module.eval()`) no block is skipped.
+        schedule: `schedule(step, depth)`, a probability in (0, 1], such as `zf.schedules.layer_keep(0.5, 0.001)`.
+        step: for a module, a function without arguments that returns the step: `lambda: opt.state.step`.
         seed: of the draws.
 
     Returns:
-        Of functions, `run(x, *args, step)`, where `args` are handed to each. Of a module, a handle: `remove()`, or
-        the end of `with`, keeps all blocks again.
+        For functions, `run(x, *args, step)`, which passes `args` to each block. For a module, a handle: `remove()`, or
+        the end of a `with` block, keeps all blocks again.
 
     Raises:
-        TypeError: `blocks`, `schedule` or `step` is none; a block that gives no tensor.
-        ValueError: a module without a `ModuleList`, or with several; a block whose output has another shape than its
-            input; a probability outside of (0, 1].
+        TypeError: `blocks`, `schedule` or `step` is not as above; when called, a block takes or returns no tensor.
+        ValueError: a module without a `ModuleList`, or with several; when called, a block changes the shape, or a
+            probability is outside of (0, 1].
 
-    >>> import torch, zerofn as zf
-    >>> run = zf.layer_drop([torch.sin, torch.cos], zf.schedules.layer_keep(0.5, 0.01))
-    >>> x = torch.ones(2)
-    >>> torch.equal(run(x, step=0), x.sin().cos())
-    True
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> run = zf.layer_drop([torch.sin, torch.cos], zf.schedules.layer_keep(0.5, 0.01))
+        >>> x = torch.ones(2)
+        >>> torch.equal(run(x, step=0), x.sin().cos())
+        True
+
+    Notes:
+        With `p = 1` a block's output is `block(x)` itself, to the last bit.
     """
     if not callable(schedule):
         why = "schedule is a function of step and depth"
@@ -49,7 +53,7 @@ def layer_drop(blocks: Any, schedule: Callable[..., Any], *, step: Any = None, s
         raise TypeError(explain(f"layer_drop(schedule={schedule!r})", why, right))
     if isinstance(blocks, nn.Module):
         if not callable(step):
-            why = "of a module's calls no step is known, and draws are made by it"
+            why = "draws depend on the step, which a call of a module does not tell"
             right = "layer_drop(model, schedule, step=lambda: opt.state.step)"
             raise TypeError(explain(f"layer_drop({type(blocks).__name__}(...), step={step!r})", why, right))
         return LayerDrop(_outermost(blocks), Draws(schedule, seed), step)
@@ -67,21 +71,22 @@ def layer_drop(blocks: Any, schedule: Callable[..., Any], *, step: Any = None, s
 
 
 class Draws:
-    """The draws of blocks to keep, and the calls of those that are kept."""
+    """Draws which blocks to keep, and calls those."""
 
     def __init__(self, schedule: Callable[..., Any], seed: int):
         self.schedule, self.seed = schedule, seed
 
     def keep(self, i: int, blocks: int, step: int) -> tuple[bool, float]:
-        """Whether block `i` is kept, and how likely that was."""
+        """Whether block `i` is kept, and the probability of that."""
         p = float(self.schedule(step, (i + 1) / blocks))
         if not 0.0 < p <= 1.0:
-            raise ValueError(f"layer_drop: the schedule gave {p} at step {step} for block {i}; it is to lie in (0, 1].")
+            told, why = f"layer_drop: schedule({step}, {(i + 1) / blocks:g}) is {p}", "a probability lies in (0, 1]"
+            raise ValueError(explain(told, why, "layer_drop(blocks, zf.schedules.layer_keep(0.5, 0.001))"))
         bits = int(random_bits(1, seed=self.seed, step=step, key=leaf_key(f"block {i}"), stream=_STREAM))
         return (bits & 0xFFFFFFFF) < p * 2**32, p
 
     def of(self, block: Callable, i: int, blocks: int, step: Any, x: Any, args: tuple, more: dict) -> Any:
-        """`block(x, *args, **more)`, or `x`."""
+        """`block(x, *args, **more)`, or `x` if the block is skipped."""
         kept, p = self.keep(i, blocks, int(step))
         if not kept:
             return x
@@ -89,29 +94,29 @@ class Draws:
         if not isinstance(y, Tensor) or not isinstance(x, Tensor):
             raise TypeError(
                 explain(
-                    f"layer_drop of block {i}, which makes {kind_of(y)} of {kind_of(x)}",
-                    "a block that is left out gives what it was given, so it is to take a tensor first and give one",
+                    f"layer_drop of block {i}, which returns {kind_of(y)} for {kind_of(x)}",
+                    "a skipped block returns its first argument, so a block must take a tensor first and return one",
                     "a block that returns its hidden state alone",
                 )
             )
         if y.shape != x.shape:
             raise ValueError(
                 explain(
-                    f"layer_drop of block {i}, which makes {tuple(y.shape)} of {tuple(x.shape)}",
-                    "where it is left out, the next one is given what it was given",
-                    "the blocks between which shapes stay: layer_drop(model.blocks, ...)",
+                    f"layer_drop of block {i}, which returns {tuple(y.shape)} for {tuple(x.shape)}",
+                    "a skipped block returns its input, so a block must keep the shape",
+                    "layer_drop(model.blocks, ...) with the blocks that keep the shape",
                 )
             )
         return y if p == 1.0 else x + (y - x) / p
 
 
 class LayerDrop:
-    """Blocks of a module that may be left out, until `remove`."""
+    """The handle of `layer_drop(module, ...)`: its blocks may be skipped until `remove()`."""
 
     def __init__(self, blocks: nn.ModuleList, draws: Draws, step: Callable[[], Any]):
         self.blocks = list(blocks)
         for i, block in enumerate(self.blocks):
-            # Not a hook, which could not keep a block from running. Copies of the block have it too.
+            # Not a hook: a hook cannot skip forward. In an instance's attribute, so that copies of the block have it.
             block.forward = _Kept(block, i, len(self.blocks), draws, step)  # type: ignore[method-assign]
 
     def remove(self) -> None:
@@ -127,7 +132,7 @@ class LayerDrop:
 
 
 class _Kept:
-    """Stands in place of a block's forward."""
+    """The forward of a block that may be skipped."""
 
     def __init__(self, block: nn.Module, i: int, blocks: int, draws: Draws, step: Callable[[], Any]):
         self.block, self.i, self.blocks, self.draws, self.step = block, i, blocks, draws, step
@@ -139,7 +144,11 @@ class _Kept:
         if not args:
             given = ", ".join(more) or "nothing"
             raise TypeError(
-                f"layer_drop: a block was called with {given}; the hidden state is to come first, by position."
+                explain(
+                    f"layer_drop: a block was called with {given} by keyword",
+                    "the hidden state is a block's first positional argument",
+                    "block(x, mask=mask)",
+                )
             )
 
         def block(x: Any, *rest: Any, **further: Any) -> Any:
@@ -155,7 +164,7 @@ def _outermost(model: nn.Module) -> nn.ModuleList:
         outer = {"": lists[""]}
     if len(outer) != 1:
         found = ", ".join(outer) or "none"
-        why = f"blocks are the elements of its outermost ModuleList, and there is more or less than one: {found}"
+        why = f"blocks are the elements of its outermost ModuleList, and it does not have exactly one: {found}"
         right = f"layer_drop(model.{next(iter(outer), 'blocks')}, ...)"
         raise ValueError(explain(f"layer_drop({type(model).__name__}(...))", why, right))
     blocks = next(iter(outer.values()))
@@ -163,9 +172,10 @@ def _outermost(model: nn.Module) -> nn.ModuleList:
     shared = [i for i, block in enumerate(blocks) if any(block is other for other in blocks[:i])]
     why, right = "the list is empty", "a list of blocks"
     if replaced:
-        why, right = f"blocks {replaced} have a forward of their own already", "handle.remove() of the first, or one"
+        why = f"blocks {replaced} have a forward of their own already"
+        right = "handle.remove() of the earlier layer_drop first"
     elif shared:
-        why = f"blocks {shared} stand in the list before, and a call of one does not say for which place it is"
+        why = f"blocks {shared} are also earlier in the list, and a call does not tell which place it is for"
         right = "run = layer_drop([*blocks], schedule) and run(x, step=step) in forward"
     if replaced or shared or not len(blocks):
         raise ValueError(explain(f"layer_drop({type(model).__name__}(...))", why, right))
