@@ -1,7 +1,11 @@
 """Chains that reduce nothing on several ranks, and gradients that nothing has reduced: told, refused, or meant."""
 
 import os
+import subprocess
+import sys
+import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +103,121 @@ def test_a_reduction_on_one_rank_alone_is_told_on_both():
     error, messages = zf.launch(on_one_rank_alone, 2, timeout=limit())
     assert "on rank 0 and not on every rank" in error and "rank 1 has finished" in error
     assert len(messages) == 1 and "a rank whose chain does reduce" in messages[0]
+
+
+def until(path):
+    """Wait for a file that another rank writes."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def said_by(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+TX = {True: lambda: zf.chain(zf.all_reduce(), zf.sgd(0.1)), False: lambda: zf.sgd(0.1)}
+CALLS = {
+    "attach": lambda reduces: zf.attach(linear(), TX[reduces]()),
+    "init": lambda reduces: zf.init(TX[reduces](), {"w": torch.ones(2)}),
+}
+
+
+def first_calls(folder, call, before, users):
+    """Chains of which the first rank's alone reduces, in the first call of the job, or after one where none does.
+
+    The second rank stays until the first one has been told. Then both make the call with a reduction.
+    """
+    if users:
+        torch.distributed.init_process_group("gloo")
+    rank, told = int(os.environ["RANK"]), folder / "told"
+    warnings.simplefilter("ignore")
+    if before:
+        CALLS["init"](False)
+    if rank == 0:
+        said = said_by(lambda: CALLS[call](True))
+        told.touch()
+    else:
+        CALLS[call](False)
+        said = until(told)
+    opt = zf.attach(linear(), zf.chain(zf.all_reduce(), zf.sgd(0.5)))
+    opt._own.model(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    opt.step()
+    with opt.gathered() as model:
+        return said, (linear().weight - model.weight).tolist()
+
+
+@pytest.mark.parametrize(
+    "call, before, users",
+    [
+        ("attach", False, True),
+        pytest.param("init", False, False, marks=pytest.mark.slow),
+        pytest.param("init", True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_reduction_on_one_rank_alone_is_told_there_in_the_first_call(call, before, users, tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROFN_TOGETHER_TIMEOUT", "1")
+    args = (tmp_path, call, before, users)
+    (said, change), other = zf.launch(first_calls, 2, *args, init=not users, timeout=limit())
+    assert "the opening of a group on rank 0 and not on every rank" in said and "zf.local()" in said
+    assert f"rank 1 has made zf.{call}(" in said and "reduces gradients over no ranks" in said
+    # Both meet again: the mean of 1 and 2, of a rate of a half.
+    assert change == other[1]
+    torch.testing.assert_close(torch.tensor(change), torch.full((1, 4), 0.75))
+
+
+def late(folder):
+    """Both make a call that reduces nothing; the second rank comes late to the one that does."""
+    warnings.simplefilter("ignore")
+    CALLS["init"](False)
+    if int(os.environ["RANK"]):
+        time.sleep(3)
+    return said_by(lambda: CALLS["attach"](True))
+
+
+def local_first(folder):
+    """One rank trains a model of its own first, and says so."""
+    if int(os.environ["RANK"]):
+        zf.init(zf.chain(zf.local(), zf.sgd(0.1)), {"w": torch.ones(2)})
+        time.sleep(3)
+    return said_by(lambda: CALLS["attach"](True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [late, local_first])
+def test_a_rank_that_comes_late_to_the_first_group_is_waited_for(program, tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROFN_TOGETHER_TIMEOUT", "1")
+    assert zf.launch(program, 2, tmp_path, timeout=limit()) == [None, None]
+
+
+# Nobody has made a default group: torchrun's store is there before it.
+SCRIPT = """
+import os, pathlib, sys, time, warnings
+import torch, zerofn as zf
+warnings.simplefilter("ignore")
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+tx = zf.sgd(0.1) if rank else zf.chain(zf.shard(), zf.sgd(0.1))
+try:
+    zf.init(tx, {"w": torch.ones(2)})
+except RuntimeError as error:
+    (folder / "said").write_text(str(error))
+while not (folder / "said").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_a_reduction_on_one_rank_alone_is_told_under_torchrun(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    where = str(Path(zf.__file__).parent.parent)
+    env = {**os.environ, "PYTHONPATH": where, "ZEROFN_TOGETHER_TIMEOUT": "1"}
+    subprocess.run([*command, str(tmp_path)], env=env, check=True, timeout=limit())
+    assert "rank 1 has made zf.init(tx, params) with a chain" in (tmp_path / "said").read_text()
 
 
 def test_one_process_is_told_nothing():

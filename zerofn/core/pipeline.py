@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
@@ -26,7 +26,7 @@ from .context import Context, Norms, OneProcess, Prepared, Reduction, check_prep
 from .executor import GRAD_NORM, Stretch, stretches
 from .facts import OF_PIECES, Scope
 from .layout import Layout, Leaf, Leaves, Placement, canonical
-from .number_graphs import check_numbers, unrecorded
+from .number_graphs import Place, check_numbers, places_behind, unrecorded
 from .owners import place_in, run_at_owners
 from .returned_values import check_returned, own_prepared, own_start, own_update
 from .spec import Station
@@ -88,7 +88,7 @@ class Pipeline:
     road: Road
     model: tuple[Group, ...] = ()
     checked: bool = False
-    _begun: set[bool] = field(default_factory=set, init=False, repr=False, compare=False)
+    _looked_at: list[frozenset[Place]] = field(default_factory=list, init=False, repr=False, compare=False)
     _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, make: Callable[[Pipeline], T]) -> T:
@@ -190,20 +190,37 @@ class Pipeline:
         """The tensors among the arguments of its transforms, with their names."""
         return number_tensors(self.tx)
 
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The places from which functions of its transforms read numbers that are no arguments."""
+        return places_behind(_functions(self.tx.members))
+
+    @cached_property
+    def numbers_at_places(self) -> tuple[Tensor, ...]:
+        """The tensors that were at these places when this was first asked for, for a graph of steps."""
+        return tuple([x for place in self.places if isinstance(x := place.read(), Tensor)])
+
     def unrecorded(self, right: str, weight: Any = None) -> dict[str, Any]:
         """Entries for the context of a step that is not recorded, by which it refuses numbers that require grad.
 
-        Arguments are checked here, and rates of schedules when they are computed. Numbers that users' functions get
-        from elsewhere are checked in the first step.
+        Arguments are checked here, and rates of schedules when they are computed. Whether functions make graphs of what
+        they have from elsewhere is looked at in the first step, and in one before which such a number has begun to
+        require grad.
 
         Raises:
             RuntimeError: an argument or the weight requires grad; each is named. `right` is the right code.
         """
         if self.numbers or isinstance(weight, Tensor):
             check_numbers((*self.numbers, ("weight=...", weight)), right)
-        first = not self._begun
-        self._begun.add(True)
-        return {"unrecorded": right, "looks": first}
+        if not self._looked_at:
+            return {"unrecorded": right, "looks": True}
+        begun = [place for place in self.places if place.requires_grad]
+        return {"unrecorded": right, "looks": bool(begun) and not self._looked_at[-1].issuperset(begun)}
+
+    def looked(self) -> None:
+        """Note that a step has looked at what functions return, and that they have made no graphs."""
+        before = self._looked_at[-1] if self._looked_at else frozenset()
+        self._looked_at[:] = [before.union([place for place in self.places if place.requires_grad])]
 
     def context(self, **given: Any) -> Context:
         """The context that update halves get."""
@@ -232,6 +249,14 @@ class Pipeline:
             one = factor(transforms[name])
             found = one if found is None else found * one
         return found
+
+
+def _functions(members: Sequence[Transform]) -> Iterator[Callable[..., Any]]:
+    """The update halves of transforms, and of those inside of them."""
+    for t in members:
+        yield from (t.prepare_fn, t.update_fn)
+        for part in t.parts:
+            yield from _functions(part.members)
 
 
 def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformState] | None = None) -> State:

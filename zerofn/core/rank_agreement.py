@@ -22,7 +22,7 @@ from ..kernels.recording import concrete
 from ..kernels.rounding import leaf_key, stream_key
 from ..ranks.backend import gather_objects
 from ..ranks.group import Group, Traffic
-from ..ranks.process_groups import together, world_size
+from ..ranks.process_groups import reduces_nothing, together, world_size
 from ..ranks.scalar_reduction import RankReduction, mean_over
 from .arguments import weight_of
 from .layout import Leaf, Leaves
@@ -211,14 +211,16 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
 def tell_unreduced(pipe: Pipeline, call: str) -> None:
     """Warn if there are several ranks, no transform reduces gradients over them, and none says that this is meant.
 
-    Each rank warns: if another rank's chain does reduce, that rank waits for this one.
+    Each rank warns. If another rank's chain does reduce, that rank waits for this one, reads in the store which call
+    this one has made, and raises.
     """
     size = world_size()
     if size == 1 or not unreduced(pipe) or math.prod([group.size for group in pipe.model]) >= size:
         return
+    reduces_nothing(call)
     wrong = f"{call} on {size} ranks, and no transform reduces gradients over them"
     why = f"each rank steps by its own gradients, so {size} different models are trained;\n"
-    why += "a rank whose chain does reduce waits for this one"
+    why += "a rank whose chain does reduce waits for this one, and raises"
     right = (
         "zf.chain(zf.all_reduce(), ...) for data parallelism, or shard or reduce_scatter, on every rank;\n"
         "zf.chain(zf.local(), ...) where it is meant, or DistributedDataParallel averages gradients"
@@ -243,7 +245,7 @@ def agree_on_chain(pipe: Pipeline, call: str) -> None:
     if not pipe.step_groups:
         return
     for group in pipe.step_groups:
-        together(call, group.ranks, f"{call} on every rank", math.inf)
+        together(call, group.ranks, f"{call} on every rank", math.inf, opens=True)
     # The address of a function differs between processes that run the same code.
     tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
     leaves = pipe.layout.leaves

@@ -117,6 +117,8 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
             ctx.settle()
     step = state.step + 1
     step = step if emitted is True else select(emitted, step, state.step)
+    if ctx.looks:
+        pipe.looked()
     after = State({**state.leaves, **new}, states, step, state.micro_step + 1, state.layout)
     if donated:
         after = tree_map(partial(_into, level), state, after)

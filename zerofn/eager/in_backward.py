@@ -87,7 +87,7 @@ class InBackward:
     """
 
     def __init__(self, pipe: Pipeline, current: CurrentState, context: Callable[[], Context]):
-        self.parts = stretch(leafwise_updates(pipe))
+        self.pipe, self.parts = pipe, stretch(leafwise_updates(pipe))
         self.current, self.context = current, context
         self.ctx: Context | None = None
         self.under_way: Segment | None = None
@@ -105,6 +105,7 @@ class InBackward:
             self._update(path, grad)
 
     def _update(self, path: str, grad: Tensor) -> None:
+        """Update one leaf; recorded in a step that looks for what users' functions have from elsewhere."""
         if path in self.done:
             if self.closing:
                 return
@@ -121,11 +122,13 @@ class InBackward:
             self.current.check("loss.backward() with in_backward=True")
             self.ctx = self.context()
             leaves = {path: state.leaves[path] for path in state.layout.trained}
-            self.under_way = Segment(self.parts, state.transforms, leaves, self.ctx)
+            with torch.set_grad_enabled(self.ctx.looks):
+                self.under_way = Segment(self.parts, state.transforms, leaves, self.ctx)
         stored, ctx = state.leaves[path], self.under_way.ctx
         ctx.written.clear()
         try:
-            new = self.under_way.feed({path: grad}, {path: stored}).get(path)
+            with torch.set_grad_enabled(ctx.looks):
+                new = self.under_way.feed({path: grad}, {path: stored}).get(path)
         except BaseException:
             if ctx.written:
                 self.current.tear()
@@ -162,6 +165,8 @@ class InBackward:
             self.current.tear()
             raise
         transforms, _ = self.under_way.states()
+        if self.ctx.looks:
+            self.pipe.looked()
         step = state.step + 1
         self.current.state = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)
         metrics = {"updated": torch.tensor(True), "step": step, "skipped": torch.tensor(False), **self.ctx.metrics}

@@ -142,7 +142,7 @@ class Steps:
         """The context of a step that runs in backward."""
         self._writes += 2
         rates, numbers = self.groups.given()
-        return self.pipe.context(donate=True, lr=rates, numbers=numbers, **self._lost_graphs(numbers))
+        return self.pipe.context(donate=True, lr=rates, numbers=numbers, **self._lost_graphs(numbers, in_backward=True))
 
     def run(self, weight: Any) -> dict[str, Tensor]:
         """Run one micro-step. Return its metrics, each a tensor of its own."""
@@ -235,9 +235,12 @@ class Steps:
             window.averaged = None
         return metrics
 
-    def _lost_graphs(self, numbers: dict[str, Any], weight: Any = None) -> dict[str, Any]:
-        """The entries of a step's context by which numbers that require grad are refused."""
-        if recorded() or not torch.is_grad_enabled():
+    def _lost_graphs(self, numbers: dict[str, Any], weight: Any = None, in_backward: bool = False) -> dict[str, Any]:
+        """The entries of a step's context by which numbers that require grad are refused.
+
+        Autograd records nothing in a backward, so the grad mode there does not say that they are constants.
+        """
+        if recorded() or not (in_backward or torch.is_grad_enabled()):
             return {}
         if numbers:
             set_there = [(f"param_groups: {key}", x) for of in numbers.values() for key, x in of.items()]

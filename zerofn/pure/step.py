@@ -119,7 +119,8 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
             if not numbers_alone:
                 return step_over_ranks(whole, state, batch, weight)
         if numbers_alone:
-            if create_graph is None and any([x.requires_grad for _, x in pipe.numbers]):
+            numbers = (*[x for _, x in pipe.numbers], *pipe.numbers_at_places)
+            if create_graph is None and any([x.requires_grad for x in numbers]):
                 return step_of_numbers_that_require_grad(whole, state, batch, weight)
             # As uncompiled, a batch that requires grad keeps no graph from step to step.
             with torch.no_grad():
@@ -275,7 +276,8 @@ step_of_other_containers = _uncompiled_step(
 )
 step_of_numbers_that_require_grad = _uncompiled_step(
     "A rate, or another number of the pipeline, requires grad, and the step is not recorded.\n\n"
-    "write: zf.make_step(loss_fn, tx, create_graph=True) and torch.compile(step) without fullgraph; or rate.detach()"
+    "write: zf.make_step(loss_fn, tx, create_graph=True) and torch.compile(step) without fullgraph; or rate.detach(),\n"
+    "or create_graph=False, where no derivative is wanted"
 )
 step_before_torch_2_13 = _uncompiled_step(
     "The compiler of torch before 2.13 cannot read a step: it runs uncompiled, and is no whole graph.\n\n"

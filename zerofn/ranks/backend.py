@@ -71,6 +71,16 @@ def job_store(prefix: str) -> Any:
     return None if store is None else _stores.PrefixStore(prefix, store)
 
 
+def launcher_store(prefix: str) -> Any:
+    """The store that torchrun keeps for its ranks, under a prefix; None for other launchers.
+
+    There rank 0 would have to open one, and that waits for all ranks.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return _stores.PrefixStore(prefix, next(_stores.rendezvous("env://"))[0])
+
+
 def world() -> tuple[int, int]:
     """This process's rank among all, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

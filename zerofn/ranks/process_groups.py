@@ -74,6 +74,10 @@ class Presence:
         self.store, self.rank = store, rank
         # By channel: how many calls of `together` this rank has made.
         self.calls: Counter[str] = Counter()
+        # By channel: the last of these calls to which all ranks have come.
+        self.met: Counter[str] = Counter()
+        # How many calls this rank has made without the others since the last one of all ranks, and which one that was.
+        self.alone = (0, 0)
         self.machine, self.pid, self.started = _this_process()
         store.set(f"process/{rank}", json.dumps([self.machine, self.pid, self.started]))
 
@@ -92,6 +96,24 @@ class Presence:
     def set_finished(self, failed: bool = False) -> None:
         """Write that this rank joins no more collectives, because of an error if it has failed."""
         self.store.set(f"finished/{self.rank}", FAILED if failed else FINISHED)
+
+    def set_alone(self, call: str, channel: str) -> None:
+        """Write that this rank has made a call that opens no group, where other ranks may open one."""
+        last, count = self.met[channel], self.alone[1] if self.alone[0] == self.met[channel] else 0
+        self.alone = last, count + 1
+        self.store.set(f"alone/{self.rank}", json.dumps([*self.alone, call]))
+
+    def went_alone(self, rank: int, channel: str) -> str:
+        """The call by which a rank has made more of `set_alone` than this one, since both met; empty if it has not."""
+        text = self.read(f"alone/{rank}")
+        last, count, call = json.loads(text) if text else (-1, 0, "")
+        mine = self.alone[1] if self.alone[0] == self.met[channel] else 0
+        return call if last == self.met[channel] and count > mine else ""
+
+    def clear(self) -> None:
+        """Delete what this rank has written about itself."""
+        for key in ("process", "waits", "finished", "alone"):
+            self.store.delete_key(f"{key}/{self.rank}")
 
     def waiting(self, rank: int) -> Waiting | None:
         """The collective or call in which a rank has written that it waits; None if it does not."""
@@ -199,7 +221,8 @@ class _Registry:
         self.default: Any = None  # the default group that these were made on
         self.ours = False  # whether the library made that default group
         self.made = 0  # how many default groups the library has made so far
-        self.presence: Presence | None = None  # of the ranks of the default group
+        self.presence: Presence | None = None  # of the ranks of the default group; before that one, of the launcher
+        self.named = False  # whether its prefix is that of this default group alone
 
     def current(self) -> dict[tuple[Any, Hashable], Group | None]:
         """The open groups; none after the user has destroyed or replaced the default group."""
@@ -207,7 +230,7 @@ class _Registry:
         if default is not self.default:
             self.groups.clear()
             self.holders.clear()
-            self.default, self.ours, self.presence = default, False, None
+            self.default, self.ours, self.presence, self.named = default, False, None, False
         return self.groups
 
     def get(self, key: Any, purpose: Hashable, make: Callable[[], Group | None]) -> Group | None:
@@ -290,7 +313,9 @@ def presence() -> Presence | None:
 def finished(failed: bool = False) -> None:
     """Tell the other ranks that this one joins no more collectives, because of an error if it has failed."""
     if registry.presence is not None:
-        registry.presence.set_finished(failed)
+        # Nobody waits where the store does not answer.
+        with contextlib.suppress(RuntimeError):
+            registry.presence.set_finished(failed)
 
 
 def opened() -> list[Group]:
@@ -346,7 +371,7 @@ def limit() -> float:
     return seconds
 
 
-def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | None = None) -> None:
+def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | None = None, opens: bool = False) -> None:
     """Return when all of `ranks` have come to this call.
 
     Args:
@@ -354,6 +379,8 @@ def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | Non
         ranks: of the world; this one is among them.
         right: the right code, for the error.
         seconds: to wait for ranks that are not seen to compute; by default `limit()`.
+        opens: whether ranks come to this call with a chain that reduces gradients. A rank that has called
+            `reduces_nothing` in its place is waited for only `limit()` seconds, also while it computes.
 
     Raises:
         RuntimeError: on every rank that has come, if another waits elsewhere, has ended, or did not come in time.
@@ -362,16 +389,30 @@ def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | Non
     if len(ranks) == 1 or here is None:
         return
     seconds = limit() if seconds is None else seconds
-    while not _Call(here, call, ranks, right, seconds).meet():
+    while not _Call(here, call, ranks, right, seconds, opens).meet():
         pass
+
+
+def reduces_nothing(call: str) -> None:
+    """Tell ranks that wait for this one to open a group that it has made a call which opens none."""
+    # Nobody waits where the store does not answer.
+    with contextlib.suppress(RuntimeError):
+        here = _presence_before_groups()
+        if here is not None:
+            here.set_alone(call, _channel(_every_rank()))
+
+
+def _channel(ranks: tuple[int, ...]) -> str:
+    """The name of the calls of some ranks."""
+    return f"calls of {len(ranks)} ranks #{zlib.crc32(repr(ranks).encode()):08x}"
 
 
 class _Call:
     """One call of some ranks, found in the store by its number among the calls of these ranks."""
 
-    def __init__(self, here: Presence, call: str, ranks: tuple[int, ...], right: str, seconds: float):
+    def __init__(self, here: Presence, call: str, ranks: tuple[int, ...], right: str, seconds: float, opens: bool):
         self.here, self.call, self.ranks, self.right, self.seconds = here, call, ranks, right, seconds
-        self.channel = f"calls of {len(ranks)} ranks #{zlib.crc32(repr(ranks).encode()):08x}"
+        self.opens, self.channel = opens, _channel(ranks)
         here.calls[self.channel] += 1
         self.number = here.calls[self.channel]
         self.key = f"{self.channel}/{self.number}"
@@ -388,6 +429,7 @@ class _Call:
             self.here.store.set(f"{self.key}/{self.place}", f"{self.here.rank} {self.call}")
             decision = self._decide_last() if self.place == len(self.ranks) else self._wait()
             if decision == GO:
+                self.here.met[self.channel] = self.number
                 self._delete_earlier()
         except RuntimeError as error:
             why = "the store in which the ranks meet does not answer; the rank that holds it, mostly rank 0, has ended"
@@ -443,6 +485,11 @@ class _Call:
             # It waits for a collective or call that this rank has not begun, and begins none while it waits here.
             if where is not None and mine.get(where.channel, where.number) < where.number:
                 return f"rank {rank} is somewhere else: it waits for rank {self.here.rank} in {where.what}"
+            if self.opens and waited >= limit() and (call := self.here.went_alone(rank, self.channel)):
+                return (
+                    f"rank {rank} has made {call} with a chain that reduces gradients over no ranks, and did not come\n"
+                    f"within {limit():g} s; zf.chain(zf.local(), ...) says that this is meant, and is waited for"
+                )
             if not activity.computes(rank):
                 silent.append(str(rank))
         if not silent or waited < self.seconds:
@@ -480,9 +527,14 @@ class _Call:
         """Delete earlier calls: all ranks are at this one, so none will read them."""
         old = self.number - 1 if self.place == 1 else 0
         while old and self.here.store.check([f"{self.channel}/{old}/decision"]):
-            for part in ("decision", "came", *range(1, len(self.ranks) + 1)):
-                self.here.store.delete_key(f"{self.channel}/{old}/{part}")
+            _delete(self.here, self.ranks, old)
             old -= 1
+
+
+def _delete(here: Presence, ranks: tuple[int, ...], number: int) -> None:
+    """Delete a call of some ranks, which all of them have left."""
+    for part in ("decision", "came", *range(1, len(ranks) + 1)):
+        here.store.delete_key(f"{_channel(ranks)}/{number}/{part}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -584,6 +636,8 @@ def initialize(backend: str | None = None, file: str | None = None) -> None:
 
     Ranks meet at MASTER_ADDR and MASTER_PORT, or in `file`, on one machine.
     """
+    if file is None:
+        _meet_first()
     raw.make_default(backend, file, f"zerofn/{registry.made}")
     registry.made += 1
 
@@ -624,24 +678,70 @@ def world_group(purpose: Hashable = "") -> Group:
     def make() -> Group | None:
         if not several:
             return Group(purpose=purpose)
-        _meet(math.inf)
-        return _open(tuple(range(raw.world()[1])), raw.device_of(), purpose)
+        if registry.named:
+            _meet(math.inf)
+        else:
+            _meet_first()
+        return _open(_every_rank(), raw.device_of(), purpose)
 
     several = _ensure_default()
     group = registry.get("world", purpose, make)
     assert group is not None
-    if several and registry.presence is None:
+    if several and not registry.named:
         # A store may outlive the group, and hold what ranks have told each other in an earlier one.
         name = raw.gather_objects(uuid.uuid4().hex, group)[0]
         group.traffic.reset()
+        _leave_first()
         store = raw.job_store(f"zerofn/{name}")
         registry.presence = None if store is None else Presence(store, raw.world()[0])
+        registry.named = True
     return group
 
 
 def _meet(seconds: float) -> None:
     """Raise before a group is opened if other ranks wait elsewhere, for instance because an error was caught here."""
-    together("the opening of a group", tuple(range(raw.world()[1])), "the same calls of zerofn on every rank", seconds)
+    together("the opening of a group", _every_rank(), "the same calls of zerofn on every rank", seconds, opens=True)
+
+
+def _every_rank() -> tuple[int, ...]:
+    """All ranks, also before there is a default group."""
+    return tuple(range(world_size()))
+
+
+# Before the first group of a job torch's own wait, in `new_group` or `init_process_group`, cannot be given up. So ranks
+# meet in the store before it too. The prefix is the same for every default group in this store: a first group that all
+# ranks have opened leaves nothing there.
+FIRST = "zerofn/first"
+# Seconds for ranks that nothing is known of: as long as torch waits.
+PATIENCE = 1800.0
+
+
+def _presence_before_groups() -> Presence | None:
+    """The presence of this job, also before a group was opened. None if ranks meet in no store, or in one that waits.
+
+    Before there is a default group it is in the store of torchrun.
+    """
+    if presence() is None and not registry.named:
+        several, rank = raw.default_group() is not None, raw.world()[0]
+        store = raw.job_store(FIRST) if several else raw.launcher_store(f"zerofn/{registry.made}/{FIRST}")
+        rank = rank if several else int(os.environ["RANK"])
+        registry.presence = None if store is None else Presence(store, rank)
+    return registry.presence
+
+
+def _meet_first() -> None:
+    """Wait in the store, as long as torch would, until all ranks have come to open their first group."""
+    if _presence_before_groups() is not None:
+        _meet(max(PATIENCE, limit()))
+
+
+def _leave_first() -> None:
+    """Delete what ranks wrote before their first group, which all of them have opened."""
+    here = registry.presence
+    if here is not None:
+        here.clear()
+        if here.rank == 0:
+            _delete(here, _every_rank(), here.calls[_channel(_every_rank())])
 
 
 def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Group | None:
