@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -171,33 +170,6 @@ def test_frozen_integers_stay_whole_and_are_saved_with_the_buffers(tmp_path):
     for mine in zf.launch(_frozen_integers, 2, str(tmp_path / "two"), timeout=limit()):
         # Equal batches on both ranks: their mean is each of them, to the bit.
         assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
-
-
-def _through_torch_save(stage: str) -> tuple[bool, str]:
-    """Each rank takes what it has saved itself; what another rank has saved is refused."""
-    _, opt = trained(zf.chain(FIRST[stage](), zf.adamw(1e-2)))
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    before = [x.clone() for x in opt.state.transforms["adamw"]["exp_avg"].values()]
-    for kept in opt.state.values():
-        kept["exp_avg"] = torch.zeros_like(kept["exp_avg"])
-    opt.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
-    same = all(map(torch.equal, before, opt.state.transforms["adamw"]["exp_avg"].values()))
-    files: list[bytes] = [b"", b""]
-    dist.all_gather_object(files, file.getvalue())
-    try:
-        opt.load_state_dict(torch.load(io.BytesIO(files[1 - dist.get_rank()]), weights_only=False))
-    except ValueError as error:
-        return same, str(error)
-    return same, ""
-
-
-@pytest.mark.parametrize("stage", ["reduce_scatter", "shard"])
-def test_a_file_of_another_rank_is_refused(stage):
-    for rank, (same, message) in enumerate(zf.launch(_through_torch_save, 2, stage, timeout=limit())):
-        assert same
-        assert f"the part of rank ({1 - rank},) instead of that of rank ({rank},)" in message
-        assert "zf.save(directory, opt)" in message
 
 
 def test_a_group_may_have_the_name_of_a_parameter():

@@ -117,7 +117,7 @@ def test_training_goes_on(kind, tmp_path):
     ranks = zf.launch(saved_and_gone_on, 2, kind, str(tmp_path), timeout=limit())
     for found in ranks:
         assert found["file"] and found["dcp"] and found["by path"]
-        assert "the part of rank" in found["of another rank"], found["of another rank"]
+        assert "the shard of rank" in found["of another rank"], found["of another rank"]
     first, second = ranks
     assert first["cut"] == second["cut"] and first["cut"]
     # Nothing is in the dict of one rank alone.

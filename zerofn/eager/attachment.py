@@ -32,10 +32,11 @@ from ..module.boundary import take_back
 from ..module.scaled_checks import check_inner_hooks
 from ..module.tensor_parallel import DistributedModel
 from ..ranks.process_groups import lease, together
+from .loading import LoadedStates, ToLoad
 from .masters import make_whole, move_out, put
 from .param_groups import ParamGroups
 from .resident_params import AveragedParameters, ResidentParams, Start, from_values
-from .state_dicts import LoadedStates, StateDicts
+from .state_dicts import StateDicts
 from .steps import Steps
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -262,8 +263,8 @@ class Attachment:
             )
         self.dicts.check_complete()
 
-    def load(self, state_dict: dict[str, Any], call: str, more: Callable[[], object] | None = None) -> LoadedStates:
-        """Copy a state dict into the state and into the model; `more` runs as a part of the load."""
+    def load(self, call: str, read: Callable[[], ToLoad], more: Callable[[], object] | None = None) -> LoadedStates:
+        """Copy what `read` finds in a state dict into the state and into the model; `more` is a part of the load."""
         self.check(call)
 
         def rest() -> None:
@@ -273,7 +274,9 @@ class Attachment:
                 more()
 
         with interrupts_held():
-            return self.dicts.load(state_dict, rest)
+            found = read()
+            self.dicts.write(found, rest)
+        return found.told
 
     def detach(self) -> None:
         """Make the model a plain module again, if it is not yet. All ranks call it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from ..core.state import State
 from ..core.transform import Transform
 from ..core.uncompiled import kept_out_of_graphs
 from .attachment import Attachment
+from .loading import LoadedStates
 from .resident_params import Start, from_values
-from .state_dicts import LoadedStates
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `OptimizerBase` shows the state of the model: counters, full parameters and averages.
@@ -336,7 +337,7 @@ class Optimizer(OptimizerBase):
         Raises:
             ValueError: as `load_state_dict`, whose hooks do not run.
         """
-        self._own.load(self._own.dicts.of(state, param_groups), "load_state")
+        self._own.load("load_state", partial(self._own.dicts.read_state, state, param_groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> LoadedStates:  # type: ignore[override]
         """Go on from a `state_dict` of ours, of older versions, or of `torch.optim`. Every rank calls it.
@@ -349,11 +350,12 @@ class Optimizer(OptimizerBase):
             How parameters were matched, `by` their `"name"` or `"order"`, and the paths of those that were `made_anew`.
 
         Raises:
-            ValueError: the state dict is of another pipeline or model. Every missing, unexpected, doubled or misshapen
-                entry is named, and nothing is changed.
+            ValueError: the state dict is of another pipeline or model, or has the shards of another rank. Every
+                missing, unexpected, doubled or misshapen entry is named on every rank, and nothing is changed.
         """
         self._own.dicts.check_loadable(state_dict)
-        told = self._own.load(_run_hooks(self, "load_state_dict", "pre", state_dict), "load_state_dict")
+        given = _run_hooks(self, "load_state_dict", "pre", state_dict)
+        told = self._own.load("load_state_dict", partial(self._own.dicts.read, given))
         _run_hooks(self, "load_state_dict", "post")
         return told
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.tensors import registered
-from .._errors import explain
+from .._errors import bad_leaves, explain
 from ..core.bucketed_views import spans_by_rank, uncast
 from ..core.layout import Leaf, Leaves, cut_by_rows, rows_between, span
 from ..core.pipeline import Pipeline
 from ..core.view import see
-from ..ranks.dtensor import Form, as_dtensors, as_local, in_full, is_distributed, mesh_of
+from ..ranks.dtensor import Form, as_dtensors, as_local, in_full, is_distributed, mesh_of, of_this_rank
 from ..sharded.gather_on_use import Units
 from ..sharded.parameter import Origin, Part, Piece, part_of
 from .boundary import ModelBoundary
@@ -93,9 +93,16 @@ class StateDictParts:
 
     def from_full(self, given: Tensor, leaf: Leaf) -> Part:
         """This rank's shard of a full tensor or a DTensor."""
-        form = self.forms.get(leaf.path)
+        form, group = self.forms.get(leaf.path), self.wire.group
+        if is_distributed(given):
+            here = of_this_rank(given, [group])
+            if isinstance(here, str):
+                right = "with opt.gathered(): torch.save(model.state_dict(), f) on one rank, and that file on every\n"
+                right += "rank; torch.distributed.checkpoint.save and load; or zf.save(directory, opt)"
+                raise ValueError(bad_leaves("model.load_state_dict of a sharded model", [(leaf.path, here)], right))
+            given = here
         full = given.detach() if form is None else form.local(given.detach())
-        if mesh_of(full) == self.wire.group.ranks and self._cut_alike(leaf):
+        if mesh_of(full) == group.ranks and self._cut_alike(leaf):
             return self.guarded(as_local(full).reshape(-1), leaf)
         return self.guarded(self.road.kept(in_full(full), leaf), leaf)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,8 +45,8 @@ def why_not_attachable(x: Any) -> str | None:
     if mesh.ndim > 1:
         names = ", ".join(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
         return f"lies over {mesh.ndim} axes of a mesh ({names}), of which one is the chain's: {(placement, *more)}"
-    if world()[0] not in mesh.mesh.flatten().tolist():
-        return f"is of a mesh of other ranks, {mesh.mesh.flatten().tolist()}, than this one, rank {world()[0]}"
+    if why := why_not_of_this_rank(x):
+        return f"is {why}"
     if placement.is_partial():
         return f"is a sum that is not made yet, {placement}: p.redistribute(placements=[Replicate()]) first"
     if type(placement) not in (Replicate, Shard):
@@ -201,6 +202,69 @@ def placed_like(x: Any, like: Any) -> Tensor:
 def in_full(x: Any) -> Tensor:
     """The full tensor of a DTensor; a plain tensor unchanged. All ranks must call it."""
     return x.full_tensor() if is_distributed(x) else x
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A DTensor may come from a file. `torch.load` gives it the local tensor, the coordinate and the names of the process
+# groups that the rank had which saved it. So it may have another rank's shard, and a collective over its mesh runs in
+# whatever group has such a name in this process.
+
+
+def why_not_of_this_rank(x: Any) -> str | None:
+    """Why the local tensor of a DTensor is not the shard of this rank; `None` if it is.
+
+    Args:
+        x: a DTensor.
+    """
+    mesh, ranks, (rank, size) = x.device_mesh.mesh, ranks_of(x), world()
+    if max(ranks) >= size:
+        return f"a shard over the ranks {ranks} of another job: here {'is one rank' if size == 1 else f'are {size}'}"
+    if rank not in ranks:
+        return f"a shard over the ranks {ranks}, of which this is none: rank {rank}"
+    saved = coordinate_of(x)
+    if saved is None or tuple((mesh == rank).nonzero()[0].tolist()) != saved:
+        whose = "no rank" if saved is None else f"rank {int(mesh[saved])}"
+        return f"the shard of {whose}, and this is rank {rank}"
+    return None
+
+
+def of_this_rank(x: Any, groups: Iterable[Group]) -> Tensor | str:
+    """What a DTensor has for this rank, or why it has nothing.
+
+    Args:
+        x: a DTensor.
+        groups: over whose ranks it may be; it is gathered over the first one of the same ranks.
+
+    Returns:
+        A plain tensor, if the local one is the full one by its placements; or a DTensor of the same local tensor, on a
+        mesh whose process groups are open; or the reason, as text.
+    """
+    mesh, ranks, local = x.device_mesh, ranks_of(x), x.to_local()
+    full = all(p.is_replicate() or mesh.size(i) == 1 for i, p in enumerate(x.placements))
+    if full and local.shape == x.shape:
+        return local
+    if why := why_not_of_this_rank(x):
+        return why
+    for group in groups if mesh.ndim == 1 else ():
+        if group.pg is not None and group.ranks == ranks:
+            from torch.distributed.tensor import DTensor
+
+            where = (mesh_of_group(group, mesh.device_type), x.placements)
+            return DTensor.from_local(local, *where, run_check=False, shape=x.shape, stride=x.stride())
+    if all([_is_open(mesh, dim) for dim in range(mesh.ndim)]):
+        return x
+    return f"a shard over the ranks {ranks}, which share no process group of this chain: it comes from a file"
+
+
+def _is_open(mesh: DeviceMesh, dim: int) -> bool:
+    """Whether the process group along a dimension of a mesh exists here, with the ranks of the mesh."""
+    here = mesh.get_coordinate()
+    assert here is not None
+    along = mesh.mesh[(*here[:dim], slice(None), *here[dim + 1 :])].tolist()
+    try:
+        return sorted(dist.get_process_group_ranks(mesh.get_group(dim))) == sorted(along)
+    except (RuntimeError, ValueError, LookupError):
+        return False
 
 
 def _from_zero(x: Tensor) -> Tensor:

@@ -23,7 +23,16 @@ from .._compat.tensors import SHALLOW_COPY_CHECK, alias_of, memory, tagged_point
 from .._errors import explain
 from ..core.layout import Leaf, rows_of, span, width
 from ..core.view import Wire, over_ranks
-from ..ranks.dtensor import by_rows, distributed_class, is_distributed, mesh_of_group, replicated
+from ..ranks.dtensor import (
+    by_rows,
+    distributed_class,
+    in_full,
+    is_distributed,
+    mesh_of_group,
+    of_this_rank,
+    replicated,
+    why_not_of_this_rank,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Each torch function on a sharded tensor has a kind: elementwise, asking for sizes, reshaping, writing, computing, ...
@@ -1223,6 +1232,7 @@ def _cut_alike(x: Any, of: Origin) -> bool:
         and of.is_chunk
         and tuple(x.device_mesh.mesh.tolist()) == group.ranks
         and x.to_local().numel() == piece.numel
+        and why_not_of_this_rank(x) is None
     )
 
 
@@ -1238,8 +1248,12 @@ def _full(x: Any, name: str, of: Origin) -> Tensor:
         why = f"ranks {sorted(missing)} have a part of the parameter, and none of the DTensor"
         right = "a DTensor of a mesh with all ranks of the parameter; or a plain tensor of the whole, on every rank"
         raise RuntimeError(explain(wrong, why, right))
+    here = of_this_rank(x, [by.wire.group])
+    if isinstance(here, str):
+        right = "a DTensor of this rank and job; or a plain tensor of the whole, on every rank"
+        raise RuntimeError(explain(wrong, f"it has {here}", right))
     by.meet_for(f"{name} of {of} and a DTensor of shape {tuple(x.shape)}")
-    return x.full_tensor()
+    return in_full(here)
 
 
 def check_plain(x: Any, how: str, path: str) -> None:

@@ -207,7 +207,7 @@ def load_with_buffers(
     """
     _check_can_be_written(call, buffers, new)
     own = opt._own
-    own.load(own.dicts.of(state, groups), "load_state", partial(_write_buffers, buffers, new))
+    own.load("load_state", partial(own.dicts.read_state, state, groups), partial(_write_buffers, buffers, new))
 
 
 @torch.no_grad()

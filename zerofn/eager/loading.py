@@ -1,0 +1,156 @@
+"""What a state dict has for this rank, and how all ranks refuse one that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from .._errors import bad_leaves
+from ..core.state import State
+from ..core.state_entries import Entry
+from ..core.tree import flatten, unflatten
+from ..ranks.backend import gather_objects
+from ..ranks.group import Group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LoadedStates:
+    """What `opt.load_state_dict` has done.
+
+    Attributes:
+        by: how parameters were told: by their `"name"`, or by their `"order"` in the groups.
+        made_anew: paths of parameters of which the state dict has no state, as torch has none of one that never had a
+            gradient: their moments and counts begin anew.
+    """
+
+    by: str
+    made_anew: tuple[str, ...] = ()
+
+
+@dataclass
+class ToLoad:
+    """What a state dict says, for this rank.
+
+    Attributes:
+        pairs: each tensor of ours with the one that is to replace it.
+        numbers: what replaces something that is no tensor, by its transform and its place there.
+        groups: for each group what it takes.
+        told: how parameters were told, and which begin anew.
+    """
+
+    pairs: list[tuple[Tensor, Tensor]]
+    numbers: dict[tuple[str, int], Any]
+    groups: list[dict[str, Any]]
+    told: LoadedStates
+
+
+def form_of(x: Any) -> str:
+    """Shape and dtype of a tensor or of an entry's tensor, for a message; anything else as it prints."""
+    if isinstance(x, Entry):
+        return f"{tuple(x.shape)} {x.value.dtype}" if isinstance(x.value, Tensor) else repr(x.value)
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A state dict that does not fit is refused on all ranks together: one that went on alone would wait for the others.
+
+
+WRONG = "load_state_dict: this is not the state of this pipeline"
+# What to write where a file has the shards of another rank, or of a job of other ranks.
+ON_EACH_RANK = (
+    "on each rank what that rank has saved, torch.save(opt.state_dict(), f'{rank}.pt'), on as many ranks;\n"
+    "         zf.save(directory, opt) on every rank, which is one checkpoint for any number of ranks;\n"
+    "         one file of full tensors, get_optimizer_state_dict(model, opt, options=StateDictOptions(\n"
+    "         full_state_dict=True, cpu_offload=True)) on every rank, of which the first one has them"
+)
+
+
+class Misfit(ValueError):
+    """A state dict that cannot be loaded, with every entry that is wrong.
+
+    Args:
+        rows: the entries by name, and what is wrong with each.
+        right: what to write.
+        wrong: the first line.
+    """
+
+    def __init__(self, rows: list[tuple[str, str]], right: str, wrong: str = WRONG):
+        super().__init__(rows, right, wrong)
+
+    def __str__(self) -> str:
+        rows, right, wrong = self.args
+        return bad_leaves(wrong, sorted(set(rows)), right)
+
+
+def on_all_ranks(read: Callable[[], T], control: Group | None) -> list[T]:
+    """What `read` returns on each rank.
+
+    Args:
+        read: sends nothing, and returns something small.
+        control: the ranks that call this together; `None` where one rank may be alone.
+
+    Raises:
+        Exception: what the first rank has raised of all that have, on every rank. A `Misfit` has the entries that are
+            wrong on any.
+    """
+    if control is None:
+        return [read()]
+    mine: T | None = None
+    failure: Exception | None = None
+    try:
+        mine = read()
+    except Exception as error:
+        failure = error
+    answers = gather_objects((mine, failure), control)
+    failures = [x for _, x in answers if x is not None]
+    if not failures:
+        return [x for x, _ in answers]
+    if isinstance(failures[0], Misfit):
+        _, right, wrong = failures[0].args
+        raise Misfit([row for x in failures if isinstance(x, Misfit) for row in x.args[0]], right, wrong)
+    raise failures[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# State of a transform that is no tensor, such as a count in Python, cannot be written in place: it is put where it
+# was.
+
+
+@dataclass(frozen=True)
+class NoTensor:
+    """Stands for something in the state of a transform that is no tensor.
+
+    Attributes:
+        at: the transform, and where it is among what that has.
+        value: what is there.
+    """
+
+    at: tuple[str, int]
+    value: Any
+
+
+def with_marks(state: State) -> State:
+    """The same state with a `NoTensor` for all that is no tensor."""
+    found = {}
+    for name, own in state.transforms.items():
+        values, spec = flatten(own)
+        if not all([isinstance(x, Tensor) for x in values]):
+            own = unflatten(
+                spec, [x if isinstance(x, Tensor) else NoTensor((name, i), x) for i, x in enumerate(values)]
+            )
+        found[name] = own
+    return replace(state, transforms=found)
+
+
+def with_numbers(state: State, numbers: Mapping[tuple[str, int], Any]) -> State:
+    """The same state with these in the places that they are keyed by."""
+    found = dict(state.transforms)
+    for name in dict.fromkeys(name for name, _ in numbers):
+        values, spec = flatten(found[name])
+        found[name] = unflatten(spec, [numbers.get((name, i), x) for i, x in enumerate(values)])
+    return replace(state, transforms=found) if numbers else state
