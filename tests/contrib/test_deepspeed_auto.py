@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, list[str]]] = {
         {"optimizer": ADAMW, "gradient_clipping": AUTO, **SIZES},
         None,
         [
-            "gradient_clipping: 'auto' is filled in by the Hugging Face Trainer; here you give its value",
+            "gradient_clipping: 'auto' is filled in by the Hugging Face Trainer; here you write its value",
             "gradient_accumulation_steps: 'auto'",
             "optimizer.params.lr: 'auto'",
             "write: from_deepspeed(config, values={",
@@ -203,7 +203,7 @@ def test_an_auto_without_a_value_is_told_in_one_line(scheduler: dict[str, Any]):
         of({"gradient_clipping": AUTO, "optimizer": ADAMW, "scheduler": scheduler}, None)
     _, *lines, remedy = str(error.value).splitlines()
     paths = ["gradient_clipping", *RATES, *(f"scheduler.params.{k}" for k in scheduler["params"])]
-    told = "'auto' is filled in by the Hugging Face Trainer; here you give its value"
+    told = "'auto' is filled in by the Hugging Face Trainer; here you write its value"
     assert sorted(lines) == sorted(f"  {path}: {told}" for path in paths)
     assert remedy.endswith("...})"), remedy
 

@@ -232,7 +232,7 @@ def test_what_is_published_is_taken_as_it_is_meant(name: str):
     assert quiet(config, **given) == zf.chain(*parts)
 
 
-NO_SCHEDULE = "scheduler: needs an optimizer, whose lr it is: from_deepspeed(config, optimizer=zf.adamw)"
+NO_SCHEDULE = "scheduler: needs an optimizer to set the lr of: from_deepspeed(config, optimizer=zf.adamw)"
 # By where it is from: a configuration, what else is given, and every line of the refusal, by its beginning.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     "a scheduler, and no optimizer": (
@@ -338,16 +338,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "gradient_accumulation_steps": 2},
         {"values": Arguments()},
         [
-            "gradient_accumulation_steps: 2, and 4 by gradient_accumulation_steps of the TrainingArguments",
-            "optimizer.params.lr: 0.001, and 5e-05 by learning_rate of the TrainingArguments; or write 'auto'",
+            "gradient_accumulation_steps: 2, but gradient_accumulation_steps of the TrainingArguments says 4",
+            "optimizer.params.lr: 0.001, but learning_rate of the TrainingArguments says 5e-05; write 'auto'",
         ],
     ),
     "arguments that do not say how many steps": (
         {"optimizer": OPTIMIZER, "scheduler": DECAY},
         {"values": Arguments(max_steps=-1, warmup_steps=0.1)},
         [
-            "scheduler.params.total_num_steps: 'auto'; the Trainer counts the data for it; give max_steps",
-            "scheduler.params.warmup_num_steps: 'auto'; a share of max_steps, which the TrainingArguments do not have",
+            "scheduler.params.total_num_steps: 'auto'; the Trainer takes it from the length of the data; set max_steps",
+            "scheduler.params.warmup_num_steps: 'auto'; it is a share of max_steps, which is not set; set max_steps",
         ],
     ),
     "two optimizers": (
@@ -361,7 +361,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         [
             "gradient_allreduce_op: not supported; use 'mean'",
-            "managed_gradient_accumulation: true, and opt.set_boundary(...)",
+            "managed_gradient_accumulation: use true, and call opt.set_boundary(...)",
             "zero_optimization.compute_grad_norm: clipping needs the norm; write gradient_clipping: 0",
             "zero_optimization.cpu_offload_params: not supported; use {'device': 'none'} in offload_param",
         ],

@@ -113,16 +113,16 @@ for kind, keys in SCHEDULERS.items():
 @given(data=st.data())
 def test_a_value_of_another_kind_is_refused_by_its_path(path, bad, config, data):
     value = data.draw(st.sampled_from(bad))
-    with pytest.raises(ValueError, match="from_deepspeed: keys that have no pipeline") as caught:
+    with pytest.raises(ValueError, match="from_deepspeed: keys without a transform") as caught:
         zf.from_deepspeed(at(path, value, config))
     lines = str(caught.value).splitlines()
     assert any(line.startswith(f"  {path}: ") for line in lines)
-    assert lines[-1] == "  write: each as its line says, or the configuration without it"
+    assert lines[-1] == "  write: each key as its line says, or leave it out"
 
 
 @pytest.mark.parametrize("path", sorted({p.rpartition(".")[0] for p in BAD} - {""}))
 def test_what_is_no_block_is_refused(path):
-    with pytest.raises(ValueError, match=f"  {path}: (True is no block of keys|'AdamW' is no block|unknown)"):
+    with pytest.raises(ValueError, match=f"  {path}: (True is not a dict|'AdamW' is not a dict|unknown)"):
         zf.from_deepspeed(at(path, True, {}))
 
 
@@ -150,7 +150,7 @@ def test_settings_of_a_block_that_is_not_there(config, line):
     [
         ('{"optimizer": {"type": "AdamW", ', "Expecting property name"),
         ("", "Expecting value"),
-        ('{"fp16": {"enabled": true, "enabled": false}}', "twice in one block: 'enabled'"),
+        ('{"fp16": {"enabled": true, "enabled": false}}', "keys twice in a block: 'enabled'"),
         ("\xff\xfe", "codec can't decode"),
     ],
 )

@@ -169,7 +169,7 @@ def attend():
         by_head = draw(heads, long, keys, seed=10)
         near(parallel(*part(whole), attn_mask=by_head), *part([plain(*whole, by_head)])) if few == heads else None
         if n > 1 and long > n:
-            with pytest.raises(ValueError, match=r"attn_mask of .* for parts of"):
+            with pytest.raises(ValueError, match=r"attn_mask of .* for this rank's"):
                 parallel(*part(whole), rows.tensor_split(n, dim=1)[r])
         group.traffic.reset()
         sent = [x.requires_grad_() for x in part(whole)]
@@ -410,7 +410,7 @@ def seen():
         many(*torch.ones(3, 1, 1, 4))
     with pytest.raises(ValueError, match="a mesh of shape"):
         zf.sequence_parallel(many, init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b")))
-    with pytest.raises(ValueError, match="goes back to the ranks by its heads"):
+    with pytest.raises(ValueError, match="is sent back to the ranks by heads"):
         zf.sequence_parallel(lambda q, k, v: q.transpose(1, 2), mesh)(*torch.ones(3, 1, 2, 4, 3))
 
 
@@ -419,11 +419,11 @@ def test_what_is_seen_of_a_module():
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match="goes around a function of queries, keys and values"):
+    with pytest.raises(TypeError, match="wraps a function of queries, keys and values"):
         zf.sequence_parallel(3)
     with pytest.raises(TypeError, match=r"sequence_parallel\(\.\.\., mesh='x'\)"):
         zf.sequence_parallel(plain, "x")
-    with pytest.raises(ValueError, match="one for each"):
+    with pytest.raises(ValueError, match="each loss has one weight"):
         zf.sequence_mean(torch.ones(3), weights=torch.ones(2))
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's configurations as chains."""
+"""`from_deepspeed`: a DeepSpeed configuration as a chain."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from zerofn.collectives import world_group
 from zerofn.extend import TINY, Transform, bad_leaves, explain, kind_of, misfit, users_line
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Keys of a DeepSpeed configuration without a transform: those to ignore, and what to write for the others.
+# Keys of a DeepSpeed configuration that become no transform: which to ignore, and what to write for the others.
 
 
-# Settings of stage 3 alone.
+# Settings of stage 3 only.
 STAGE_3 = (
     *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold"),
     *("gather_16bit_weights_on_model_save", "module_granularity_threshold", "model_persistence_threshold"),
     "use_all_reduce_for_fetch_params",
 )
 
-# By block: how DeepSpeed runs, and not what it computes. They have no effect here.
+# By block, keys that say how DeepSpeed runs, not what it computes. They have no effect here.
 TUNING = {
     "": {"steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "zero_allow_untested_optimizer"}
     | {"zero_force_ds_cpu_optimizer", "prescale_gradients", "gradient_predivide_factor", "vocabulary_size"}
@@ -53,7 +53,7 @@ TUNING = {
     | {"cpu_offload_use_pin_memory", "load_from_fp32_weights", "use_multi_rank_bucket_allreduce", "legacy_stage1"}
     | {"memory_efficient_linear", "log_trace_cache_warnings", "pipeline_loading_checkpoint", "override_module_apply"}
     | {"parameter_alignment", "enable_sanity_checks", "allgather_sequential"}
-    # Each with the prefix that it has in most files, and without.
+    # With the prefix, as in most files, and without.
     | {f"{prefix}{name}" for prefix in ("stage3_", "") for name in STAGE_3},
     "zero_optimization.offload_optimizer": {"pin_memory", "buffer_count", "fast_init", "pipeline_read", "ratio"}
     | {"pipeline_write", "nvme_path", "max_in_cpu", "pipeline"},
@@ -63,7 +63,7 @@ TUNING = {
     "bf16": {"immediate_grad_update"},
 }
 
-# Blocks that change no number of a training: what to write yourself, if anything.
+# Blocks that change no number of a training run: what to write yourself, if anything.
 METRICS = "opt.metrics, a dict of numbers after each step"
 ASIDE = {
     "tensorboard": METRICS,
@@ -138,7 +138,7 @@ REPLACEMENTS = {
     "datastates_ckpt": "zf.save and zf.load",
 }
 
-# By path of REPLACEMENTS: the values besides null, false and "none" by which DeepSpeed does nothing.
+# By path of REPLACEMENTS, values other than null, false and "none" that switch the feature off.
 NEUTRAL = {
     "zero_optimization.zero_hpz_partition_size": (1,),
     "zero_optimization.mics_shard_size": (-1,),
@@ -163,10 +163,11 @@ TAKEN = (
 
 
 def nearest(path: str) -> str:
-    """A hint at the known key that an unknown path is meant to be, or "".
+    """A hint at the known key that an unknown path may mean, or "".
 
-    >>> nearest("zero_optimization.offload_parm"), nearest("overlap_comm"), nearest("spam")
-    ('; did you mean zero_optimization.offload_param?', '; did you mean zero_optimization.overlap_comm?', '')
+    Examples:
+        >>> nearest("zero_optimization.offload_parm"), nearest("overlap_comm"), nearest("spam")
+        ('; did you mean zero_optimization.offload_param?', '; did you mean zero_optimization.overlap_comm?', '')
     """
     tuned = [f"{block}.{name}" if block else name for block, names in TUNING.items() for name in sorted(names)]
     known = [*TAKEN, *ASIDE, *REPLACEMENTS, *tuned]
@@ -177,14 +178,14 @@ def nearest(path: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Checks of values in a DeepSpeed configuration: each returns the reason against a value, or `None`.
+# Checks of values in a DeepSpeed configuration. Each returns what is wrong with a value, or `None`.
 
 
 Check = Callable[[Any], str | None]
 
 
 def flag(value: Any) -> str | None:
-    """A bool. Text is always true, "false" as well."""
+    """A bool. Any text is truthy, "false" too, so text is refused."""
     return None if isinstance(value, bool) else f"{value!r} is neither true nor false"
 
 
@@ -225,7 +226,7 @@ def or_null(check: Check) -> Check:
 
 
 def pair(value: Any) -> str | None:
-    """Two decays."""
+    """Two decays, each in [0, 1)."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         return f"{value!r} is no pair of numbers, such as [0.9, 0.999]"
     return next(filter(None, map(between(0.0, 1.0), value)), None)
@@ -237,10 +238,10 @@ decay = between(0.0, 1.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the Hugging Face Trainer's arguments say for the "auto" of a DeepSpeed configuration.
+# The values that the Hugging Face Trainer's arguments give for "auto" in a DeepSpeed configuration.
 
 
-# Fields by which such arguments are known; no package is imported for that.
+# Fields by which such arguments are recognised, without importing transformers.
 NEEDED = {"learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "max_grad_norm", "max_steps"}
 
 
@@ -249,8 +250,8 @@ class Values:
     """Values by dotted path.
 
     Attributes:
-        known: the value, the name of the argument that says it, and whether a value in the configuration must agree.
-        lacking: what the arguments would have to say for the others.
+        known: the value, the name of its argument, and whether the configuration must agree with it.
+        lacking: why there is no value, for the other paths.
     """
 
     known: dict[str, tuple[Any, str, bool]] = field(default_factory=dict)
@@ -258,12 +259,12 @@ class Values:
 
 
 def is_arguments(x: Any) -> bool:
-    """Whether it is a dataclass with the fields of `TrainingArguments`."""
+    """Whether `x` is a dataclass with the fields of `TrainingArguments`."""
     return is_dataclass(x) and not isinstance(x, type) and {f.name for f in fields(x)} >= NEEDED
 
 
 def from_arguments(args: Any) -> Values:
-    """The values that the Trainer would fill in, or compare with what is there."""
+    """The values that the Trainer would fill in, or compare with the configuration's."""
     micro, every = args.per_device_train_batch_size, args.gradient_accumulation_steps
     values = Values()
     for path, value, name in (
@@ -283,13 +284,13 @@ def from_arguments(args: Any) -> Values:
     values.known["scheduler.params.warmup_min_lr"] = (0, "nothing", False)
     total = args.max_steps if args.max_steps > 0 else None
     if total is None:
-        why = "the Trainer counts the data for it; give max_steps to the TrainingArguments, or the number here"
+        why = "the Trainer takes it from the length of the data; set max_steps, or write the number here"
         values.lacking["scheduler.params.total_num_steps"] = why
     else:
         values.known["scheduler.params.total_num_steps"] = (total, "max_steps", True)
     warm = _warm_up(args, total)
     if warm is None:
-        why = "a share of max_steps, which the TrainingArguments do not have; give them max_steps or warmup_steps"
+        why = "it is a share of max_steps, which is not set; set max_steps or warmup_steps in the TrainingArguments"
         values.lacking["scheduler.params.warmup_num_steps"] = why
     else:
         values.known["scheduler.params.warmup_num_steps"] = (max(1, warm), "warmup_steps", True)
@@ -297,7 +298,7 @@ def from_arguments(args: Any) -> Values:
 
 
 def _warm_up(args: Any, total: int | None) -> int | None:
-    """Steps of the warm-up; below 1, and as `warmup_ratio`, it is a share of all steps."""
+    """Steps of the warm-up; a `warmup_steps` below 1, and `warmup_ratio`, are shares of all steps."""
     steps = args.warmup_steps or getattr(args, "warmup_ratio", None) or 0
     if steps >= 1 or steps == 0:
         return int(steps)
@@ -305,7 +306,7 @@ def _warm_up(args: Any, total: int | None) -> int | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `ConfigReader`: takes keys out of a DeepSpeed configuration, and reports those that are left.
+# `ConfigReader` takes keys out of a DeepSpeed configuration, and reports those that are left.
 
 
 class ConfigReader:
@@ -313,24 +314,25 @@ class ConfigReader:
 
     Args:
         config: a mapping, or the path of a file.
-        values: what stands for "auto": a mapping, in the structure of the configuration or by dotted path; or
+        values: what to put in place of "auto": a mapping, in the structure of the configuration or by dotted path; or
             `TrainingArguments`.
 
     Attributes:
-        left: the entries that nobody has taken, by dotted path.
-        values: the values that no "auto" has used, by dotted path.
-        lacking: of `TrainingArguments`, by path what they would have to say.
+        left: entries that nobody has taken yet, by dotted path.
+        values: values that no "auto" has used yet, by dotted path.
+        lacking: for `TrainingArguments`, why a path has no value.
         unfilled: paths of "auto" without a value.
-        bad: paths that are refused, each with the reason.
+        bad: refused paths, each with the reason.
         idle: paths of keys that have no effect.
-        aside: blocks that change no number, and that are written elsewhere.
+        aside: blocks that change no number, for which something else may be written.
     """
 
     def __init__(self, config: Any, values: Any = None):
         if isinstance(config, str | os.PathLike):
             config = _read(config)
         if not isinstance(config, Mapping):
-            raise TypeError(f"from_deepspeed({type(config).__name__}): give a dict, or the path of a JSON file.")
+            why, right = f"it is {kind_of(config)}", "from_deepspeed({'zero_optimization': {'stage': 2}, ...})"
+            raise TypeError(explain("from_deepspeed(config)", why, f"{right}, or the path of a JSON file"))
         self.left: dict[str, Any] = {_renamed(path, config): x for path, x in _leaves(config, "")}
         self.unfilled: list[str] = []
         self.bad: list[tuple[str, str]] = []
@@ -343,12 +345,12 @@ class ConfigReader:
         elif values is None or isinstance(values, Mapping):
             self.values = dict(_leaves(values or {}, ""))
         else:
-            why = f"it is a {type(values).__name__}"
-            right = "a dict, as {'optimizer.params.lr': 3e-4}, or the TrainingArguments of the Hugging Face Trainer"
+            why = f"it is {kind_of(values)}"
+            right = "a dict, such as {'optimizer.params.lr': 3e-4}, or the Hugging Face Trainer's TrainingArguments"
             raise TypeError(explain("from_deepspeed(config, values=...)", why, right))
 
     def _match(self, given: Values) -> None:
-        """Fill in what arguments say, and refuse what they contradict, as the Trainer does."""
+        """Fill in the arguments' values, and refuse what contradicts them, as the Trainer does."""
         self.lacking = given.lacking
         for path, (value, name, compared) in given.known.items():
             here = self.left.get(path)
@@ -356,12 +358,14 @@ class ConfigReader:
             if here == "auto":
                 self.values[path] = value
             elif compared and here is not None and here != value:
-                self.bad.append((path, f"{here!r}, and {value!r} by {name} of the TrainingArguments; or write 'auto'"))
+                told = f"{here!r}, but {name} of the TrainingArguments says {value!r}"
+                self.bad.append((path, f"{told}; write 'auto', or make them equal"))
 
     def take(self, path: str, default: Any = None, check: Check | None = None, needed: bool = True) -> Any:
-        """Take the entry at a dotted path out; the default if it is absent, or if `check` refuses it.
+        """Take out the entry at a dotted path; return the default if it is absent, or if `check` refuses it.
 
-        Without a default, null counts as absent; so does an "auto" without a value that is not `needed`.
+        If the default is `None`, null counts as absent. An "auto" without a value counts as absent if it is not
+        `needed`.
         """
         if path not in self.left:
             return default
@@ -378,7 +382,7 @@ class ConfigReader:
         return value
 
     def block(self, path: str) -> dict[str, Any]:
-        """Take all entries below a path out."""
+        """Take out all entries below a path."""
         found = {k: self.take(k) for k in list(self.left) if k.startswith(path + ".")}
         return {k[len(path) + 1 :]: v for k, v in found.items()}
 
@@ -388,26 +392,26 @@ class ConfigReader:
             self.unfilled.append(path)
 
     def refuse(self, path: str, reason: str) -> None:
-        """Report a bad key; not one whose "auto" has no value yet, since `None` is in its place."""
+        """Report a bad key, unless it is an "auto" without a value, which is reported as that."""
         if path not in self.unfilled:
             self.bad.append((path, reason))
 
     def close(self) -> None:
-        """Raise for all that is bad or left over; warn of keys that have no effect."""
+        """Raise for all that is bad or left over, in one error; warn of keys that have no effect."""
         for path, value in self.left.items():
             self._pass_over(path, value)
         self.bad += [(p, self._auto(p)) for p in self.unfilled]
         unused = "values={{{0!r}: ...}}, but the configuration has no 'auto' there"
         self.bad += [(p, unused.format(p)) for p in self.values]
         if self.bad:
-            raise ValueError(bad_leaves("from_deepspeed: keys that have no pipeline", self.bad, self._advice()))
+            raise ValueError(bad_leaves("from_deepspeed: keys without a transform", self.bad, self._advice()))
         notes = [f"{', '.join(self.idle)} say how DeepSpeed runs and have no effect here."] if self.idle else []
         notes += [f"{head} is yours to write: {ASIDE[head]}." for head in dict.fromkeys(self.aside) if ASIDE[head]]
         if notes:
             warnings.warn(f"from_deepspeed: {' '.join(notes)}", stacklevel=users_line())
 
     def _pass_over(self, path: str, value: Any) -> None:
-        """Settle a key that became no transform."""
+        """Decide about a key that became no transform: switched off, without effect, a note, or an error."""
         heads = (path, *_parents(path))
         block, _, name = path.rpartition(".")
         aside = next((p for p in heads if p in ASIDE), None)
@@ -422,16 +426,16 @@ class ConfigReader:
             elif value not in (None, False, 0, "none"):
                 self.aside.append(aside)
         elif instead is None:
-            # A comment, as many people write one into JSON.
+            # Many people write comments into JSON as keys that begin so.
             if not name.startswith(("_", "#", "//")):
-                self.refuse(path, f"{value!r} is no block of keys" if path in BLOCKS else f"unknown{nearest(path)}")
+                self.refuse(path, f"{value!r} is not a dict" if path in BLOCKS else f"unknown{nearest(path)}")
         elif value is not False and value not in (None, "none", *NEUTRAL.get(path, ())):
             self.refuse(path, f"not supported; use {instead}")
 
     def _auto(self, path: str) -> str:
         if path in self.lacking:
             return f"'auto'; {self.lacking[path]}"
-        return "'auto' is filled in by the Hugging Face Trainer; here you give its value"
+        return "'auto' is filled in by the Hugging Face Trainer; here you write its value"
 
     def _advice(self) -> str:
         advice = []
@@ -439,11 +443,11 @@ class ConfigReader:
         if told:
             advice.append(f"from_deepspeed(config, values={{{', '.join(f'{p!r}: ...' for p in told)}}})")
         if len(self.bad) > len(told):
-            advice.append("each as its line says, or the configuration without it")
+            advice.append("each key as its line says, or leave it out")
         return " and ".join(advice)
 
     def _off(self, path: str) -> bool:
-        """Whether a key is in a block that is switched off, as in many templates."""
+        """Whether a key is in a block that is switched off, as many are in templates."""
         heads = _parents(path)
         top = path.partition(".")[0]
         if top in {*REPLACEMENTS, *ASIDE} and any(self.left.get(f"{head}.enabled") is False for head in heads):
@@ -466,9 +470,9 @@ def _read(path: str | os.PathLike[str]) -> Any:
         try:
             return json.load(file, object_pairs_hook=_unique_keys)
         except ValueError as error:
-            # Cut short, no text, or a key twice. The error of json does not name the file.
+            # Cut short, not text, or a key twice. json's error does not name the file.
             name, why = os.fspath(path), f"the file cannot be read as JSON: {error}"
-            right = f"python -m json.tool {name}, which shows where (comments are none of JSON); or a dict"
+            right = f"python -m json.tool {name} shows where (JSON has no comments); or give a dict"
             raise ValueError(explain(f"from_deepspeed({name!r})", why, right)) from error
 
 
@@ -476,7 +480,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [k for k, _ in pairs]
-        raise ValueError(f"twice in one block: {', '.join(sorted({repr(k) for k in keys if keys.count(k) > 1}))}")
+        raise ValueError(f"keys twice in a block: {', '.join(sorted({repr(k) for k in keys if keys.count(k) > 1}))}")
     return found
 
 
@@ -496,7 +500,7 @@ def _parents(path: str) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# DeepSpeed's learning-rate schedules as functions of the step, and the `scheduler` block that names one.
+# DeepSpeed's learning-rate schedules as functions of the step, and the `scheduler` block, which names one.
 
 
 def _ramp(i: int, steps: int, kind: str) -> float:
@@ -506,14 +510,15 @@ def _ramp(i: int, steps: int, kind: str) -> float:
 
 @dataclass(frozen=True)
 class WarmupLR:
-    """DeepSpeed's warm-up, logarithmic or linear, then constant.
+    """DeepSpeed's warm-up, logarithmic or linear, then a constant rate.
 
-    Its scheduler is stepped after each update, so update `step` has the rate of scheduler step `step - 1`, and the
-    first two updates use `start`.
+    DeepSpeed steps its scheduler after each update. So update `step` uses the rate of scheduler step `step - 1`, and
+    the first two updates use `start`.
 
-    >>> schedule = WarmupLR(0.0, 1e-3, 10, "linear")
-    >>> [schedule(step) for step in (0, 1, 6, 11, 12)]
-    [0.0, 0.0, 0.0005, 0.001, 0.001]
+    Examples:
+        >>> schedule = WarmupLR(0.0, 1e-3, 10, "linear")
+        >>> [schedule(step) for step in (0, 1, 6, 11, 12)]
+        [0.0, 0.0, 0.0005, 0.001, 0.001]
     """
 
     start: float
@@ -529,7 +534,7 @@ class WarmupLR:
         return self.start + (self.peak - self.start) * done
 
     def after(self, i: int, steps: int) -> float:
-        """The fraction of the way from `start` to `peak` after the warm-up."""
+        """The fraction of the way from `start` to `peak`, after the warm-up."""
         return 1.0
 
 
@@ -545,7 +550,7 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclass(frozen=True)
 class WarmupCosineLR:
-    """DeepSpeed's warm-up and half cosine, as fractions of `peak`. Its first update has rate 0."""
+    """DeepSpeed's warm-up and half cosine, as fractions of `peak`. The first update has rate 0."""
 
     peak: float
     total: int
@@ -602,7 +607,7 @@ class LRRangeTest:
         return self.low * (1 + self.rate * (math.floor(part) if self.staircase else part))
 
 
-# In the place of a default: the configuration must give a value; the optimizer's learning rate.
+# Stand-ins for a default: the configuration must give a value; the default is the optimizer's learning rate.
 NEEDED_BY_SCHEDULE, BASE = object(), object()
 
 # Checks of values, by the name of an argument of the classes above.
@@ -624,7 +629,7 @@ _WARMUP = {
     "warmup_type": ("kind", "log"),
 }
 
-# By DeepSpeed's name: the class, and for each of DeepSpeed's parameters the argument and its default.
+# By DeepSpeed's name of a schedule: the class, and by DeepSpeed's parameter the class's argument and its default.
 SCHEDULES: dict[str, tuple[Any, dict[str, tuple[str, Any]]]] = {
     "WarmupLR": (WarmupLR, _WARMUP),
     "WarmupDecayLR": (
@@ -667,7 +672,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, tuple[str, Any]]]] = {
 }
 
 
-# Parameters of the schedulers that say nothing here, and the value that they must have.
+# Parameters of schedulers that have no meaning here, and the only value that they may have.
 START = {"last_batch_iteration": -1}
 MOMENTUM = {"cycle_min_mom", "cycle_max_mom", "decay_mom_rate"}
 
@@ -693,7 +698,7 @@ def schedule_of(reader: ConfigReader, lr: float | None) -> Any:
     cls, known = SCHEDULES[kind]
     for key, only in START.items():
         if given.pop(key, only) != only:
-            reader.refuse(f"scheduler.params.{key}", f"use {only}: zf.load and zf.load_deepspeed say where a run is")
+            reader.refuse(f"scheduler.params.{key}", f"use {only}: zf.load and zf.load_deepspeed restore the step")
     if cls is OneCycle:
         given = {key: x for key, x in given.items() if key not in MOMENTUM}
     for key in given.keys() - known.keys():
@@ -711,7 +716,7 @@ def schedule_of(reader: ConfigReader, lr: float | None) -> Any:
         reader.refuse(f"scheduler.params.{key}", "missing; it has no default")
     if lr is None and (cls is WarmupCosineLR or BASE in values.values()):
         key = "optimizer.params.lr" if cls is WarmupCosineLR else "scheduler.params.warmup_max_lr"
-        reader.refuse(key, f"missing; {kind} goes up to it")
+        reader.refuse(key, f"missing; it is the peak rate of {kind}")
         return lr
     arguments: dict[str, Any] = {name: lr if x is BASE else x for name, x in values.items()}
     if cls is WarmupCosineLR:
@@ -720,7 +725,7 @@ def schedule_of(reader: ConfigReader, lr: float | None) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `from_deepspeed`: turns a DeepSpeed configuration into the chain that one would write by hand.
+# `from_deepspeed` turns a DeepSpeed configuration into the chain that one would write by hand.
 
 
 DTYPES = {
@@ -732,7 +737,7 @@ DTYPES = {
     "float32": torch.float32,
 }
 
-# DeepSpeed clips unless told otherwise since its pull request 8068.
+# DeepSpeed clips by default, since its pull request 8068.
 CLIPPING = 1.0
 
 
@@ -743,7 +748,7 @@ def from_deepspeed(
     *,
     auto: Any = None,
 ) -> Transform:
-    """The pipeline that a DeepSpeed configuration describes; `print` shows what one would write by hand.
+    """The chain for a DeepSpeed configuration; `print` it to see what to write by hand.
 
     | key | becomes |
     |---|---|
@@ -753,46 +758,47 @@ def from_deepspeed(
     | `fp16`, `bf16`, `communication_data_type`, `data_types.grad_accum_dtype` | `precision`, `scale_loss` |
     | `bf16_master_weights_and_grads`, `fp16_master_weights_and_grads` | `precision(store_dtype=...)` |
     | `bf16_optimizer_states` | `low_precision_adam` |
-    | `gradient_clipping` | `clip_by_global_norm`; where the key is absent DeepSpeed clips at 1.0, and so does this |
+    | `gradient_clipping` | `clip_by_global_norm`; by default at 1.0, as in DeepSpeed |
     | `optimizer` | `adamw` (DeepSpeed's Adam too decouples its decay), `adam`, `sgd` |
     | `scheduler` | a function of the step |
 
-    Low-precision states are rounded stochastically; DeepSpeed rounds to nearest, which loses small updates
-    (`rounding="nearest"`). Without an `optimizer` block the pipeline has none: give `optimizer`, or chain one of yours
-    behind it. One warning names the keys that change no number: how DeepSpeed runs (buckets, overlap, printing), and
+    Low-precision states are rounded stochastically. DeepSpeed rounds to nearest, which loses small updates
+    (`rounding="nearest"`). Without an `optimizer` block the chain has no optimizer: give `optimizer`, or chain your own
+    after it. One warning names the keys that change no number: how DeepSpeed runs (buckets, overlap, printing), and
     what you write elsewhere (logs, profiles, `activation_checkpointing`).
 
     Args:
         config: a dict, or the path of a JSON file.
-        values: for what is "auto" in the configuration, and would be filled in by the Hugging Face Trainer: a dict,
-            by dotted path, `{"optimizer.params.lr": 3e-4}`, or in the structure of the configuration; or the
-            `TrainingArguments` themselves, which must not contradict it. An "auto" batch size may be left out where
-            the others give it. Sizes of buckets, which come from the model's hidden size, need no value.
-        optimizer: where the configuration has no such block: a function that makes the optimizer, such as `zf.adamw`
-            or `functools.partial(zf.lion, weight_decay=0.1)`. It is called with `lr`, the schedule of the `scheduler`
-            block, or without arguments if there is none; `offload_optimizer` is put around what it returns.
-        auto: the former name of `values`. It does the same.
+        values: what to put in place of "auto" in the configuration, as the Hugging Face Trainer would: a dict by dotted
+            path, `{"optimizer.params.lr": 3e-4}`, or in the structure of the configuration; or `TrainingArguments`,
+            which must not contradict it. An "auto" batch size needs no value if the others determine it; nor do bucket
+            sizes, which depend on the model's hidden size.
+        optimizer: if the configuration has no such block, a function that makes the optimizer, such as `zf.adamw` or
+            `functools.partial(zf.lion, weight_decay=0.1)`. It is called with `lr=` the schedule of the `scheduler`
+            block, or without arguments if there is none. With `offload_optimizer` its result is wrapped in `offload`.
+        auto: the former name of `values`.
+
+    Raises:
+        TypeError: `config`, `values` or `optimizer` is of another kind; both `values` and `auto` are given.
+        ValueError: unknown or unsupported keys, each with its path and what to write instead; batch sizes that
+            contradict each other; an "auto" without a value, or a value where there is no "auto".
 
     Warns:
         DeprecationWarning: `auto` is given.
 
-    Raises:
-        TypeError: `config`, `values` or `optimizer` of another kind; both `values` and `auto`.
-        ValueError: unknown or unsupported keys, each with its path and what to use instead; batch sizes
-            that contradict each other; an "auto" without a value, or a value where there is no "auto".
-
-    >>> import zerofn as zf
-    >>> config = {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
-    >>> zf.from_deepspeed(config | {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
-    chain(
-        reduce_scatter(),
-        accumulate(every=4),
-        clip_by_global_norm(max_norm=1.0),
-        adamw(lr=0.0003, weight_decay=0.0),
-    )
+    Examples:
+        >>> import zerofn as zf
+        >>> config = {"gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
+        >>> zf.from_deepspeed(config | {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}})
+        chain(
+            reduce_scatter(),
+            accumulate(every=4),
+            clip_by_global_norm(max_norm=1.0),
+            adamw(lr=0.0003, weight_decay=0.0),
+        )
     """
     if optimizer is not None and (isinstance(optimizer, Transform) or not callable(optimizer)):
-        why = "the schedule of the configuration is its lr, so it is made by a function"
+        why = "it is a function that makes the optimizer, because its lr is the configuration's schedule"
         right = "from_deepspeed(config, optimizer=zf.adamw), or functools.partial(zf.adamw, weight_decay=0.1)"
         raise TypeError(explain(f"from_deepspeed(config, optimizer={optimizer!r})", why, right))
     if auto is not None:
@@ -820,23 +826,23 @@ def from_deepspeed(
 
 
 def _former_values(auto: Any, values: Any) -> Any:
-    """The values that were given under their former name."""
+    """The values, given as `auto`, their former name."""
     right = "from_deepspeed(config, values=...)"
     if values is not None:
         wrong, why = "from_deepspeed(config, values=..., auto=...)", "auto is the former name of values"
-        raise TypeError(explain(wrong, why, f"{right}, with all of them"))
-    why = "auto is called values now; the former name still does the same, and will go in a later release"
+        raise TypeError(explain(wrong, why, f"{right}, with the values of both"))
+    why = "auto was renamed to values; it still works, and will be removed in a later release"
     message = explain("from_deepspeed(config, auto=...)", why, right)
     warnings.warn(message, DeprecationWarning, stacklevel=users_line())
     return auto
 
 
 def _batches(reader: ConfigReader) -> int:
-    """`gradient_accumulation_steps`, which follows from any two of the three batch sizes."""
+    """`gradient_accumulation_steps`, which any two of the three batch sizes determine."""
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     automatic = reader.left.get(keys[2]) == "auto"
     if not reader.take("managed_gradient_accumulation", True, flag):
-        reader.refuse("managed_gradient_accumulation", "true, and opt.set_boundary(...) before each backward")
+        reader.refuse("managed_gradient_accumulation", "use true, and call opt.set_boundary(...) before each backward")
     total, micro, every = (reader.take(k, None, count, needed=False) for k in keys)
     if automatic and not (every or (total and micro)):
         reader.report_unfilled(keys[2])
@@ -858,7 +864,7 @@ def _batches(reader: ConfigReader) -> int:
 def _precision(
     reader: ConfigReader,
 ) -> tuple[dict[str, torch.dtype], Transform | None, tuple[torch.dtype, bool] | None]:
-    """Arguments of `precision`; `scale_loss`; for 16-bit masters their dtype and whether states have it too."""
+    """Arguments of `precision`; `scale_loss`; and for 16-bit masters their dtype, and whether states have it too."""
     dtypes: dict[str, torch.dtype] = {}
     scale, low = None, None
     half, brain = reader.take("fp16.enabled", False, flag), reader.take("bf16.enabled", False, flag)
@@ -866,7 +872,7 @@ def _precision(
         reader.refuse("bf16.enabled", "fp16 is enabled too; choose one")
     settings = {k: reader.take(f"fp16.{k}", v, check) for k, (v, check) in SCALE.items()}
     if settings["min_loss_scale"] > 2.0 ** settings["initial_scale_power"]:
-        reader.refuse("fp16.min_loss_scale", f"{settings['min_loss_scale']!r} is above the scale to begin with")
+        reader.refuse("fp16.min_loss_scale", f"{settings['min_loss_scale']!r} is above the initial scale")
         settings["min_loss_scale"] = 1
     masters = {
         kind: any([reader.take(f"{kind}.{kind}_master_weights_and_{g}", False, flag) for g in ("grads", "gradients")])
@@ -902,7 +908,7 @@ def _precision(
     return dtypes, scale, low
 
 
-# By key of fp16: DeepSpeed's default, and the check of a value. A scale of 2 ** 128 is infinite in float32.
+# By key of fp16: DeepSpeed's default, and the check of its value. A scale of 2 ** 128 is infinite in float32.
 SCALE: dict[str, tuple[Any, Any]] = {
     "loss_scale": (0, number),
     "initial_scale_power": (16, between(0, 128)),
@@ -986,7 +992,7 @@ def _optimizer(
 
 
 def _offload_device(reader: ConfigReader) -> str:
-    """Where the optimizer's states are: "none" or "cpu". `cpu_offload` is its older name."""
+    """Where the optimizer's states live: "none" or "cpu". `cpu_offload` is the key's older name."""
     path = "zero_optimization.offload_optimizer.device"
     older = reader.take("zero_optimization.cpu_offload", False, flag)
     device = reader.take(path, "cpu" if older else "none")
@@ -996,7 +1002,7 @@ def _offload_device(reader: ConfigReader) -> str:
 
 
 def _given(reader: ConfigReader, device: str, make: Callable[..., Transform] | None) -> Transform | None:
-    """The optimizer of a configuration that has no block for it; `None` if nobody gives one."""
+    """The optimizer, if the configuration has no block for it; `None` if nobody gives one."""
     block = "or an optimizer block"
     scheduled = any(key.startswith("scheduler.") and x is not None for key, x in reader.left.items())
     if make is None:
@@ -1005,7 +1011,7 @@ def _given(reader: ConfigReader, device: str, make: Callable[..., Transform] | N
             why = f"needs an optimizer: {call}, {block}; or zf.offload(...) around yours"
             reader.refuse("zero_optimization.offload_optimizer.device", why)
         if scheduled:
-            reader.refuse("scheduler", f"needs an optimizer, whose lr it is: {call}, {block}")
+            reader.refuse("scheduler", f"needs an optimizer to set the lr of: {call}, {block}")
             schedule_of(reader, None)
         return None
     lr = schedule_of(reader, None)
@@ -1025,7 +1031,7 @@ VALUES = {"lr": number, "betas": pair, "eps": number, "weight_decay": number, "a
     "dampening": between(0.0, 1.0 + 1e-12),
     "nesterov": flag,
 }
-# Which of its implementations DeepSpeed uses; no effect here.
+# These choose among DeepSpeed's implementations, and have no effect here.
 IDLE = {"torch_adam", "fused", "foreach"}
 FIXED = {"amsgrad": False, "bias_correction": True}
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints, as its own converter writes them."""
+"""`load_deepspeed`: go on from a universal checkpoint of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from zerofn import Optimizer, State
 from zerofn.extend import Entry, bad_leaves, buffers_in, entries, explain, kind_of, rebuild, users_line
 
-# What has no public name: the pipeline of an attached model, which no function of a state can resolve where the model
-# itself is cut by tensor parallelism; and how ranks raise one error together.
+# These have no public name: the pipeline of an attached model, which cannot be resolved from a state alone if tensor
+# parallelism cuts the model; and how ranks raise an error together.
 from ..core.bucketed_views import stored_part
 from ..core.pipeline import init_transforms
 from ..storage.saving import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
@@ -25,21 +25,19 @@ from ..storage.saving import checkpoint_group, raise_on_all_ranks, wait_for_all_
 # ----------------------------------------------------------------------------------------------------------------------
 # What the files of a DeepSpeed checkpoint say beside the moments: counts, frozen parameters, buffers.
 #
-#     <directory>/zero/optimizer_state.pt                      at stage 3 the counts of updates, by group of
-#   parameters
+#     <directory>/zero/optimizer_state.pt                      at stage 3 the counts of updates, by parameter group
 #                 mp_rank_00_model_states.pt                   at stages 0 to 2 the whole model, the counts of the run
-#                 zero_pp_rank_<i>_mp_rank_00_model_states.pt  at stage 3 rank i's part of each frozen parameter,
-#   buffers
+#                 zero_pp_rank_<i>_mp_rank_00_model_states.pt  at stage 3 rank i's shard of frozen parameters; buffers
 #
-# Its converter copies the files of the model as they are. They hold pickles of DeepSpeed's own classes; none is
-# imported.
+# Its converter copies the model's files as they are. They contain pickles of DeepSpeed's classes, which are not
+# imported here.
 
 
 WHOLE, PARTS = "mp_rank_00_model_states.pt", "zero_pp_rank_*_mp_rank_00_model_states.pt"
 
 
 class _Passed:
-    """In the place of a class that a file names: takes anything, and does nothing."""
+    """Stands in for a class that a file names: accepts anything, and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any): ...
 
@@ -47,12 +45,12 @@ class _Passed:
 
 
 def read(file: Path) -> Any:
-    """The contents of a file, memory-mapped; objects of other classes than torch allows are left empty.
+    """The contents of a file, memory-mapped; objects of classes that torch does not allow are left empty.
 
     Raises:
-        OSError: it is no such file; the message names it.
+        OSError: the file cannot be read; the message names it.
     """
-    # ValueError: torch looks for the names of classes in a file that is no archive.
+    # ValueError: torch searches the file for names of classes, and it is not an archive.
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         with torch.serialization.safe_globals([(_Passed, name) for name in names]):
@@ -63,13 +61,13 @@ def read(file: Path) -> Any:
 
 @dataclass
 class Run:
-    """A run as the files of its model have it; empty where the directory has none.
+    """A run, as the model's files describe it; empty if the directory has none.
 
     Attributes:
-        tensors: whole tensors by name: at stage 3 frozen parameters and buffers, at the others the whole model.
-        optimizer: at stage 0, where nothing is cut, the optimizer's state dict.
-        groups: names of the trained parameters, by the group that DeepSpeed has them in.
-        updates: how many updates were made, by which schedules go on.
+        tensors: full tensors by name: at stage 3 frozen parameters and buffers, at other stages the whole model.
+        optimizer: at stage 0, which shards nothing, the optimizer's state dict.
+        groups: names of trained parameters, by DeepSpeed's parameter group.
+        updates: how many updates were made; schedules go on from this step.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -79,7 +77,7 @@ class Run:
 
 
 def read_run(directory: Path) -> Run:
-    """Read the files of the model. Of a model that is cut over ranks by itself they hold parts: then only counts."""
+    """Read the model's files. If tensor parallelism cuts the model, only the counts are read from them."""
     whole, parts = directory / WHOLE, sorted(directory.glob(PARTS), key=_number)
     if not whole.is_file() and not parts:
         return Run()
@@ -96,16 +94,16 @@ def read_run(directory: Path) -> Run:
         return run
     run.tensors = {name: module[name] for name in first.get("buffer_names") or [] if name in module}
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
-        # The last parts are padded.
+        # The last rank's shard is padded.
         flat = torch.cat([rank["frozen_param_fragments"][name].reshape(-1) for rank in saved])
         run.tensors[name] = flat[: shape.numel()].view(shape)
     return run
 
 
 def read_counts(directory: Path, groups: list[list[str]]) -> dict[str | None, int]:
-    """Counts of updates by name, from `optimizer_state.pt`; under `None` that of all, where they are alike.
+    """Counts of updates by name, from `optimizer_state.pt`; under `None` the common one, if all are equal.
 
-    A group has its count in the state of its one flat tensor, or, with DeepSpeed's fused Adam, among its settings.
+    A group's count is in the state of its one flat tensor or, with DeepSpeed's fused Adam, among its settings.
     """
     file = directory / "zero" / "optimizer_state.pt"
     saved = read(file) if file.is_file() else {}
@@ -125,15 +123,15 @@ def _number(file: Path) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `load_deepspeed`: loads parameters, moments and counts from a universal checkpoint of DeepSpeed.
+# `load_deepspeed` loads parameters, moments and counts from a universal checkpoint of DeepSpeed.
 #
 #     <directory>/zero/<name of a parameter>/fp32.pt        {"param": tensor, ...}, at stage 3 the flat tensor
-#                                            exp_avg.pt     so for each tensor that the optimizer keeps of it
+#                                            exp_avg.pt     the same for each of the optimizer's tensors
 #                                            step.pt        updates, a number; none at stage 3
 #
-# DeepSpeed itself saves shards for its ranks, with pickles of its own classes; its `ds_to_universal.py` converts them
-# into whole tensors under the names of the model. At stages 1 and 2 it writes `fp32.pt` alone for frozen parameters,
-# buffers and second names of tied parameters; at stage 3 it writes nothing of them.
+# DeepSpeed itself saves shards for its ranks, with pickles of its classes; its `ds_to_universal.py` converts them into
+# full tensors under the model's names. For frozen parameters, buffers and second names of tied parameters it writes
+# only `fp32.pt` at stages 1 and 2, and nothing at stage 3.
 
 
 WEIGHT, STEP = "fp32", "step"
@@ -144,53 +142,55 @@ Files = dict[tuple[str, str], Any]
 
 
 def load_deepspeed(directory: str | os.PathLike, like: Optimizer, step: int | None = None) -> State:
-    """Go on from a universal checkpoint of DeepSpeed, each rank with the part that it keeps.
+    r"""Go on from a universal checkpoint of DeepSpeed; each rank reads its shards.
 
     DeepSpeed's converter makes one from a checkpoint of stage 1, 2 or 3:
 
-        python -m deepspeed.checkpoint.ds_to_universal --input_folder run/global_step100 --output_folder directory \\
+        python -m deepspeed.checkpoint.ds_to_universal --input_folder run/global_step100 --output_folder directory \
             --inject_missing_state
 
-    What DeepSpeed saves at stage 0 is whole, and is taken as it is (`run/global_step100`).
+    A checkpoint of stage 0 is not sharded, and is loaded as it is (`run/global_step100`).
 
-    Read are the parameters, in fp32 and cast to what the state stores, each tensor that the optimizer keeps of them,
-    under the same name (`exp_avg`, `exp_avg_sq`), the count of updates, by which schedules go on, frozen parameters
-    and buffers. One tensor is in memory at a time. Not read: learning rates and schedulers (those of the chain hold),
-    loss scale, the place in the data. States beside the optimizer, such as an `ema`, begin anew.
+    It loads the parameters, from fp32 into the stored dtype; each tensor of the optimizer, under the same name
+    (`exp_avg`, `exp_avg_sq`); the count of updates, from which schedules go on; frozen parameters and buffers. One
+    tensor is in memory at a time. It does not load learning rates and schedulers (the chain's hold), the loss scale, or
+    the place in the data. States beside the optimizer, such as an `ema`, start anew.
 
-    For weights alone no such directory is needed: what `zero_to_fp32.py` writes is loaded by `model.load_state_dict`,
-    at every stage, or by `zf.load_safetensors`.
+    For weights alone use `model.load_state_dict` on what `zero_to_fp32.py` writes, at every stage, or
+    `zf.load_safetensors`.
 
     Args:
-        directory: the one that holds the folder `zero`.
+        directory: the one that contains the folder `zero`.
         like: an attached model's `opt`, which is written in place.
-        step: how many updates were made, in the place of what the files say. They say it in `step.pt` of each
-            parameter, in `zero/optimizer_state.pt` or in `*_model_states.pt`.
+        step: the number of updates made, instead of what `step.pt` of each parameter, `zero/optimizer_state.pt` or
+            `*_model_states.pt` say.
 
     Returns:
         `like.state`.
 
     Raises:
-        TypeError: `like` is no attached model.
-        FileNotFoundError: no folder `zero` in the directory.
-        ValueError: parameters or tensors that are missing, unexpected, of another shape or dtype; all of them by name.
-        RuntimeError: only some ranks call it, as for `zf.load`.
+        TypeError: `like` is not an attached optimizer.
+        FileNotFoundError: the directory has no folder `zero`.
+        ValueError: `step` is not a non-negative int; parameters or tensors are missing, unexpected, or of another shape
+            or dtype, all of them named.
+        RuntimeError: only some ranks call it, as in `zf.load`.
 
     Warns:
-        UserWarning: frozen parameters that the directory does not have; they are left as they are.
+        UserWarning: the directory lacks frozen parameters; the model's stay as they are.
 
-    >>> import pathlib, tempfile, torch, zerofn as zf
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> opt = zf.attach(model, zf.chain(zf.shard(), zf.adamw(lr=1e-3)))
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     folder = pathlib.Path(directory, "zero", "weight")
-    ...     folder.mkdir(parents=True)
-    ...     for name in ("fp32", "exp_avg", "exp_avg_sq"):
-    ...         torch.save({"param": torch.ones(1, 2)}, folder / f"{name}.pt")
-    ...     torch.save(torch.tensor(7.0), folder / "step.pt")
-    ...     state = zf.load_deepspeed(directory, like=opt)
-    >>> model.weight.data, int(state.step)
-    (tensor([[1., 1.]]), 7)
+    Examples:
+        >>> import pathlib, tempfile, torch, zerofn as zf
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> opt = zf.attach(model, zf.chain(zf.shard(), zf.adamw(lr=1e-3)))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     folder = pathlib.Path(directory, "zero", "weight")
+        ...     folder.mkdir(parents=True)
+        ...     for name in ("fp32", "exp_avg", "exp_avg_sq"):
+        ...         torch.save({"param": torch.ones(1, 2)}, folder / f"{name}.pt")
+        ...     torch.save(torch.tensor(7.0), folder / "step.pt")
+        ...     state = zf.load_deepspeed(directory, like=opt)
+        >>> model.weight.data, int(state.step)
+        (tensor([[1., 1.]]), 7)
     """
     if not isinstance(like, Optimizer):
         why, right = f"it is {kind_of(like)}", "opt = zf.attach(model, tx), and zf.load_deepspeed(directory, like=opt)"
@@ -202,7 +202,8 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer, step: int | No
     try:
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
             right = "zf.load_deepspeed(directory, like=opt, step=100)"
-            raise ValueError(explain(f"load_deepspeed(step={step!r})", "it is no number of updates", right))
+            why = "step is a number of updates, an int from 0"
+            raise ValueError(explain(f"load_deepspeed(step={step!r})", why, right))
         found = _found(Path(directory), like, step)
     except (ValueError, OSError) as error:
         failure = error
@@ -214,8 +215,8 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer, step: int | No
                 buffer.copy_(found.buffers[name])
     if found.kept:
         warnings.warn(
-            f"zf.load_deepspeed({os.fspath(directory)!r}): the directory has no frozen parameter of these names, "
-            f"they are left as they are: {', '.join(found.kept)}.",
+            f"zf.load_deepspeed({os.fspath(directory)!r}): the directory does not have these frozen parameters; "
+            f"the model's stay as they are: {', '.join(found.kept)}.",
             stacklevel=users_line(),
         )
     return like.state
@@ -228,7 +229,7 @@ class Found:
     Attributes:
         files: contents by leaf and name of the file.
         buffers: the model's buffers, by name.
-        kept: frozen parameters that it does not have.
+        kept: frozen parameters that the directory lacks.
         updates: how many updates were made, if it says so.
     """
 
@@ -239,7 +240,7 @@ class Found:
 
 
 def _filled(opt: Optimizer, found: Found) -> State:
-    """The state with the contents of the files, and with initial states where there is no file."""
+    """The state with the contents of the files, and initial states where there is no file."""
     state, files = opt.state, found.files
     most = max((int(x) for (_, name), x in files.items() if name == STEP), default=found.updates)
     most = int(state.step) if most is None else most
@@ -259,12 +260,12 @@ def _filled(opt: Optimizer, found: Found) -> State:
             return read(e, name)
         if e.of_leaf or name not in COUNTS:
             return e.value
-        # Where DeepSpeed has made a step without gradients beforehand, its optimizer counts one more than the run.
+        # DeepSpeed may make a step without gradients before the first; then its optimizer counts one more than the run.
         return torch.full_like(e.value, most if e.owner else updates)
 
     road, leaves = opt._own.pipe.road, rebuild(state, weight).leaves
     with torch.no_grad():
-        # What DeepSpeed has is what its model computes with; a view of one's own stores another form of it.
+        # DeepSpeed saves what the model computes with; `stored_part` maps it to the stored form, through all views.
         read_here = [leaf for leaf in state.layout.leaves if (leaf.path, WEIGHT) in files]
         leaves = {**leaves, **{leaf.path: stored_part(road, leaves[leaf.path], leaf) for leaf in read_here}}
     fresh = State(leaves, init_transforms(opt._own.pipe, leaves), state.step, state.micro_step, state.layout)
@@ -275,7 +276,7 @@ def _found(directory: Path, opt: Optimizer, step: int | None) -> Found:
     """All files, memory-mapped.
 
     Raises:
-        FileNotFoundError: there is no folder `zero`, and no model of stage 0.
+        FileNotFoundError: there is no folder `zero`, and the model's files are not of stage 0.
         ValueError: files that do not fit, all of them by leaf.
     """
     run = read_run(directory)
@@ -291,7 +292,7 @@ def _found(directory: Path, opt: Optimizer, step: int | None) -> Found:
     bad += _frozen(opt, run, found, directory / "zero")
     bad += _buffers(opt, run, found, directory / "zero")
     if bad:
-        right = "the universal checkpoint of this model, and the optimizer that it was trained by"
+        right = "the universal checkpoint of this model, with the optimizer that trained it"
         raise ValueError(bad_leaves(f"zf.load_deepspeed({str(directory)!r}): it does not fit", bad, right))
     return found
 
@@ -302,7 +303,7 @@ def _no_folder(directory: Path) -> str:
         source = directory / (directory / "latest").read_text().strip()
     command = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
     right = f"{command} --input_folder {source} --output_folder {source}_universal"
-    why = "a checkpoint as DeepSpeed saves it is cut for its ranks, and told by pickles of its own classes"
+    why = "DeepSpeed's own checkpoints are sharded for its ranks and pickled with its classes; convert this one first"
     return explain(f"zf.load_deepspeed({str(directory)!r}): no folder zero in it", why, right)
 
 
@@ -313,10 +314,10 @@ def _universal(directory: Path, opt: Optimizer, run: Run, step: int | None) -> t
     there: dict[str, set[str]] = {x.name: {f.stem for f in x.glob("*.pt")} for x in folder.iterdir() if x.is_dir()}
     names: dict[str, str] = {}
     for path, name in zip(layout.at, layout.paths, strict=True):
-        # Of a tied parameter the names without moments have a copy in what the model computed in.
+        # Of a tied parameter's names take the one with moments: the others only have a copy in the compute dtype.
         if path is not None and name in there and len(there[name]) > len(there.get(names.get(path, ""), ())):
             names[path] = name
-    bad = [(p, "no such folder in zero") for p in dict.fromkeys(p for p, _ in wanted) if p not in names]
+    bad = [(p, "has no folder in zero") for p in dict.fromkeys(p for p, _ in wanted) if p not in names]
     buffers = {name for name, _ in buffers_in(opt._own.model)}
     extra = there.keys() - set(layout.paths) - buffers
     bad += [(name, "is in the checkpoint and not in the model") for name in sorted(extra)]
@@ -327,7 +328,7 @@ def _universal(directory: Path, opt: Optimizer, run: Run, step: int | None) -> t
         of_leaf = {name for p, name in wanted if p == path}
         bad += [(path, f"{name}.pt is missing") for name in sorted(of_leaf - here - {STEP})]
         bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(here - of_leaf - {STEP})]
-        # Schedules go on by the count of updates, also of an optimizer that keeps none.
+        # The count of updates is read even if the optimizer keeps none: schedules go on from it.
         for name in sorted(here & (of_leaf | {STEP})):
             x = files[path, name] = _tensor(folder / names[path] / f"{name}.pt")
             if name != STEP and (problem := _misfit(x, *wanted[path, name], name == WEIGHT)):
@@ -344,18 +345,18 @@ def _universal(directory: Path, opt: Optimizer, run: Run, step: int | None) -> t
 
 
 def _stage_0(opt: Optimizer, run: Run) -> tuple[Files, list[tuple[str, str]]]:
-    """The same of a checkpoint of stage 0: the state dict of torch's optimizer, by number, and of the whole model."""
+    """The same from a checkpoint of stage 0: the state dict of torch's optimizer, by number, and the whole model."""
     saved = run.optimizer or {}
     layout, wanted = opt.state.layout, dict(_wanted(opt))
-    # In 16 bits DeepSpeed wraps the optimizer, and has the parameters in fp32 beside it.
+    # In 16 bits DeepSpeed wraps the optimizer, and keeps fp32 parameters beside it.
     inner = saved.get("optimizer_state_dict", saved)
     masters = [x for group in saved.get("fp32_groups") or [] for x in group]
     groups, kept = inner.get("param_groups") or [], inner.get("state") or {}
     numbers = [i for group in groups for i in group["params"]]
     if len(groups) != 1 or len(numbers) != len(layout.trained):
         lengths = [len(group["params"]) for group in groups]
-        why = f"its optimizer has parameters by number, in groups of {lengths}; here {len(layout.trained)} are trained"
-        return {}, [("optimizer", f"{why}, so nobody knows their names: save with zero_optimization.stage 1")]
+        why = f"its parameters have numbers, in groups of {lengths}, and here {len(layout.trained)} are trained"
+        return {}, [("optimizer", f"{why}, so their names are unknown: save with zero_optimization.stage 1")]
     files: Files = {}
     bad: list[tuple[str, str]] = []
     for place, (number, path) in enumerate(zip(numbers, layout.trained, strict=True)):
@@ -384,7 +385,7 @@ def _frozen(opt: Optimizer, run: Run, found: Found, folder: Path) -> list[tuple[
     for leaf in layout.leaves:
         if leaf.path in layout.trained:
             continue
-        # An earlier run may have trained it; then the folder has it in fp32.
+        # If an earlier run trained it, the folder has it in fp32.
         x = next((x for name in names[leaf.path] if (x := _beside(name, run, folder)) is not None), None)
         if x is None:
             found.kept.append(leaf.path)
@@ -410,13 +411,13 @@ def _buffers(opt: Optimizer, run: Run, found: Found, folder: Path) -> list[tuple
 
 
 def _beside(name: str, run: Run, folder: Path) -> Tensor | None:
-    """A tensor that is not trained, from its folder or else from the files of the model."""
+    """A tensor that is not trained, from its folder or else from the model's files."""
     file = folder / name / f"{WEIGHT}.pt"
     return _tensor(file) if file.is_file() else run.tensors.get(name)
 
 
 def _wanted(opt: Optimizer) -> Iterator[tuple[tuple[str, str], tuple[torch.Size, torch.dtype]]]:
-    """Shape and dtype by leaf and file, of parameters and of the optimizer's states."""
+    """Shape and dtype by leaf and file, for parameters and the optimizer's states."""
     trained = set(opt.state.layout.trained)
     made_by = {part.name for part in opt._own.pipe.parts if part.facts.optimizes}
     for e in entries(opt.state):

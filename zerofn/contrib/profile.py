@@ -1,4 +1,4 @@
-"""What a step computes, sends and waits for."""
+"""`profile`: operations, bytes and seconds of a training step, by phase, module, transform and collective."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofn import Optimizer
 from zerofn.collectives import opened
 from zerofn.extend import check_flag, explain, kind_of, listener, listening
 
-# What has no public name: torch's own private names, and the look of the package's tables.
+# These have no public name: wrappers of torch's private names, and the layout of tables.
 from .._compat.autograd import at_end_of_backward, in_backward
 from .._compat.functorch import is_wrapped
 from ..core.html import bars
@@ -41,7 +41,7 @@ class Absent(KeyError):
 
 
 class ByName(dict):
-    """Numbers by name; a missing name raises `Absent`, which says why."""
+    """A dict of numbers by name; a missing name raises `Absent`, which says why."""
 
     def __init__(self, numbers: Mapping[str, Any], what: str):
         super().__init__(numbers)
@@ -49,10 +49,10 @@ class ByName(dict):
 
     def __missing__(self, name: str) -> Any:
         if self.what == "flops" and not self:
-            why, right = "operations were not counted: it was asked for with flops=False", "zf.profile(target)"
+            why, right = "operations were not counted, because of flops=False", "zf.profile(target)"
         else:
-            why = f"nothing of this name ran in what was measured, but {', '.join(map(repr, self)) or 'nothing at all'}"
-            right = "zf.profile around a step in which it runs; one that ran and took nothing has 0"
+            why = f"nothing of this name ran while measuring; what ran: {', '.join(map(repr, self)) or 'nothing'}"
+            right = "zf.profile around a step in which it runs; what ran and took nothing has 0"
         raise Absent(explain(f"{self.what}[{name!r}]", why, right))
 
     def __reduce__(self) -> Any:
@@ -65,12 +65,12 @@ class Measured:
 
     Attributes:
         seconds: by phase.
-        flops: by phase and module, `""` for all of them; empty where they were not counted.
+        flops: operations by phase and module, `""` for all modules; empty if they were not counted.
         transforms: seconds by transform.
         read: bytes by transform.
         written: bytes by transform.
         sent: bytes by collective.
-        calls: by collective.
+        calls: number of calls by collective.
         waited: seconds by collective.
     """
 
@@ -92,7 +92,7 @@ class Measured:
 
 
 def mean_of(steps: Sequence[Measured]) -> Measured:
-    """The mean over steps; what did not run in a step counts as zero in it."""
+    """The mean over steps; what did not run in a step counts as zero for that step."""
     if len(steps) == 1:
         return steps[0]
     plain = [f.name for f in fields(Measured) if f.name != "flops"]
@@ -110,7 +110,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]], list[float]]
 
 
 def _tables(m: Measured) -> list[Table]:
-    """Head and rows of each table, and for each row the length of its bar."""
+    """The header and rows of each table, and the length of each row's bar."""
     total = sum(m.seconds.values())
     shown = [(p, m.seconds.get(p)) for p in PHASES if p in m.seconds or p in ("forward", "backward", "update")]
     found: list[Table] = [
@@ -137,7 +137,7 @@ def _tables(m: Measured) -> list[Table]:
 
 
 def _modules(flops: Mapping[str, Mapping[str, float]], phases: list[str]) -> list[tuple[str, list[float]]]:
-    """Operations by phase of each module; modules whose names differ in numbers only share a row."""
+    """Operations by phase for each module; modules whose names differ only in numbers share a row."""
     groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for phase in phases for name in flops[phase]):
         groups.setdefault(re.sub(r"\.\d+", ".*", name), []).append(name)
@@ -164,7 +164,7 @@ def lines_of(m: Measured, numbers: Sequence[int]) -> list[str]:
 
 
 def html_of(m: Measured, numbers: Sequence[int]) -> str:
-    """The tables as HTML: each row with the cells of the text, and a bar for its first number."""
+    """The tables as HTML: rows as in the text, with a bar for the first number."""
     parts = []
     for head, rows, sizes in _tables(m):
         lines = [(row[0], " / ".join(c for c in row[1:] if c), x) for row, x in zip(rows, sizes, strict=True)]
@@ -173,10 +173,11 @@ def html_of(m: Measured, numbers: Sequence[int]) -> str:
 
 
 def _time(seconds: float | None) -> str:
-    """Seconds in a unit of their size.
+    """Seconds in a fitting unit.
 
-    >>> [_time(s) for s in (1.5, 0.0123, 4.5e-5, None)]
-    ['1.50 s', '12.3 ms', '45 us', '']
+    Examples:
+        >>> [_time(s) for s in (1.5, 0.0123, 4.5e-5, None)]
+        ['1.50 s', '12.3 ms', '45 us', '']
     """
     if seconds is None:
         return ""
@@ -186,10 +187,11 @@ def _time(seconds: float | None) -> str:
 
 
 def _count(n: float) -> str:
-    """Operations in a unit of their size.
+    """Operations in a fitting unit.
 
-    >>> [_count(n) for n in (0, 999, 1500, 2.5e9, 3e15)]
-    ['0', '999', '1.50 k', '2.50 G', '3000.00 T']
+    Examples:
+        >>> [_count(n) for n in (0, 999, 1500, 2.5e9, 3e15)]
+        ['0', '999', '1.50 k', '2.50 G', '3000.00 T']
     """
     for unit in ("", " k", " M", " G"):
         if n < 1000:
@@ -203,16 +205,16 @@ def _number(n: float) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Instruments of `profile`: a clock of phases, hooks on modules, a counter of operations, bytes sent.
+# What `profile` measures with: a clock of phases, hooks on modules, a counter of operations, and bytes sent.
 
 
-# The kinds of ranges, as a listener is told them.
+# The kinds of ranges that a listener gets.
 PHASE, UPDATE, VIEW, WAIT = "phase", "update", "view", "wait"
 
 # Phases of which operations are counted.
 COUNTED = ("forward", "backward", "update")
 
-# torch before 2.15 has no formula for attention on the CPU; it is that of the kernel of other devices.
+# Before 2.15 torch's flop counter has no formula for attention on the CPU. Other devices' formula is the same.
 _ATTENTION = (
     ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
     ("_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward"),
@@ -220,10 +222,10 @@ _ATTENTION = (
 
 
 class PhaseClock:
-    """Seconds by phase, from the ranges that it listens to.
+    """Measures seconds by phase, as a listener of ranges.
 
-    Time counts for the innermost range, and outside of all ranges for `outside`. A view half counts for the phase that
-    it runs in.
+    Time counts for the innermost range, and outside of all ranges for the phase `outside`. A view half counts for the
+    phase it runs in.
 
     Attributes:
         seconds: by phase.
@@ -231,7 +233,7 @@ class PhaseClock:
         waited: seconds by collective.
         read: bytes by transform.
         written: bytes by transform.
-        open: of each range that is open: kind, name, and whether a range inside of it has reported bytes.
+        open: for each open range: kind, name, and whether a range inside of it has reported bytes.
         outside: the phase outside of all ranges.
     """
 
@@ -247,13 +249,13 @@ class PhaseClock:
 
     @property
     def phase(self) -> str:
-        """The current one; waiting for a collective is no phase here."""
+        """The current phase; waiting for a collective is not a phase here."""
         kind, name = next(((k, n) for k, n, _ in reversed(self.open) if k in (PHASE, UPDATE)), (PHASE, self.outside))
         return "update" if kind == UPDATE else name
 
     @property
     def transform(self) -> str:
-        """The transform whose update half runs, or `""`."""
+        """The transform whose update is running, or `""`."""
         return next((name for kind, name, _ in reversed(self.open) if kind == UPDATE), "")
 
     def tick(self) -> None:
@@ -268,7 +270,7 @@ class PhaseClock:
             self.transforms[name] += spent
 
     def set_outside(self, phase: str) -> None:
-        """Time outside of all ranges counts for this phase from here on."""
+        """From now on count time outside of all ranges for this phase."""
         self.tick()
         self.outside = phase
 
@@ -292,9 +294,9 @@ class PhaseClock:
 
 
 class ModelHooks:
-    """Global module hooks that set the phase while a model is called and differentiated by PyTorch's own means.
+    """Global module hooks that set the phase during the model's forward and torch's own backward.
 
-    torch does not say where a backward begins; it is taken to begin when the gradient of an output arrives.
+    torch does not say where a backward begins. Here it begins when the gradient of a module's output arrives.
     """
 
     def __init__(self, clock: PhaseClock):
@@ -313,7 +315,7 @@ class ModelHooks:
             action()
 
     def _counts(self) -> bool:
-        """Whether a call is in this thread, outside of all ranges, and no recomputation in backward."""
+        """Whether this call counts: in this thread, outside of all ranges, and not recomputed in backward."""
         return listener() is self.clock and not self.clock.open and not in_backward()
 
     def _before(self, module: Any, args: Any) -> None:
@@ -340,10 +342,10 @@ class ModelHooks:
 class Flops:
     """A counter of floating-point operations, as a context.
 
-    torch's own adds up over phases, so its formulas are wrapped in one that looks which phase it is.
+    torch's counter adds up over phases, so each of its formulas is wrapped in one that asks for the phase.
 
     Attributes:
-        by_phase: operations by phase and module, or transform; `""` is all of them.
+        by_phase: operations by phase and module or transform; `""` is all of them.
     """
 
     def __init__(self, clock: PhaseClock):
@@ -381,7 +383,7 @@ class Flops:
 
 
 class Measurement:
-    """Measures one step, as a context; `result` has the numbers afterwards."""
+    """Measures one step, as a context; `result()` returns the numbers afterwards."""
 
     def __init__(self, flops: bool):
         self.clock = PhaseClock()
@@ -412,7 +414,7 @@ class Measurement:
         made = {op: n for op, n in calls.items() if n > 0}
         seconds = dict(clock.seconds)
         if "backward" not in seconds:
-            # A model was called, and no gradient has come back into it.
+            # A model was called, but not differentiated: there was no loss.
             seconds["elsewhere"] = seconds.get("elsewhere", 0.0) + seconds.pop("loss", 0.0)
         counted = {} if self.flops is None else self.flops.by_phase
         ran = {phase for phase in (*counted, *seconds) if phase in COUNTED and self.flops is not None}
@@ -433,7 +435,7 @@ def _traffic() -> dict[Any, tuple[dict[str, int], dict[str, int]]]:
 
 
 def _tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
-    """The tensors in whatever a module returns; objects of any class are searched."""
+    """The tensors in a module's output; objects of any class are searched."""
     if isinstance(value, Tensor):
         return [value]
     if value is None or not depth or isinstance(value, str | bytes | int | float | complex | type | torch.nn.Module):
@@ -446,14 +448,14 @@ def _tensors_in(value: Any, depth: int = 8) -> list[Tensor]:
 
 
 def _now() -> float:
-    """Seconds, after the device has finished its queue."""
+    """Seconds on the clock, once the device has finished its queue."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _bytes(x: Any) -> int:
-    """Bytes of a tensor's memory: fewer than its shape says if it is expanded."""
+    """Bytes of a tensor's memory. An expanded tensor has fewer than its shape says."""
     if not isinstance(x, Tensor):
         return 0
     size = x.numel() * x.element_size()
@@ -471,8 +473,8 @@ class Profile:
     """Measures steps; see `zf.profile`.
 
     Attributes:
-        measured: by number of the step, its `Measured`.
-        count: steps that were begun.
+        measured: `Measured` by number of the step.
+        count: steps begun so far.
     """
 
     def __init__(self, target: Any, steps: frozenset[int] | None, flops: bool):
@@ -485,8 +487,8 @@ class Profile:
     def __enter__(self) -> Profile:
         if torch.compiler.is_compiling() or _UNDER_WAY.get():
             outer = "torch.compile" if torch.compiler.is_compiling() else "a zf.profile"
-            why = "what the inner one does would be counted and timed as the step's own"
-            right = "one profile around the step: it has all phases, modules, transforms and collectives"
+            why = "the work of the inner profile would be counted and timed as the step's"
+            right = "one profile around the step: it shows all phases, modules, transforms and collectives"
             raise RuntimeError(explain(f"zf.profile inside of {outer}", why, right))
         token = _UNDER_WAY.set(True)
         with ExitStack() as stack:
@@ -506,7 +508,7 @@ class Profile:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Call the step, and measure it if its number is in `steps`."""
         if isinstance(self.target, Optimizer):
-            why = "a step of an attached model is a call of it, a backward and opt.step(), and not one function"
+            why = "a step of an attached model is several calls: the model, loss.backward() and opt.step()"
             right = "with profile: loss = model(x).mean(); loss.backward(); opt.step(); opt.zero_grad()"
             raise TypeError(explain("a call of zf.profile(opt)", why, right))
         with self:
@@ -520,8 +522,8 @@ class Profile:
             RuntimeError: no step was measured.
         """
         if not self.measured:
-            begun = f"{self.count} were begun, and {_planned(self.steps)} to be measured"
-            why = f"{begun}; of one that ends in an exception nothing is kept"
+            begun = f"{self.count} steps began, and {_planned(self.steps)} to be measured"
+            why = f"{begun}; a step that raises is not kept"
             right = "with profile: around a whole step, or profile(state, *batch); steps=None measures all"
             raise RuntimeError(explain("a zf.profile that has measured no step", why, right))
         return mean_of(list(self.measured.values()))
@@ -536,63 +538,65 @@ class Profile:
 
 
 def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None = None, flops: bool = True) -> Profile:
-    """Measure steps: operations by module and phase, bytes of states, bytes sent, seconds of each phase.
+    """Measure training steps: operations by module, bytes of states, bytes sent, and seconds of each phase.
 
-    Around a step of an attached model it is entered, `with profile:`; a step of `zf.make_step` is called through it,
-    `state, metrics = profile(state, *batch)`. In print and in notebooks it is a table; `profile.mean` has the numbers
-    of a step on average, `profile.measured[i]` those of step i. Over ranks each measures itself, and all must make the
-    same calls. A measured step computes the same numbers as another; a GPU is waited for at each end of a range.
+    For an attached model write `with profile:` around a step. A step of `zf.make_step` is called through the profile:
+    `state, metrics = profile(state, *batch)`. Print the profile for tables; in notebooks it shows as one.
+    `profile.mean` has the numbers of an average step, `profile.measured[i]` those of step i. Each rank measures itself;
+    all ranks must make the same calls. Results of the step do not change. On a GPU the host waits for the device at
+    each end of a range.
 
     Args:
         target: an attached model's `opt`, or a step: any function that calls zerofn.
-        steps: numbers of the steps to measure, counted from 0 where the profile is entered or called; by default all.
-            The others run as if there was no profile.
-        flops: count floating-point operations, by the formulas of `torch.utils.flop_counter`: matrix products,
-            convolutions and attention, a multiplication and an addition as two. Every operator is looked at, in Python,
-            and compiled code is run uncompiled: without it times are those of a plain step.
+        steps: the numbers of the steps to measure, counted from 0; by default all. Other steps run as without a
+            profile.
+        flops: whether to count floating-point operations, by the formulas of `torch.utils.flop_counter`: matrix
+            products, convolutions and attention; a multiplication and an addition count as two. Every operator then
+            passes through Python, and compiled code runs uncompiled; with `flops=False` the seconds are those of a
+            plain step.
 
-    What `Measured` has:
+    Fields of `Measured`:
 
     ===============  ================================================================================================
-    `seconds`        by phase; they add up to the whole. `"forward"`: calls of the model. `"loss"`: from their end to
-                     the first gradient that comes back into the model: a loss outside of it, with its derivative.
-                     `"backward"`, `"update"`. `"collectives"`: this rank waited for others. `"elsewhere"`: the rest.
-    `flops`          by phase (`"forward"`, `"backward"`, `"update"`) and module, with all that is inside of it;
-                     `""` is the whole. Names begin with the class of the outermost module. Of an update, by transform.
-                     What activation checkpointing computes again counts as backward.
-    `transforms`     seconds in the update half of each transform, without those of transforms inside of it.
-    `read`           bytes of its state that each transform's update was given; `"params"` those an optimizer was.
-    `written`        bytes of state and parameters that it gave back. Both of this rank, of leaves with a gradient.
-    `sent`           bytes that this rank has sent, by collective, as a ring sends them.
-    `calls`          of collectives.
-    `waited`         seconds that this rank has waited for them. On a GPU those in forward and update alone.
+    `seconds`        by phase; they add up to the total. `"forward"`: calls of the model. `"loss"`: from the end of
+                     forward to the first gradient at the model's output. `"backward"`, `"update"`. `"collectives"`:
+                     waiting for other ranks. `"elsewhere"`: the rest.
+    `flops`          by phase (`"forward"`, `"backward"`, `"update"`) and module, children included; `""` is the total.
+                     Names begin with the class of the outermost module. For the update, by transform. Recomputation by
+                     activation checkpointing counts as backward.
+    `transforms`     seconds in each transform's update, without those of transforms inside of it.
+    `read`           bytes of state that each transform's update reads; `"params"` are the parameters an optimizer
+    reads. `written`        bytes of state and parameters that it writes. Both count this rank's leaves with a gradient.
+    `sent`           bytes that this rank sends, by collective, counted as for a ring. `calls`          number of
+    collectives. `waited`         seconds that this rank waits for them. On a GPU, those in forward and update only.
     ===============  ================================================================================================
 
     A number that was not measured, such as the seconds of a backward that did not run, raises a `KeyError` that says
-    so.
+    why.
 
     Raises:
-        TypeError: `target` is neither.
-        ValueError: `opt` is detached; `flops` is no bool; a number of a step is no int, or negative, or there is none.
-        RuntimeError: on entering, inside of another profile.
+        TypeError: `target` is neither an attached optimizer nor a function.
+        ValueError: `opt` is detached; `flops` is not a bool; `steps` is empty, or has something other than ints from 0.
+        RuntimeError: on entering, inside of another profile or of `torch.compile`.
 
-    >>> import torch, zerofn as zf
-    >>> model = torch.nn.Linear(8, 4, bias=False)
-    >>> opt = zf.attach(model, zf.adamw(1e-3))
-    >>> with zf.profile(opt) as profile:
-    ...     model(torch.ones(2, 8)).sum().backward()
-    ...     opt.step()
-    >>> profile.mean.flops["forward"], profile.mean.flops["backward"][""]  # 2 * 2 * 8 * 4; by the weight alone
-    ({'': 128, 'Linear': 128}, 128)
-    >>> profile.mean.read["params"], profile.mean.written["params"]
-    (128, 128)
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> model = torch.nn.Linear(8, 4, bias=False)
+        >>> opt = zf.attach(model, zf.adamw(1e-3))
+        >>> with zf.profile(opt) as profile:
+        ...     model(torch.ones(2, 8)).sum().backward()
+        ...     opt.step()
+        >>> profile.mean.flops["forward"], profile.mean.flops["backward"][""]  # 2 * 2 * 8 * 4; by the weight alone
+        ({'': 128, 'Linear': 128}, 128)
+        >>> profile.mean.read["params"], profile.mean.written["params"]
+        (128, 128)
     """
     if not isinstance(target, Optimizer) and (not callable(target) or isinstance(target, torch.nn.Module)):
         right = "zf.profile(opt) of opt = zf.attach(model, tx), or zf.profile(step) of step = zf.make_step(loss_fn, tx)"
-        raise TypeError(explain(f"zf.profile({kind_of(target)})", "it makes no training step", right))
+        raise TypeError(explain(f"zf.profile({kind_of(target)})", "it is not a training step", right))
     if isinstance(target, Optimizer) and not target.attached:
         right = "opt = zf.attach(model, tx); zf.profile(opt)"
-        raise ValueError(explain("zf.profile(opt) after opt.detach()", "it makes no steps any more", right))
+        raise ValueError(explain("zf.profile(opt) after opt.detach()", "a detached optimizer makes no steps", right))
     check_flag("zf.profile", "flops", flops)
     return Profile(target, _step_numbers(steps), flops)
 
@@ -603,7 +607,7 @@ def _step_numbers(steps: Any) -> frozenset[int] | None:
     found = list(steps) if isinstance(steps, Iterable) else []
     numbers = [n for n in found if isinstance(n, int) and not isinstance(n, bool) and n >= 0]
     if not numbers or len(numbers) < len(found):
-        why = "numbers of steps are ints from 0 on, and there is at least one"
+        why = "steps is a list of ints from 0, with at least one"
         raise ValueError(explain(f"zf.profile(steps={steps!r})", why, "zf.profile(opt, steps=[10, 20])"))
     return frozenset(numbers)
 

@@ -1,4 +1,4 @@
-"""`replay`: run a step twice and compare bits; `record`: find the step and the leaf where a NaN began."""
+"""`replay` runs a step twice and compares bits; `record` finds the step and the leaf where a NaN began."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Difference(NamedTuple):
-    """The first number that differs, in the order of the chain, or that is not finite.
+    """The first number that differs between two runs, in the order of the chain, or that is not finite.
 
     Attributes:
-        owner: the transform in whose state it is; `"params"`, or `""` for the counters of the state and the metrics.
-        slot: its name there, for instance `"exp_avg"`.
+        owner: the name of the transform whose state it is in; `"params"`, or `""` for the state's counters and metrics.
+        slot: its name there, such as `"exp_avg"`.
         path: the leaf, or `""`.
-        element: its index in what this process holds of the leaf, flat.
+        element: its index in this process's tensor of the leaf, flattened.
         values: of the two runs, or the one that is not finite.
-        step: which step it was, counted from 0; of `replay` always 0.
+        step: the step, counted from 0; of `replay` always 0.
     """
 
     owner: str
@@ -39,37 +39,41 @@ class Difference(NamedTuple):
 
 
 @kept_out_of_graphs(
-    "it runs a step twice, and compares what came of it in Python",
+    "it runs a step twice and compares the results in Python",
     "zf.replay(torch.compile(step), state, *batch), outside of what is compiled",
 )
 def replay(step: Callable[..., tuple[State, Any]], state: State, *batch: Tree, **keywords: Any) -> Difference | None:
-    """Run a step twice from copies of one state and one batch, and name the first number whose bits differ.
+    """Run a step twice from copies of one state and one batch, and find the first number whose bits differ.
 
-    A step of zerofn gives the same bits whenever it is given the same: what differs comes from the loss (dropout, a
-    kernel that adds in any order), from a schedule with a memory, or from a machine that computes wrongly.
+    A step of zerofn is deterministic. A difference comes from the loss (dropout, a kernel that adds in any order), from
+    a schedule with a memory, or from a machine that computes wrongly.
 
     Args:
-        step: of `zf.make_step`, donating or not. The generators of torch are set back after each run, so that a loss
-            which draws from them draws the same.
-        state: the state before the step; not written.
-        batch: what the step is given beside it, and `keywords`, such as `weight=`.
+        step: from `zf.make_step`. torch's random generators are restored after each run, so that a loss that draws from
+            them draws the same numbers.
+        state: the state before the step. It is not written, even if the step donates.
+        batch: the step's other arguments; `keywords` are its keyword arguments, such as `weight=`.
 
     Returns:
-        `None` where all bits agree: the step is reproducible. Else the first `Difference`: states of transforms come in
-        the order of the chain, parameters after them. Over ranks each tells of what it holds.
+        `None` if all bits agree, else the first `Difference`: states of transforms in the order of the chain, then
+        parameters. Each rank compares its own shards.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.sgd(0.1)
-    >>> state = zf.init(tx, {"w": torch.ones(3)})
-    >>> zf.replay(zf.make_step(lambda p: p["w"].sum(), tx), state) is None
-    True
-    >>> calls = []
-    >>> def forgetful(p):
-    ...     calls.append(0)
-    ...     return (p["w"] * torch.tensor([1.0, len(calls), 1.0])).sum()
-    >>> found = zf.replay(zf.make_step(forgetful, tx), state)
-    >>> found.owner, found.path, found.element
-    ('params', 'w', 1)
+    Raises:
+        TypeError: `step` cannot be called, or `state` is not a `State`.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.sgd(0.1)
+        >>> state = zf.init(tx, {"w": torch.ones(3)})
+        >>> zf.replay(zf.make_step(lambda p: p["w"].sum(), tx), state) is None
+        True
+        >>> calls = []
+        >>> def forgetful(p):
+        ...     calls.append(0)
+        ...     return (p["w"] * torch.tensor([1.0, len(calls), 1.0])).sum()
+        >>> found = zf.replay(zf.make_step(forgetful, tx), state)
+        >>> found.owner, found.path, found.element
+        ('params', 'w', 1)
     """
     _check_step("zf.replay", step)
     if not isinstance(state, State):
@@ -83,7 +87,7 @@ class Record:
     """A step that keeps its last states and batches; see `zf.record`.
 
     Attributes:
-        kept: of each of the last steps, the oldest first: its number and copies of state, batch and keywords.
+        kept: for each of the last steps, the oldest first: its number, and copies of state, batch and keywords.
     """
 
     def __init__(self, step: Callable[..., tuple[State, Any]], last: int):
@@ -95,9 +99,10 @@ class Record:
         return self.step(state, *batch, **keywords)
 
     def trouble(self) -> Difference | None:
-        """Run the kept steps again; the first number that becomes infinite or NaN, or whose bits change, or `None`.
+        """Run the kept steps again; return the first number that becomes infinite or NaN, or whose bits change.
 
-        A number that was not finite before a step does not count: it is meant so, or comes from an earlier step.
+        `None` if there is none. A number that was not finite before a step does not count: it comes from an earlier
+        step, or is meant to be so.
         """
         for number, state, batch, keywords in self.kept:
             (new, metrics), (other, _) = (_run(self.step, state, batch, keywords) for _ in range(2))
@@ -108,26 +113,31 @@ class Record:
 
 
 def record(step: Callable[..., tuple[State, Any]], last: int = 8) -> Record:
-    """`step`, keeping copies of the last states and batches, to say afterwards where a NaN came from.
+    """Wrap a step so that it keeps its last states and batches, to find out later where a NaN came from.
 
     Args:
-        step: of `zf.make_step`.
-        last: how many to keep. Each takes the memory of a state and a batch.
+        step: from `zf.make_step`.
+        last: how many steps to keep. Each takes the memory of a state and a batch.
 
     Returns:
-        A function as `step` is. Its `trouble()` runs what is kept again and returns the first `Difference`: the step,
-        the transform, the leaf and the element in which a number became infinite or NaN, or changes from run to run.
-        A transform without a state of its own shows in the first one behind it, or in the parameters.
+        A function like `step`. Its `trouble()` runs the kept steps again, and returns the first `Difference`: step,
+        transform, leaf and element where a number became infinite or NaN, or changes from run to run. A fault in a
+        transform without state shows in the next state after it, or in the parameters.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.sgd(0.1)
-    >>> step = zf.record(zf.make_step(lambda p, x: (p["w"] * x).sum(), tx))
-    >>> state = zf.init(tx, {"w": torch.ones(2)})
-    >>> for x in (1.0, 2.0, float("inf"), 3.0):
-    ...     state, _ = step(state, torch.tensor([0.0, x]))
-    >>> found = step.trouble()
-    >>> found.step, found.owner, found.path, found.element
-    (2, 'params', 'w', 1)
+    Raises:
+        TypeError: `step` cannot be called.
+        ValueError: `last` is not a positive int.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.sgd(0.1)
+        >>> step = zf.record(zf.make_step(lambda p, x: (p["w"] * x).sum(), tx))
+        >>> state = zf.init(tx, {"w": torch.ones(2)})
+        >>> for x in (1.0, 2.0, float("inf"), 3.0):
+        ...     state, _ = step(state, torch.tensor([0.0, x]))
+        >>> found = step.trouble()
+        >>> found.step, found.owner, found.path, found.element
+        (2, 'params', 'w', 1)
     """
     _check_step("zf.record", step)
     check_count("zf.record", "last", last, "steps that are kept")
@@ -141,7 +151,7 @@ def _check_step(function: str, step: Any) -> None:
 
 
 def _run(step: Callable[..., Any], state: State, batch: Tree, keywords: dict[str, Any]) -> tuple[State, Any]:
-    """Run a step on copies, and set torch's generators back."""
+    """Run a step on copies, and restore torch's random generators."""
     with torch.random.fork_rng():
         return step(_copy(state), *_copy(batch), **keywords)
 

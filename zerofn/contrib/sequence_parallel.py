@@ -1,4 +1,4 @@
-"""Sequence parallelism by all-to-all (Ulysses)."""
+"""Sequence parallelism: each rank has a chunk of every sequence, exchanged for heads around attention (Ulysses)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from zerofn.collectives import Group, all_gather, all_to_all, mesh_group, world_
 from zerofn.extend import all_gather_into, explain
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sequence parallelism: each rank has a part of every sequence, and attention a part of the heads.
+# Between two all-to-alls each rank has whole sequences and some of the heads, and runs attention on those.
 
 
 Attention = Callable[..., Any]
 
 
 def around(attention: Attention, group: Group, heads: int, sequence: int) -> Attention:
-    """`attention` over whole sequences, as a function of this rank's part of them.
+    """Wrap `attention` over whole sequences as a function of this rank's chunks.
 
     Args:
-        attention: a function of queries, keys and values, of a mask as fourth argument or `attn_mask`, and of
-            anything else. group: the ranks that share a sequence. heads: the dimension of heads. sequence: the
-            dimension of positions.
+        attention: a function of queries, keys and values, of a mask as fourth argument or `attn_mask`, and of anything
+            else.
+        group: the ranks that share a sequence.
+        heads: the dimension of heads.
+        sequence: the dimension of positions.
     """
 
     @functools.wraps(attention)
@@ -39,7 +41,13 @@ def around(attention: Attention, group: Group, heads: int, sequence: int) -> Att
         if args and isinstance(args[0], Tensor):
             kwargs, args = {"attn_mask": args[0], **kwargs}, args[1:]
             if args:
-                raise TypeError("arguments of attention that follow the mask are given by keyword: is_causal=True")
+                raise TypeError(
+                    explain(
+                        "attention(query, key, value, mask, ...) under sequence_parallel",
+                        "arguments after the mask have different meanings in different attentions",
+                        "attention(query, key, value, mask, is_causal=True), by keyword",
+                    )
+                )
         of_heads = query.dim() + heads if heads < 0 else heads
         of_positions = query.dim() + sequence if sequence < 0 else sequence
         key, value = (_repeated(x, query, group.size, of_heads) for x in (key, value))
@@ -55,9 +63,9 @@ def around(attention: Attention, group: Group, heads: int, sequence: int) -> Att
         if out.dim() != q.dim() or any(out.shape[d] != q.shape[d] for d in (of_heads, of_positions)):
             raise ValueError(
                 explain(
-                    f"an attention that makes {tuple(out.shape)} of queries {tuple(q.shape)}",
-                    f"what it returns goes back to the ranks by its heads, dimension {of_heads}, and positions, "
-                    f"dimension {of_positions}",
+                    f"an attention that returns {tuple(out.shape)} for queries {tuple(q.shape)}",
+                    f"its result is sent back to the ranks by heads, dimension {of_heads}, and positions, "
+                    f"dimension {of_positions}, so both must have the lengths of the queries",
                     "sequence_parallel(attention, mesh, heads=2, sequence=1) for (batch, sequence, heads, features)",
                 )
             )
@@ -67,7 +75,7 @@ def around(attention: Attention, group: Group, heads: int, sequence: int) -> Att
 
 
 def _repeated(x: Tensor, query: Tensor, size: int, heads: int) -> Tensor:
-    """Keys or values of fewer heads than queries: repeated, where a cut by heads would take them from their queries."""
+    """Repeat keys or values with fewer heads than queries, if a cut by heads would separate them from their queries."""
     many, few = query.shape[heads], x.shape[heads]
     if many == few or (many % size == 0 and few % size == 0) or not few or many % few:
         return x
@@ -75,7 +83,7 @@ def _repeated(x: Tensor, query: Tensor, size: int, heads: int) -> Tensor:
 
 
 def _whole(mask: Tensor, own: tuple[int, int], whole: tuple[int, int], group: Group) -> Tensor:
-    """A mask (..., queries, keys) of whole sequences: as given, or gathered if each rank has that of its part."""
+    """The mask (..., queries, keys) of whole sequences: as given, or all-gathered from masks of chunks."""
     shape = (1, 1, *mask.shape)[-2:]
     rows, dims = _of_all_ranks([*shape, *own, *whole], group), mask.dim()
 
@@ -92,11 +100,11 @@ def _whole(mask: Tensor, own: tuple[int, int], whole: tuple[int, int], group: Gr
         return all_gather(mask.movedim(dims - 2, 0), group).movedim(0, dims - 2)
     raise ValueError(
         explain(
-            f"attn_mask of {tuple(mask.shape)} for parts of {own[0]} queries and {own[1]} keys",
-            f"attention sees whole sequences, {whole[0]} queries and {whole[1]} keys, and the mask is of other ones",
+            f"attn_mask of {tuple(mask.shape)} for this rank's {own[0]} queries and {own[1]} keys",
+            f"attention sees whole sequences, {whole[0]} queries and {whole[1]} keys, and the mask fits neither",
             f"a mask of (..., {whole[0]}, {whole[1]}) for all; of (..., {own[0]}, {whole[1]}) for this rank's "
             "queries and all keys;\n"
-            f"of (..., 1, {own[1]}) for this rank's keys, as padding is told; or is_causal=True",
+            f"of (..., 1, {own[1]}) for this rank's keys, such as a padding mask; or is_causal=True",
         )
     )
 
@@ -116,7 +124,7 @@ def _of_my_heads(mask: Tensor, heads: int, group: Group) -> Tensor:
 
 
 def _group(function: str, mesh: Any) -> Group:
-    """The ranks of a mesh, or all for `None`."""
+    """The ranks of a mesh; all ranks for `None`."""
     if mesh is None:
         return world_group()
     if type(mesh).__name__ != "DeviceMesh":
@@ -131,94 +139,103 @@ def _group(function: str, mesh: Any) -> Group:
 
 
 def sequence_mean(losses: Tensor, mesh: Any = None, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The mean loss over the tokens of whole sequences of which each rank has a part, and the number of tokens.
+    """The mean loss over the tokens of whole sequences that ranks share, and the number of tokens.
 
-    Under sequence parallelism each rank's gradient has parts of all ranks' losses in it. So a mean over this rank's
-    tokens, weighted afterwards, is wrong where ranks have unequal numbers of them. This mean is one number on all
-    ranks of `mesh`, and its gradients, averaged over ranks as transforms do it, are those of one process. If other
-    ranks have other sequences, the number of tokens is the weight: `zf.accumulate(k, weighted=True)` and
+    `sum(weights * losses) / sum(weights)`, with sums over this rank's tokens and the ranks of `mesh`. Under sequence
+    parallelism each rank's gradient contains pieces of all ranks' losses, so a mean over this rank's tokens, weighted
+    afterwards, is wrong if ranks have different numbers of tokens. This mean is the same number on all ranks of `mesh`,
+    and its gradients, averaged over ranks as transforms do it, are those of one process. If there are several groups
+    with different sequences, weight each by its tokens: `zf.accumulate(k, weighted=True)` and
     `opt.step(weight=tokens)`.
 
     Args:
         losses: one for each of this rank's tokens, of any shape.
         mesh: the ranks that share a sequence: a one-dimensional `DeviceMesh`, or `None` for all.
-        weights: of `losses`' shape, 0 or False where a token does not count; by default all count alike.
+        weights: of the shape of `losses`; 0 or False for a token that does not count. By default all count.
 
     Returns:
-        The mean, in the dtype of `losses`, and the sum of the weights over ranks in float64. Without any weight both
-        are 0.
+        The mean, in the dtype of `losses`, and the sum of weights over ranks in float64. If no token counts both are 0.
 
     Raises:
+        TypeError: `mesh` is not a `DeviceMesh`.
         ValueError: `weights` has another shape.
 
-    >>> import torch, zerofn as zf
-    >>> zf.sequence_mean(torch.tensor([1.0, 2.0, 9.0]), weights=torch.tensor([True, True, False]))
-    (tensor(1.5000), tensor(2., dtype=torch.float64))
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> zf.sequence_mean(torch.tensor([1.0, 2.0, 9.0]), weights=torch.tensor([True, True, False]))
+        (tensor(1.5000), tensor(2., dtype=torch.float64))
     """
     group = _group("sequence_mean", mesh)
     if weights is not None and weights.shape != losses.shape:
         raise ValueError(
-            f"weights of shape {tuple(weights.shape)} for losses of shape {tuple(losses.shape)}: one for each"
+            explain(
+                f"sequence_mean with weights of shape {tuple(weights.shape)}, losses of shape {tuple(losses.shape)}",
+                "each loss has one weight",
+                "sequence_mean(losses, mesh, weights=(targets != -100)), of the shape of losses",
+            )
         )
     counts = torch.ones_like(losses, dtype=torch.float64) if weights is None else weights.double()
     wide = losses.double()
-    # A loss that does not count may be NaN.
+    # `where`, because a loss that does not count may be NaN, and 0 * NaN is NaN.
     total = torch.where(counts == 0, torch.zeros_like(wide), wide * counts).sum()
-    # The backward of the gather adds up N equal cotangents, since the mean is the same number on N ranks; the mean of
-    # gradients over ranks divides by N again. In float64, so that counts above 2**24 are exact.
+    # The backward of the all-gather adds up N equal cotangents, since N ranks have the same mean; averaging gradients
+    # over ranks divides by N again. In float64, so that counts above 2**24 are exact.
     sums = all_gather(torch.stack((total, counts.sum())).view(1, 2), group).sum(0)
     tokens = sums[1].detach()
     return (sums[0] / torch.where(tokens == 0, torch.ones_like(tokens), tokens)).to(losses.dtype), tokens
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `sequence_parallel`: attention over sequences shared by ranks (Ulysses), of a function or of a whole module.
+# `sequence_parallel` wraps an attention function, or the attentions of a module.
 
 
 def sequence_parallel(attention: Any, mesh: Any = None, *, heads: int = -3, sequence: int = -2) -> Any:
-    """Attention over whole sequences of which each rank has a part (Ulysses).
+    """Run attention over whole sequences of which each rank has a chunk (DeepSpeed-Ulysses, Jacobs et al., 2023).
 
-    Before attention an all-to-all takes queries, keys and values from (all heads, part of the sequence) to (part of
-    the heads, whole sequence); after it another takes the result back. In between attention is what it is on one
-    process. Everything else in a model works on a rank's own positions, so activations of a rank fall as 1/N. Ranks'
-    parts follow one another by rank; heads and lengths need not divide. Each rank sends (N - 1) / N of its queries,
-    keys, values and outputs, and the same in backward. Gradients are of this rank's loss as in data parallelism:
-    average them over all ranks (`zf.shard()`, `zf.all_reduce()`), with the loss of `zf.sequence_mean`. (A mean over a
-    rank's own tokens is right too where all ranks have as many; where not, weights of steps are not enough.)
+    Before attention an all-to-all exchanges (all heads, this rank's positions) for (this rank's heads, all positions);
+    after it another one takes the result back. Everything else in a model works on a rank's own positions, so
+    activations shrink by the number of ranks N. Chunks are in the order of ranks; heads and lengths need not divide by
+    N. Each rank sends (N - 1) / N of its queries, keys, values and outputs, and the same in backward.
 
-    Positions are the caller's: rank `r` of `n` is given `x.tensor_split(n, dim=1)[r]` and the same part of the
-    position ids. `is_causal=True` sees whole sequences. A mask is that of whole sequences (queries, keys); or of own
-    queries and all keys; or, with one row, of own keys, as padding is. Keys and values that have fewer heads than
-    queries are repeated before they are sent, unless the number of ranks divides both.
+    Gradients are of this rank's loss, as in data parallelism: average them over all ranks (`zf.shard()`,
+    `zf.all_reduce()`), with the loss of `zf.sequence_mean`. A mean over a rank's own tokens is right only if all ranks
+    have equally many; weights of steps do not mend it.
+
+    Cut the inputs yourself: rank `r` of `n` gets `x.tensor_split(n, dim=1)[r]`, and the same chunk of position ids.
+    `is_causal=True` sees whole sequences. A mask may cover whole sequences (queries, keys), own queries and all keys,
+    or, with a single row, own keys, as a padding mask does. Keys and values with fewer heads than queries are repeated
+    before they are sent, unless N divides both numbers.
 
     Args:
         attention: a function of queries, keys and values, of the mask as fourth argument or `attn_mask`, and of
-            anything else by keyword: `F.scaled_dot_product_attention` and its like. Or a module, attached or not,
-            whose attentions are calls of `F.scaled_dot_product_attention` or `F.multi_head_attention_forward`, by
-            whatever modules, those that a checkpoint repeats in backward too. Not what `torch.compile` compiled.
+            anything else by keyword, such as `F.scaled_dot_product_attention`. Or a module, attached or not, which
+            calls `F.scaled_dot_product_attention` or `F.multi_head_attention_forward`, in whatever submodule, also in
+            an activation checkpoint. Not what `torch.compile` compiled.
         mesh: the ranks that share a sequence: a one-dimensional `DeviceMesh` such as `mesh["sequence"]`; by default
-            all. heads: the dimension of heads, of a function's arguments. sequence: the dimension of positions; for
-            (batch, sequence, heads, features): `heads=2, sequence=1`.
+            all.
+        heads: the dimension of heads of a function's arguments.
+        sequence: their dimension of positions; for (batch, sequence, heads, features): `heads=2, sequence=1`.
 
     Returns:
-        Of a function, a function. Of a module, a handle: `remove()`, or the end of `with`, lets it compute
-        with whole sequences again.
+        For a function, a function. For a module, a handle: `remove()`, or the end of a `with` block, undoes it.
 
     Raises:
-        TypeError: `attention` is neither, or `mesh` no mesh. ValueError: when called: a mask that fits neither whole
-            sequences nor this rank's part; parts that differ in more than their length.
-        RuntimeError: a module made parallel calls no attention that is seen, or one that also returns its weights.
+        TypeError: `attention` cannot be called, or `mesh` is not a `DeviceMesh`.
+        ValueError: when called, a mask fits neither whole sequences nor this rank's chunk; chunks differ in more than
+            their length.
+        RuntimeError: when called, a module calls no attention that can be seen, or one that also returns its weights.
 
-    >>> import torch, zerofn as zf
-    >>> attend = zf.sequence_parallel(torch.nn.functional.scaled_dot_product_attention)
-    >>> attend(*torch.ones(3, 1, 2, 4, 8), is_causal=True).shape
-    torch.Size([1, 2, 4, 8])
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> attend = zf.sequence_parallel(torch.nn.functional.scaled_dot_product_attention)
+        >>> attend(*torch.ones(3, 1, 2, 4, 8), is_causal=True).shape
+        torch.Size([1, 2, 4, 8])
     """
     if not callable(attention):
         raise TypeError(
             explain(
                 f"sequence_parallel({attention!r})",
-                "it goes around a function of queries, keys and values, or around a module",
+                "it wraps a function of queries, keys and values, or a module",
                 "sequence_parallel(torch.nn.functional.scaled_dot_product_attention, mesh)",
             )
         )
@@ -229,12 +246,12 @@ def sequence_parallel(attention: Any, mesh: Any = None, *, heads: int = -3, sequ
 
 
 class SequenceParallel:
-    """A module whose attentions are parallel, until `remove`."""
+    """The handle of `sequence_parallel(module, ...)`: the module's attentions are parallel until `remove()`."""
 
     def __init__(self, model: nn.Module, group: Group):
         seen = _Attentions(group)
         self.handles: list[Any] = []
-        # On every module, since a checkpoint repeats parts of a model in backward, outside of the model's own call.
+        # On every module: an activation checkpoint calls submodules again in backward, outside of the model's call.
         for module in model.modules() if group.size > 1 else ():
             ends = functools.partial(_end, seen, module is model)
             self.handles += [
@@ -255,18 +272,18 @@ class SequenceParallel:
 
 
 class _Attentions(TorchFunctionMode):
-    """A mode in which attention functions of torch are parallel ones.
+    """A mode that replaces torch's attention functions by parallel ones.
 
     Attributes:
         group: the ranks that share a sequence.
-        inside: by thread, modules whose calls are under way, and how many attentions were called in them.
+        inside: by thread, the modules whose calls are open, and how many attentions were called in them.
     """
 
     def __init__(self, group: Group):
         self.group, self.inside = group, _Inside()
         attention: Any = F.scaled_dot_product_attention
         self.parallel = around(attention, group, heads=-3, sequence=-2)
-        # It calls attention by a global name, while modes are off: in a copy of it that name is the parallel function.
+        # It calls attention by a global name, with modes off. So in a copy of it that name is the parallel function.
         names = {"scaled_dot_product_attention": self.parallel, "has_torch_function": lambda _: False}
         self.multi_head = _with_globals(F.multi_head_attention_forward, names)
 
@@ -280,7 +297,7 @@ class _Attentions(TorchFunctionMode):
                 raise RuntimeError(
                     explain(
                         "nn.MultiheadAttention(...)(..., need_weights=True), the default, under sequence_parallel",
-                        "it returns the weights between whole sequences, and computes them from this rank's part alone",
+                        "it would compute the weights from this rank's chunk instead of whole sequences",
                         "attention(query, key, value, need_weights=False)",
                     )
                 )
@@ -296,10 +313,10 @@ class _Attentions(TorchFunctionMode):
 
 
 def _with_globals(fn: Any, names: dict[str, Any]) -> Any:
-    """A copy of a Python function of torch's with other values for some global names.
+    """A copy of one of torch's Python functions, with other values for some global names.
 
     Raises:
-        RuntimeError: the function does not use these names in this release of torch.
+        RuntimeError: this release of torch does not use these names there.
     """
     missing = [name for name in names if name not in fn.__globals__ or name not in fn.__code__.co_names]
     if missing:
@@ -323,7 +340,7 @@ def _begin(seen: _Attentions, module: nn.Module, args: Any) -> None:
 
 
 def _end(seen: _Attentions, outermost: bool, module: nn.Module, args: Any, output: Any) -> None:
-    # It runs after an error too, even after one of a hook that came before `_begin`.
+    # This hook also runs after an error, even one in a hook that ran before `_begin`.
     if not seen.inside.modules or seen.inside.modules[-1] is not module:
         return
     seen.inside.modules.pop()
@@ -334,7 +351,7 @@ def _end(seen: _Attentions, outermost: bool, module: nn.Module, args: Any, outpu
         raise RuntimeError(
             explain(
                 f"{type(module).__name__} under sequence_parallel called no attention that could be seen",
-                "each rank would attend to its own part of a sequence alone; attention is known by the function "
+                "each rank would attend to its own chunk only; attention is recognised by calls of "
                 "torch.nn.functional.scaled_dot_product_attention",
                 "attn_implementation='sdpa' for a model of transformers; or sequence_parallel(attention, mesh) "
                 "around the function that the model calls",

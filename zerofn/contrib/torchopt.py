@@ -1,4 +1,4 @@
-"""`as_torchopt`: a transform as the pair of `init` and `update` that torchopt and posteriors take."""
+"""`as_torchopt`: a transform as the `init` and `update` pair that torchopt and posteriors take."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ Tree = Any
 
 
 def as_torchopt(tx: Transform) -> Any:
-    """A transform, or a chain of them, as a `torchopt.base.GradientTransformation`.
+    """A transform, or a chain, as a `torchopt.base.GradientTransformation`.
 
-    What takes those takes it: `torchopt.chain`, `torchopt.FuncOptimizer`, `torchopt.Optimizer`,
-    `torchopt.MetaOptimizer` and `posteriors.vi.diag`. Its `update` returns what is to be added to the parameters, zeros
-    while `accumulate` holds them back, and writes none of its arguments whatever `inplace` says. Derivatives go through
-    it. The other way round a chain takes torchopt's as they are, and `zf.guest(torchopt.adam(1e-3))`.
+    For `torchopt.chain`, `torchopt.FuncOptimizer`, `torchopt.Optimizer`, `torchopt.MetaOptimizer` and
+    `posteriors.vi.diag`. Its `update` returns what to add to the parameters: zeros while `accumulate` holds them back.
+    It writes none of its arguments, whatever `inplace` is, and can be differentiated. For the other direction, a chain
+    takes torchopt's transformations as they are, or `zf.guest(torchopt.adam(1e-3))`.
 
     Args:
-        tx: what turns gradients into others, or into steps: no `shard`, `precision` or `scale_loss`, which change what
-            a model sees.
+        tx: transforms of gradients only: not `shard`, `precision` or `scale_loss`, which change what the model sees.
 
     Raises:
         ImportError: torchopt is not installed.
-        TypeError: no transform.
-        ValueError: it has a view half, which such a pair has no place for. At an update without `params`.
+        TypeError: `tx` is not a transform.
+        ValueError: `tx` has a view; at an update, `params` is missing.
 
-    >>> import torch, zerofn as zf
-    >>> torchopt = __import__("pytest").importorskip("torchopt")
-    >>> pair = zf.as_torchopt(zf.chain(zf.clip_by_value(1.0), zf.sgd(0.5)))
-    >>> params = {"w": torch.zeros(2)}
-    >>> updates, state = pair.update({"w": torch.tensor([3.0, 0.5])}, pair.init(params), params=params)
-    >>> torchopt.apply_updates(params, updates)
-    {'w': tensor([-0.5000, -0.2500])}
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> torchopt = __import__("pytest").importorskip("torchopt")
+        >>> pair = zf.as_torchopt(zf.chain(zf.clip_by_value(1.0), zf.sgd(0.5)))
+        >>> params = {"w": torch.zeros(2)}
+        >>> updates, state = pair.update({"w": torch.tensor([3.0, 0.5])}, pair.init(params), params=params)
+        >>> torchopt.apply_updates(params, updates)
+        {'w': tensor([-0.5000, -0.2500])}
     """
     if not isinstance(tx, Transform):
         wrong = f"as_torchopt({type(tx).__name__})"
-        raise TypeError(explain(wrong, "it is no transform", "zf.as_torchopt(zf.adamw(lr=1e-3))"))
+        raise TypeError(explain(wrong, "it is not a transform", "zf.as_torchopt(zf.adamw(lr=1e-3))"))
     seen = [part.name for part in tx.members if part.view_fn is not no_view]
     if seen:
-        why = "it changes what a model sees, or what comes back from it, and such a pair never meets a model"
-        right = "the transforms of gradients alone; zf.make_step(loss_fn, tx) or zf.attach(model, tx) for all"
+        why = f"{seen[0]} changes what the model sees, and torchopt's pair only gets gradients"
+        right = "a chain of transforms of gradients; zf.make_step(loss_fn, tx) or zf.attach(model, tx) for this one"
         raise ValueError(explain(f"as_torchopt(chain({seen[0]}(...), ...))", why, right))
     try:
         from torchopt.base import GradientTransformation
@@ -52,7 +52,7 @@ def as_torchopt(tx: Transform) -> Any:
 
     def update(updates: Tree, state: Any, *, params: Tree | None = None, inplace: bool = True) -> tuple[Tree, Any]:
         if params is None:
-            why = "an optimizer of this library is a function of the parameters too"
+            why = "an optimizer of this library also needs the parameters"
             raise ValueError(explain("update(grads, state)", why, "update(grads, state, params=params)"))
         grads, form = flatten(updates)
         # torchopt's classes pass a tuple where `init` was given a list.
@@ -69,7 +69,7 @@ def as_torchopt(tx: Transform) -> Any:
 
 
 def _numbers(tx: Transform) -> list[Any]:
-    """The arguments of a transform and of those inside of it, tensors among them."""
+    """The arguments of a transform and of its members; tensors among them may require grad."""
     found: list[Any] = []
     for part in tx.members:
         found += flatten([x for x in part.config.values() if isinstance(x, torch.Tensor | dict | list | tuple)])[0]

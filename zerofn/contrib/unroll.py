@@ -1,4 +1,4 @@
-"""Many steps with few states kept."""
+"""`unroll`: differentiate through many steps with few states in memory."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from .._compat.functorch import (
 Tree = Any
 
 # ----------------------------------------------------------------------------------------------------------------------
-# An `Ambient` keeps what a function depends on besides its arguments, random numbers and autocast, to run it again
-# later.
+# An `Ambient` keeps what a function depends on besides its arguments (random numbers, autocast), to run it again.
 
 
 class Ambient:
-    """Torch's random numbers and autocast as they are now; a generator of the user's own is not known here.
+    """The state of torch's random generators and of autocast; it does not know a user's own generators.
 
     Args:
-        tensors: on whose devices random numbers may be drawn.
+        tensors: random numbers may be drawn on their devices.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -47,12 +46,13 @@ class Ambient:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside it is as it was; afterwards as it is now.
+        """Restore that state inside, and the present one afterwards.
 
-        >>> ambient, first = Ambient([]), torch.rand(2)
-        >>> with ambient.again():
-        ...     torch.equal(torch.rand(2), first)
-        True
+        Examples:
+            >>> ambient, first = Ambient([]), torch.rand(2)
+            >>> with ambient.again():
+            ...     torch.equal(torch.rand(2), first)
+            True
         """
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self.devices))
@@ -64,7 +64,7 @@ class Ambient:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `unroll` makes one function of many steps. Its derivative keeps few of the states in between.
+# `unroll` makes one function of many steps, whose derivative keeps few of the states in between.
 
 
 # Tensors in, tensors out: those that can be differentiated, and the others.
@@ -72,7 +72,7 @@ Run = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Te
 
 
 @kept_out_of_graphs(
-    "it runs steps again in backward, from states that it kept: these are graphs of their own",
+    "it runs steps again in backward, from states that it kept, which is no single graph",
     "zf.unroll(torch.compile(step), state, batches, every=k), outside of what is compiled",
 )
 def unroll(
@@ -80,41 +80,42 @@ def unroll(
 ) -> tuple[Any, Tensor]:
     """Run a step on all batches, as a function whose derivative needs the memory of `every` steps.
 
-    Forward keeps each `every`-th state and nothing of the steps between; backward runs them again, `every` at a time,
-    from the last to the first (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). So the peak is that
-    of n / every states and of the activations of `every` steps, for one more evaluation of each step. Best is about the
-    root of the number of steps. What is run again draws the same numbers of torch's generators, under the autocast of
-    forward, as `torch.utils.checkpoint` has it; a generator of your own goes on from where it is.
+    Forward keeps each `every`-th state and nothing in between. Backward runs the steps again, `every` at a time, from
+    the last to the first (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). The peak is n / every
+    states plus the activations of `every` steps; the cost is one more forward of each step. The best `every` is about
+    the square root of n. Steps that run again draw the same random numbers of torch's generators, under the same
+    autocast, as in `torch.utils.checkpoint`; a generator of your own goes on from where it is.
 
     Args:
-        step: `step(state, *batch, *args) -> (state, metrics)` with a 0-d tensor `metrics["loss"]`: of
-            `zf.make_step`, or a function around it.
+        step: `step(state, *batch, *args) -> (state, metrics)` with a 0-d tensor `metrics["loss"]`, from `zf.make_step`
+            or a function around it.
         state: the first state, or any tree of tensors that `step` takes.
-        batches: one entry for each step, of which a tuple is spread over arguments; or a tensor, a row for each step.
-        args: what else the steps get, alike in each, after their batch. What the result is differentiated by must be
-            here, in `state` or in `batches`: a step is run again in backward, where tensors of its closure are
-            constants. One of those that requires grad is refused.
-        every: how many steps lie between two states that are kept.
+        batches: one entry per step, of which a tuple becomes several arguments; or a tensor with one row per step.
+        args: further arguments of every step, after its batch. Whatever you differentiate by must be here, in `state`
+            or in `batches`, because steps run again in backward, where tensors from a closure are constants. A
+            closure's tensor that requires grad is refused.
+        every: steps from one kept state to the next.
 
     Returns:
-        `(state, losses)`: the last state, and the loss of each step, of shape (n,). Functions of the state, the batches
-        and `args` to torch.func (`grad`, `vjp`, `jvp`, `vmap` and what is made of them) and to plain autograd, to any
-        order. Values are those of the steps; derivatives are those of the formula (see `zf.update`).
+        `(state, losses)`: the last state, and a loss per step, of shape (n,). torch.func (`grad`, `vjp`, `jvp`, `vmap`
+        and combinations) and plain autograd can differentiate both, to any order. Values are those of the steps;
+        derivatives are those of the formula (see `zf.update`).
 
     Raises:
-        ValueError: no batches.
-        RuntimeError: a derivative by a tensor that `step` has from elsewhere: inside of torch.func at once, and else in
-            backward.
+        TypeError: `step` cannot be called.
+        ValueError: there are no batches, or `every` is not a positive int.
+        RuntimeError: a derivative by a tensor of the closure of `step`: inside of torch.func at once, else in backward.
 
-    >>> import torch, zerofn as zf
-    >>> def step(state, x, rate):
-    ...     return zf.make_step(lambda p, x: (p["w"] - x) ** 2, zf.sgd(rate))(state, x)
-    >>> def final(rate):
-    ...     start = zf.init(zf.sgd(rate), {"w": torch.tensor(0.0)})
-    ...     state, losses = zf.unroll(step, start, [torch.tensor(1.0)] * 4, rate, every=2)
-    ...     return state.params["w"]
-    >>> torch.func.grad_and_value(final)(torch.tensor(0.25))
-    (tensor(1.), tensor(0.9375))
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> def step(state, x, rate):
+        ...     return zf.make_step(lambda p, x: (p["w"] - x) ** 2, zf.sgd(rate))(state, x)
+        >>> def final(rate):
+        ...     start = zf.init(zf.sgd(rate), {"w": torch.tensor(0.0)})
+        ...     state, losses = zf.unroll(step, start, [torch.tensor(1.0)] * 4, rate, every=2)
+        ...     return state.params["w"]
+        >>> torch.func.grad_and_value(final)(torch.tensor(0.25))
+        (tensor(1.), tensor(0.9375))
     """
     if not callable(step):
         why = f"the first argument is a step, and {step!r} is {kind_of(step)}"
@@ -123,9 +124,12 @@ def unroll(
     check_count("zf.unroll", "every", every, "steps between states that are kept")
     batches = list(batches)
     if not batches:
-        raise ValueError(explain("zf.unroll(step, state, [])", "there is no step to run", "a batch for each step"))
+        right = "zf.unroll(step, state, batches, every=k) with one entry of batches per step"
+        raise ValueError(
+            explain("zf.unroll(step, state, [])", "there are no batches, so there is no step to run", right)
+        )
     if _in_forward_mode():
-        # Forward mode keeps nothing of any step.
+        # Forward mode keeps no states anyway.
         return _in_turn(step, state, batches, args)
     losses = []
     for i in range(0, len(batches), every):
@@ -135,9 +139,9 @@ def unroll(
 
 
 def _in_forward_mode() -> bool:
-    """Whether steps are to be differentiated as they are: in forward mode alone, or more than once in forward mode.
+    """Whether to differentiate the steps directly: in forward mode alone, or in forward mode more than once.
 
-    The `jvp` of a Function can open no level in plain forward mode, and torch drops tangents of tangents there.
+    A Function's `jvp` cannot open a level in plain forward mode, and torch drops tangents of tangents there.
     """
     if not functorch_active():
         return forward_level() != NO_LEVEL
@@ -157,7 +161,7 @@ def _segment(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tu
     """A few steps as one node of autograd's graph.
 
     Raises:
-        RuntimeError: they are functions of tensors that they are not given.
+        RuntimeError: the steps depend on a differentiated tensor that is not among their arguments.
     """
     values, spec = flatten((state, batches, args))
     floats, others, constants = _sorted(values)
@@ -172,8 +176,8 @@ def _segment(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tu
         return [made[i] for i in first], [made[i] for i in second]
 
     ambient = Ambient(given)
-    # Of constants, so that what is differentiated here comes from elsewhere. Within a Function torch.func would take it
-    # for a constant and say nothing.
+    # Run it on constants: if the result is differentiable all the same, `step` has a differentiated tensor from its
+    # closure. Inside of a Function, torch.func would take that for a constant without an error.
     fixed = list(map(constant, given))
     try:
         made, rest = run(fixed[: len(floats)], fixed[len(floats) :])
@@ -187,13 +191,13 @@ def _segment(step: Callable, state: Tree, batches: list[Any], args: tuple) -> tu
 
 
 class _Again(NamedTuple):
-    """A segment's steps, to be run again.
+    """The steps of a segment, to be run again.
 
     Attributes:
         run: the steps.
         ambient: random numbers and autocast of the first run.
-        results: how many tensors it gave.
-        floats: how many of the tensors that it is given have derivatives.
+        results: how many tensors they return.
+        floats: how many of the tensors that they take are floating-point.
     """
 
     run: Run
@@ -207,7 +211,7 @@ class _Again(NamedTuple):
 
 
 def _sorted(values: list[Any]) -> tuple[list[int], list[int], list[Any]]:
-    """The places of tensors that have derivatives; those of other tensors; and the values, `None` for each tensor."""
+    """The indices of floating-point tensors; those of other tensors; and the values, with `None` for each tensor."""
     tensors = [i for i, x in enumerate(values) if isinstance(x, Tensor)]
     floats = [i for i in tensors if values[i].is_floating_point()]
     rest = [None if isinstance(x, Tensor) else x for x in values]
@@ -222,7 +226,7 @@ def _filled(constants: list[Any], places: Sequence[int], tensors: Sequence[Tenso
 
 
 class _Segment(Function):
-    """The results of `again`, of which only the inputs are saved; backward and forward mode run it again."""
+    """The results of `again`. Only its inputs are saved: backward and forward mode run it again."""
 
     generate_vmap_rule = True
 
@@ -267,8 +271,8 @@ class _Segment(Function):
 def _from_elsewhere() -> RuntimeError:
     return RuntimeError(
         explain(
-            "zf.unroll(step, state, batches) of a step that has a tensor from elsewhere which is differentiated",
-            "steps are run again in backward, where it is a constant: its gradient would be zero in silence",
+            "zf.unroll(step, state, batches) with a step whose closure has a tensor that is differentiated",
+            "steps run again in backward, where that tensor is a constant: its gradient would be zero without an error",
             "zf.unroll(step, state, batches, rate, every=k) with def step(state, x, rate): ...; "
             "or rate.detach(), if it is a constant",
         )
