@@ -1,10 +1,11 @@
 """Training steps as compositions of pure functions over trees of tensors.
 
->>> import torch, zerofn as zf
->>> tx = zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(lr=1e-3))
->>> state = zf.init(tx, {"w": torch.zeros(2)})
->>> step = zf.make_step(lambda params, x: ((params["w"] - x) ** 2).sum(), tx)
->>> state, metrics = step(state, torch.ones(2))
+Examples:
+    >>> import torch, zerofn as zf
+    >>> tx = zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(lr=1e-3))
+    >>> state = zf.init(tx, {"w": torch.zeros(2)})
+    >>> step = zf.make_step(lambda params, x: ((params["w"] - x) ** 2).sum(), tx)
+    >>> state, metrics = step(state, torch.ones(2))
 """
 
 import importlib as _importlib
@@ -87,8 +88,7 @@ __version__ = "0.3.0"
 _let_torch_load_states()
 
 
-# Where names are. Each is imported when it is asked for: the first use pays, and transforms, tools of analysis and
-# checkpoints that a program does not use are never read.
+# The module of each name. It is imported when the name is asked for, so a program does not load what it does not use.
 _LATER = {
     "profile": "contrib.profile",
     "record": "contrib.replay",
@@ -165,7 +165,7 @@ _MODULES = {
 }
 
 
-@_uncompiled  # or the compiler would look into all that an import runs
+@_uncompiled  # else the compiler would trace an import
 def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return _importlib.import_module(f".{_MODULES[name]}", __name__)

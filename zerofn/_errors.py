@@ -1,4 +1,4 @@
-"""How messages are built: the wrong code, why it is wrong, the right code; and every bad leaf at once."""
+"""How messages are built: the wrong code, why it is wrong, the right code; and all bad leaves in one message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import FrameType
 from typing import Any
 
-# What people who come from optax, DeepSpeed, FSDP2 or the Hugging Face Trainer type first.
+# Keywords of optax, DeepSpeed, FSDP2 and the Hugging Face Trainer, and what they are here.
 SYNONYMS = {
     "learning_rate": "lr",
     "b1": "betas",
@@ -35,10 +35,11 @@ SYNONYMS = {
 def explain(wrong: str, why: str, right: str) -> str:
     """One message in the project's form.
 
-    >>> print(explain("adam(lr=-1)", "a learning rate is not negative", "adam(lr=1e-3)"))
-    adam(lr=-1)
-      why:   a learning rate is not negative
-      write: adam(lr=1e-3)
+    Examples:
+        >>> print(explain("adam(lr=-1)", "a learning rate is not negative", "adam(lr=1e-3)"))
+        adam(lr=-1)
+          why:   a learning rate is not negative
+          write: adam(lr=1e-3)
     """
     indent = "\n         "
     return f"{wrong}\n  why:   {why.replace(chr(10), indent)}\n  write: {right.replace(chr(10), indent)}"
@@ -51,15 +52,15 @@ def bad_leaves(what: str, leaves: Iterable[tuple[str, str]], right: str) -> str:
 
 
 def users_line() -> int:
-    """The `stacklevel` with which a warning, given where this is called, names a line of the user's.
+    """The `stacklevel` with which a warning given by the caller names a line of the user's.
 
-    That is the first line that is neither of zerofn, nor of torch, whose decorators lie between, nor of the package
-    that calls this. `Checkpoints.load` calls `zf.load`, and a pipeline a transform's `init_fn`: nobody could count the
-    functions.
+    That is the first line outside of zerofn, of torch (whose decorators lie in between), and of the package that calls
+    this. Functions cannot be counted instead: `Checkpoints.load` calls `zf.load`, and a pipeline calls a transform's
+    `init_fn`.
     """
     level, frame = 1, inspect.currentframe()
     frame = frame and frame.f_back
-    # A program without a package of its own is the user's.
+    # `__main__` is the user's program.
     passed = {"zerofn", "torch", _package_of(frame)} - {"__main__"}
     while frame is not None and _package_of(frame) in passed:
         level, frame = level + 1, frame.f_back
@@ -71,17 +72,18 @@ def _package_of(frame: FrameType | None) -> str:
 
 
 def kind_of(x: Any) -> str:
-    """What `x` is, with an article.
+    """The type of `x`, with an article.
 
-    >>> kind_of("3"), kind_of(3), kind_of(OSError())
-    ('a str', 'an int', 'an OSError')
+    Examples:
+        >>> kind_of("3"), kind_of(3), kind_of(OSError())
+        ('a str', 'an int', 'an OSError')
     """
     name = type(x).__name__
     return f"a{'n' * (name[0] in 'aeiouAEIO')} {name}"
 
 
 def unknown_keyword(function: str, given: str, known: Iterable[str]) -> str:
-    """The hint for a keyword that does not exist, by synonym first and by spelling second."""
+    """The message for an unknown keyword, with a hint by synonym first and by spelling second."""
     known = list(known)
     hint = SYNONYMS.get(given)
     if hint not in known:

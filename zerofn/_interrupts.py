@@ -1,39 +1,40 @@
-"""Ctrl-C in the middle of a write: it waits until the write is done.
+"""Ctrl-C in the middle of a write waits until the write is done.
 
 Python delivers a signal between two instructions of the main thread. A KeyboardInterrupt between the writes of two
-leaves would leave a state that is neither that of the step before nor the one after.
+leaves would leave a state that belongs neither to the step before nor to the one after.
 """
 
 from __future__ import annotations
 
-# The functions of C: those of `signal` make enums of handlers first, which takes twenty times as long.
+# C's functions: those of `signal` make enums of handlers first, which takes twenty times as long.
 import _signal  # type: ignore[import]
 import time
 from signal import SIGINT
 from types import FrameType
 from typing import Any
 
-# Seconds after which a second Ctrl-C is delivered at once: what is held takes milliseconds, unless it hangs in a
-# collective. One sooner is the same keystroke, or the key held down.
+# A second Ctrl-C after this many seconds is delivered at once: a write takes milliseconds, unless a collective hangs.
+# A sooner one is the same keystroke, or the key held down.
 PATIENCE = 1.0
 
 
 class interrupts_held:
-    """While the body runs, SIGINT is noted; behind it the handler that was set is called, which raises as a rule.
+    """While the body runs, SIGINT is only noted; after it the previous handler is called, which usually raises.
 
-    A second SIGINT, a second after the first, goes to that handler at once: the body may hang. Does nothing inside of
-    another one, in threads that Python delivers no signals in, and where the handler is not a function of Python. Two
-    calls of C for each body, of a microsecond together.
+    A second SIGINT, a second after the first, goes to that handler at once, as the body may hang. Does nothing inside
+    of another one, in threads where Python delivers no signals, and if the handler is not a Python function. Costs two
+    calls of C per body, a microsecond together.
 
-    >>> import signal
-    >>> try:
-    ...     with interrupts_held():
-    ...         signal.raise_signal(signal.SIGINT)
-    ...         print("to the end")
-    ... except KeyboardInterrupt:
-    ...     print("and then")
-    to the end
-    and then
+    Examples:
+        >>> import signal
+        >>> try:
+        ...     with interrupts_held():
+        ...         signal.raise_signal(signal.SIGINT)
+        ...         print("to the end")
+        ... except KeyboardInterrupt:
+        ...     print("and then")
+        to the end
+        and then
     """
 
     __slots__ = ("came", "handler")
@@ -45,16 +46,16 @@ class interrupts_held:
             self.handler = None
             return self
         try:
-            # It calls the handler of before for what has come, and this one for what comes from here on.
+            # Python calls the previous handler for a signal that has come already, and this one from here on.
             _signal.signal(SIGINT, self._note)
         except ValueError:
-            # Not the main thread, the only one that signals are delivered in.
+            # Not the main thread, and signals are delivered in the main thread only.
             self.handler = None
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.handler is None or _signal.getsignal(SIGINT) != self._note:
-            # The second is another handler that the body has set, or the same again after a second interrupt.
+            # In the second case the body set another handler, or `_note` restored the previous one.
             return
         _signal.signal(SIGINT, self.handler)
         if self.came is not None:

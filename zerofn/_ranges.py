@@ -1,6 +1,6 @@
 """Named ranges around what runs, for torch.profiler and for a listener in this thread.
 
-Without either, a range costs two questions. The compiler sees no ranges.
+Without either, a range costs two checks. The compiler does not see ranges.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NOTHING = nullcontext()
 
 
 class Listener(Protocol):
-    """Gets the ranges of a thread, which are nested."""
+    """Gets the ranges of a thread; ranges are nested."""
 
     def begin(self, kind: str, name: str) -> None: ...
 
     def end(self) -> None: ...
 
     def moved(self, name: str, read: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-        """For the update range that ends: the states and parameters that it read and that it wrote, by owner."""
+        """For the update range about to end: the states and parameters that it read and wrote, by owner."""
         ...
 
 
@@ -37,10 +37,10 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("zerofn_listener", default=N
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Give `listener` the ranges of this thread inside: `begin(kind, name)` and `end()`, one inside of another.
+    """Give `listener` the ranges of this thread inside: `begin(kind, name)` and `end()`, nested.
 
     Kinds are `"phase"` of a step, `"update"` and `"view"` of a transform, and `"wait"` for other ranks. Before an
-    update ends, `moved(name, read, written)` has the states and parameters that it read and wrote, by owner.
+    update ends, `moved(name, read, written)` gets the states and parameters that it read and wrote, by owner.
     """
     token = _LISTENER.set(listener)
     try:
@@ -55,10 +55,11 @@ def listener() -> Listener | None:
 
 
 def ranged(kind: str, name: str) -> AbstractContextManager[Any]:
-    """A range for `with`.
+    """A range, as a context.
 
-    >>> ranged(UPDATE, "adamw") is ranged(WAIT, "all_gather")  # nobody listens
-    True
+    Examples:
+        >>> ranged(UPDATE, "adamw") is ranged(WAIT, "all_gather")  # nobody listens
+        True
     """
     if torch.compiler.is_dynamo_compiling():
         return nullcontext()
@@ -68,8 +69,8 @@ def ranged(kind: str, name: str) -> AbstractContextManager[Any]:
     return _range(heard, kind, name)
 
 
-def told() -> bool:
-    """Whether a profiler or a listener gets ranges: to be asked once before many of them."""
+def ranges_wanted() -> bool:
+    """Whether a profiler or a listener gets ranges; asked once before many of them."""
     return not torch.compiler.is_dynamo_compiling() and (_LISTENER.get() is not None or profiler_runs())
 
 

@@ -1,17 +1,18 @@
-"""Differentiable collectives for functions of one's own, over a tensor or a dict of tensors.
+"""Differentiable collectives for functions of your own, over a tensor or a dict of tensors.
 
-Each is a linear map between the tensors of the ranks, and its adjoint, which is its backward, is another one:
-`all_gather` and `reduce_scatter`, `all_reduce` and `replicate`, `all_to_all` and itself. They have derivatives of any
-order under plain autograd and under `torch.func`. Every rank must make the same ones in the same order. Before each the
-ranks exchange three numbers, so that tensors which do not match are an error on every rank; parts of different lengths
-can be gathered. The transforms of a pipeline, such as `zf.shard`, need none of this.
+Each is a linear map between the ranks' tensors, and its backward is the adjoint map: `all_gather` and `reduce_scatter`
+are each other's, so are `all_reduce` and `replicate`, and `all_to_all` is its own. They can be differentiated to any
+order, by plain autograd and torch.func. Every rank must call the same ones in the same order. Before each call ranks
+exchange three numbers, so that tensors that do not match raise on every rank; shards of different lengths can be
+gathered. The transforms of a pipeline, such as `zf.shard`, need none of this.
 
->>> import torch
->>> from zerofn import collectives
->>> group = collectives.world_group()               # all ranks; one process is a world of one
->>> w = torch.tensor([1.0, 2.0])                    # this rank's shard
->>> torch.func.grad(lambda w: collectives.all_gather(w, group).square().sum())(w)
-tensor([2., 4.])
+Examples:
+    >>> import torch
+    >>> from zerofn import collectives
+    >>> group = collectives.world_group()               # all ranks; one process is a world of one
+    >>> w = torch.tensor([1.0, 2.0])                    # this rank's shard
+    >>> torch.func.grad(lambda w: collectives.all_gather(w, group).square().sum())(w)
+    tensor([2., 4.])
 """
 
 from zerofn.ranks.differentiable import all_gather as all_gather

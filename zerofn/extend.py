@@ -1,19 +1,21 @@
-"""What a transform of one's own may need. The built-in ones are written with it as well.
+"""What a transform of your own may need. The built-in transforms are written with it.
 
-A `Transform` is a record of functions; `transform` makes a function that builds one remember its arguments, so that
-it prints, compares and pickles. A `View` says how the model sees what is stored, a `Wire` carries leaves over ranks,
-`Facts` tell the runner what it may not ask, and `through` says where in a chain it may stand.
+A `Transform` is a record of functions. `@transform` marks a function that builds one, so that its result prints,
+compares and pickles by its arguments. A `View` says how the model sees what is stored, a `Wire` carries leaves over
+ranks, `Facts` are the static properties of a transform, and `through` says where in a chain it may stand. See
+docs/writing-a-transform.md.
 
->>> import torch, zerofn as zf
->>> from zerofn.extend import Transform, View, as_it_is, transform
->>> @transform
-... def factor(by):
-...     view = View(view=lambda x, leaf: x * by, pull=lambda g, leaf: g * by, store=lambda x, leaf: x / by)
-...     return Transform("factor", needs="element", view_fn=lambda layout, ranks: view, through=as_it_is)
->>> tx = zf.chain(factor(2.0), zf.sgd(lr=1.0))
->>> state = zf.init(tx, {"w": torch.tensor([6.0])})
->>> state.params, zf.full_params(tx, state)
-({'w': tensor([3.])}, {'w': tensor([6.])})
+Examples:
+    >>> import torch, zerofn as zf
+    >>> from zerofn.extend import Transform, View, as_it_is, transform
+    >>> @transform
+    ... def factor(by):
+    ...     view = View(view=lambda x, leaf: x * by, pull=lambda g, leaf: g * by, store=lambda x, leaf: x / by)
+    ...     return Transform("factor", needs="element", view_fn=lambda layout, ranks: view, through=as_it_is)
+    >>> tx = zf.chain(factor(2.0), zf.sgd(lr=1.0))
+    >>> state = zf.init(tx, {"w": torch.tensor([6.0])})
+    >>> state.params, zf.full_params(tx, state)
+    ({'w': tensor([3.])}, {'w': tensor([6.])})
 """
 
 from zerofn._errors import bad_leaves, explain, kind_of, unknown_keyword, users_line

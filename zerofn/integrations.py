@@ -1,9 +1,9 @@
-"""Mixins with which Hugging Face's Trainer and Lightning save, resume and log over ranks.
+"""Mixins for Hugging Face's Trainer and Lightning, which save, resume and log training over ranks.
 
-Both frameworks write a checkpoint from the first rank alone. Where leaves are cut over ranks, that rank has only its
-shards of the optimizer's state and, under `shard`, of the model. The mixins write the state with `zf.save`, in which
-every rank writes its shards, beside the framework's own files, and the model's weights in full. `transformers` and
-`lightning` are not imported here: a mixin stands in front of their class.
+Both frameworks write a checkpoint on the first rank only. If leaves are sharded, that rank has only its shards of the
+optimizer's state and, under `shard`, of the model. The mixins write the state with `zf.save`, in which every rank
+writes its shards, beside the framework's own files, and the model's weights unsharded. `transformers` and `lightning`
+are not imported here: put the mixin before their class.
 
     class Trainer(zf.integrations.TrainerMixin, transformers.Trainer):
         pass
@@ -27,24 +27,24 @@ from .eager.optimizer import Optimizer
 from .storage.loading import load
 from .storage.saving import save
 
-# The directory of `zf.save` in a checkpoint of Trainer's, and behind the name of a checkpoint of Lightning's.
+# The directory of `zf.save` inside Trainer's checkpoint, and the suffix of that beside Lightning's checkpoint.
 STATE = "zerofn"
 SCHEDULER = "scheduler.pt"
 
 
 class TrainerMixin:
-    """For `class Trainer(zf.integrations.TrainerMixin, transformers.Trainer)`: checkpoints of every rank's shards.
+    """For `class Trainer(zf.integrations.TrainerMixin, transformers.Trainer)`: checkpoints with every rank's shards.
 
     With an optimizer of `zf.attach`, on any number of ranks and at every ZeRO stage:
 
-    * `checkpoint-N/zerofn` is what `zf.save(directory, opt)` writes, in the place of `optimizer.pt`; the weights beside
-      it are whole. Another number of ranks and another stage may resume from it.
+    * `checkpoint-N/zerofn` contains what `zf.save(directory, opt)` writes, instead of `optimizer.pt`; the weights
+      beside it are unsharded. A run with other ranks or another stage may resume from it.
     * `train(resume_from_checkpoint=...)` goes on bit for bit, and `load_best_model_at_end` loads the best weights.
-    * `grad_norm` in the logs is the norm of the mean gradient over ranks, before any clip, in the last update. Only the
-      step knows it: `max_grad_norm=0.0`, and `zf.clip_by_global_norm` in the chain.
+    * `grad_norm` in the logs is the norm of the mean gradient over ranks in the last update, before any clip. Only the
+      step knows it: write `max_grad_norm=0.0`, and `zf.clip_by_global_norm` in the chain.
 
     Attributes:
-        optimizer: that of `zf.attach`, or accelerate's wrapper of it.
+        optimizer: of `zf.attach`, or accelerate's wrapper of it.
     """
 
     args: Any
@@ -59,21 +59,21 @@ class TrainerMixin:
             metrics = opt.metrics
             if "grad_norm" in metrics and bool(metrics["updated"]):
                 self._norm_of_update = metrics["grad_norm"]
-            # Of a window that is open that of the last update; none before it, and with `in_backward`.
+            # While a window is open, the norm of the last update; `None` before the first, and with `in_backward`.
             grad_norm = self._norm_of_update
         return super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)  # type: ignore[misc]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is None and _attached(self.optimizer, "TrainerMixin") is not None:
-            # The step tells it. Here all gradients would be gathered for it, or have left.
+            # The step reports it. Here it would need all gradients, which may be sharded or already used.
             return None
         return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         opt = _attached(self.optimizer, "TrainerMixin")
         if opt is not None and state_dict is None:
-            # Every rank comes here, also those that write nothing.
-            state_dict = _whole_state_dict(self.model, opt, self.args.should_save)
+            # Every rank comes here, also ranks that write nothing, so all join the all-gathers.
+            state_dict = _full_state_dict(self.model, opt, self.args.should_save)
         super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -88,7 +88,7 @@ class TrainerMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if _attached(self.optimizer, "TrainerMixin") is None or not _has_state(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        # Else the weights come with the state, in the dtype in which they are stored.
+        # Otherwise the weights come with the state, in their stored dtype.
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         opt = _attached(self.optimizer, "TrainerMixin")
@@ -102,13 +102,14 @@ class TrainerMixin:
 
 
 class StrategyMixin:
-    """For `class Strategy(zf.integrations.StrategyMixin, DDPStrategy)` of Lightning, where `configure_optimizers`
-    returns what `zf.attach` returns.
+    """For `class Strategy(zf.integrations.StrategyMixin, DDPStrategy)`: Lightning checkpoints with every rank's shards.
 
-    * The module is not wrapped: the reduction over ranks is the pipeline's.
-    * A checkpoint `name.ckpt` has whole weights, from the first rank, and no state of the optimizer. The directory
+    `configure_optimizers` returns what `zf.attach` returns.
+
+    * The module is not wrapped: the pipeline reduces gradients over ranks.
+    * A checkpoint `name.ckpt` has unsharded weights, from the first rank, and no state of the optimizer. The directory
       `name.ckpt.zerofn` beside it has what `zf.save(directory, opt)` writes, for each optimizer. Move both together.
-    * `fit(ckpt_path=...)` goes on bit for bit, also on another number of ranks; `ckpt_path="best"` loads whole weights.
+    * `fit(ckpt_path=...)` goes on bit for bit, also on another number of ranks; `ckpt_path="best"` loads the weights.
     """
 
     optimizers: Any
@@ -117,7 +118,7 @@ class StrategyMixin:
     _loaded_from: str | None = None
 
     def setup(self, trainer: Any) -> None:
-        """As the strategy does. To evaluate it copies the first rank's parameters to all, but for attached ones."""
+        """As the strategy does. Before evaluation it broadcasts the first rank's parameters, except attached ones."""
         model = self.lightning_module
         before = getattr(model, IGNORED_BY_DDP, None)
         names = [n for n, p in model.named_parameters(remove_duplicate=False) if "_zerofn_owner" in vars(p)]
@@ -130,45 +131,45 @@ class StrategyMixin:
                 setattr(model, IGNORED_BY_DDP, before)
 
     def configure_ddp(self) -> None:
-        """Leave the module as it is."""
+        """Leave the module unwrapped."""
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing of an attached optimizer: `save_checkpoint` saves it."""
+        """Empty for an attached optimizer: `save_checkpoint` saves it."""
         if isinstance(_inner(optimizer), Optimizer):
             return {}
         return super().optimizer_state(optimizer)  # type: ignore[misc]
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights on the first rank."""
+        """Unsharded weights, on the first rank."""
         found = super().lightning_module_state_dict()  # type: ignore[misc]
         for opt in self._attached():
-            found = _whole_state_dict(self.lightning_module, opt, self.is_global_zero, found)
+            found = _full_state_dict(self.lightning_module, opt, self.is_global_zero, found)
         return found
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """The file, and beside it the state; every rank writes its shards."""
+        """Write the file, and beside it the state, of which every rank writes its shards."""
         if "optimizer_states" in checkpoint:
             for i, opt in enumerate(self._attached()):
                 save(os.path.join(_beside(filepath), str(i)), opt)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The file. What is beside it is loaded once there is an optimizer."""
+        """Read the file. What is beside it is loaded once there is an optimizer."""
         self._loaded_from = os.fspath(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """The states of attached optimizers, with the parameters as they are stored."""
+        """Load the states of attached optimizers, and the stored parameters."""
         attached = self._attached()
         if not attached or self._loaded_from is None or any(checkpoint["optimizer_states"]):
-            # Also a file that was written without this mixin.
+            # No attached optimizer, or a file that was written without this mixin.
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
             return
         for i, opt in enumerate(attached):
             load(os.path.join(_beside(self._loaded_from), str(i)), like=opt)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """The file, and what is beside it."""
+        """Remove the file, and the directory beside it."""
         super().remove_checkpoint(filepath)  # type: ignore[misc]
         if self.is_global_zero:
             shutil.rmtree(_beside(filepath), ignore_errors=True)
@@ -182,12 +183,12 @@ def _has_state(checkpoint: str) -> bool:
 
 
 def _beside(filepath: Any) -> str:
-    # Of a link such as `last.ckpt` what is beside the file.
+    # For a link such as `last.ckpt`, the directory beside the file it points to.
     return f"{os.path.realpath(filepath)}.{STATE}"
 
 
 def _inner(optimizer: Any) -> Any:
-    """What accelerate or Lightning has wrapped."""
+    """The optimizer that accelerate or Lightning has wrapped."""
     if isinstance(optimizer, Optimizer) or optimizer is None:
         return optimizer
     inner = getattr(optimizer, "optimizer", None)
@@ -195,10 +196,10 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _attached(optimizer: Any, mixin: str) -> Optimizer | None:
-    """The attached optimizer; `None` where there is no optimizer yet.
+    """The attached optimizer; `None` if there is no optimizer yet.
 
     Raises:
-        TypeError: it is another one.
+        TypeError: it is another optimizer.
     """
     found = _inner(optimizer)
     if found is None or isinstance(found, Optimizer):
@@ -206,25 +207,25 @@ def _attached(optimizer: Any, mixin: str) -> Optimizer | None:
     raise TypeError(
         explain(
             f"zf.integrations.{mixin} with {type(found).__name__}",
-            "it saves and loads what zf.attach returns, and this would be written by the first rank alone",
+            "it saves and loads what zf.attach returns; another optimizer's state is written by the first rank only",
             "Trainer(model, args, ..., optimizers=(zf.attach(model, tx), None))",
         )
     )
 
 
-def _whole_state_dict(model: nn.Module, opt: Optimizer, keep: bool, found: Any = None) -> dict[str, Any]:
-    """The model's state dict with whole parameters, one gathered after the other, where `keep`. All ranks call it."""
+def _full_state_dict(model: nn.Module, opt: Optimizer, keep: bool, found: Any = None) -> dict[str, Any]:
+    """The model's state dict with unsharded parameters, gathered one by one; kept where `keep`. All ranks call it."""
     found = model.state_dict() if found is None else found
     if opt._own.home.units is None:
         return found
     mine = {id(p) for p in opt._own.params.values()}
-    wholes: dict[int, Tensor] = {}
+    fulls: dict[int, Tensor] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         if id(p) not in mine or name not in found:
             continue
-        if id(p) not in wholes:
-            whole = p.full_tensor().detach()  # type: ignore[attr-defined]
-            wholes[id(p)] = whole.cpu() if keep else found[name]
-        # A tied one is one tensor at all of its places.
-        found[name] = wholes[id(p)]
+        if id(p) not in fulls:
+            full = p.full_tensor().detach()  # type: ignore[attr-defined]
+            fulls[id(p)] = full.cpu() if keep else found[name]
+        # A tied parameter is one tensor at all of its places.
+        found[name] = fulls[id(p)]
     return found

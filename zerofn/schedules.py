@@ -1,7 +1,7 @@
 """Learning rates as functions of the optimizer step (0 before the first update).
 
-Any `step -> float` is a schedule. These compare, print and pickle, and `step` may also be a 0-d tensor, as in an
-ensemble under `torch.vmap`.
+Any function `step -> float` is a schedule. Those here compare, print and pickle, and `step` may also be a 0-d tensor,
+as in an ensemble under `torch.vmap`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ._errors import explain
 from .core.arguments import TINY, check_count, check_number, plain
 from .core.html import curve
 
-SHOWN = 100  # steps in the plot of a schedule that does not end
+SHOWN = 100  # steps in the plot of a schedule without an end
 
 
 def _call(name: str, **given: Any) -> str:
@@ -25,10 +26,10 @@ def _call(name: str, **given: Any) -> str:
 
 @dataclass(frozen=True, repr=False)
 class _Schedule:
-    """Base of all: they compare by their numbers, and print as one would write them.
+    """The base class: schedules compare by their numbers, and print as the call that made them.
 
     Attributes:
-        written: the call that made it, for printing.
+        written: that call, for printing.
         function: the name of the function that makes one.
     """
 
@@ -45,14 +46,14 @@ class _Schedule:
 
     @property
     def length(self) -> int:
-        """Steps after which the rate no longer changes."""
+        """The number of steps after which the rate no longer changes."""
         return SHOWN
 
     def __call__(self, step: Any) -> Any:
         raise NotImplementedError
 
     def _repr_html_(self) -> str:
-        """A curve, to a tenth beyond `length`."""
+        """A curve, up to a tenth beyond `length`."""
         steps = self.length + max(1, self.length // 10)
         values = [float(self(i)) for i in range(0, steps, max(1, steps // 320))]
         return curve(values, f"{self!r}, {steps} steps")
@@ -71,7 +72,7 @@ class Constant(_Schedule):
 
 @dataclass(frozen=True, repr=False)
 class Linear(_Schedule):
-    """From `start` to `end` in `steps` steps, then `end`."""
+    """A straight line from `start` to `end` in `steps` steps, then `end`."""
 
     start: float
     end: float
@@ -155,7 +156,7 @@ class LayerKeep(_Schedule):
 
     @property
     def length(self) -> int:
-        """Steps after which less than a hundredth of the change is left."""
+        """The number of steps after which less than a hundredth of the change is left."""
         return math.ceil(math.log(100.0) / self.gamma) if self.gamma else SHOWN
 
     def __call__(self, step: Any, depth: float = 1.0) -> Any:
@@ -164,36 +165,52 @@ class LayerKeep(_Schedule):
 
 
 def _ramp(step: Any, steps: int) -> Any:
-    # In float64: an integer tensor divides to float32, and an ensemble would train at other rates.
+    # In float64: an integer tensor would divide to float32, and an ensemble would train at other rates than a single
+    # run.
     return (step.double() / steps).clamp(max=1.0) if isinstance(step, Tensor) else min(step / steps, 1.0)
 
 
 def constant(value: float) -> Constant:
     """The same rate at every step.
 
-    >>> constant(0.1)(5)
-    0.1
+    Args:
+        value: the rate; not negative.
+
+    Examples:
+        >>> constant(0.1)(5)
+        0.1
     """
     return Constant(*_checked("constant", value=value))
 
 
 def linear(start: float, end: float, steps: int) -> Linear:
-    """A straight line from `start` to `end`, then `end`.
+    """A straight line: `start + (end - start) * min(step / steps, 1)`.
 
-    >>> linear(1.0, 0.0, 4)(1)
-    0.75
+    Args:
+        start: the rate at step 0.
+        end: the rate from step `steps` on.
+        steps: positive.
+
+    Examples:
+        >>> linear(1.0, 0.0, 4)(1)
+        0.75
     """
     return Linear(*_checked("linear", start=start, end=end, steps=steps))
 
 
 def warmup(peak: float, steps: int) -> Linear:
-    """Linear warm-up: `peak * (step + 1) / steps`, so that the first update already moves.
+    """Linear warm-up: `peak * min((step + 1) / steps, 1)`, so that the first update already moves.
 
-    >>> [warmup(1.0, 4)(s) for s in (0, 3, 9)]
-    [0.25, 1.0, 1.0]
+    Args:
+        peak: the rate from step `steps - 1` on.
+        steps: positive.
+
+    Examples:
+        >>> [warmup(1.0, 4)(s) for s in (0, 3, 9)]
+        [0.25, 1.0, 1.0]
     """
     peak, steps = _checked("warmup", peak=peak, steps=steps)
-    # Reaching the peak at step `steps - 1` from `peak / steps` is the same line.
+    # The same line: from `peak / steps` at step 0 to the peak at step `steps - 1`.
     written = _call("warmup", peak=peak, steps=steps)
     return Linear(peak / steps if steps > 1 else peak, peak, max(steps - 1, 1), written=written)
 
@@ -202,51 +219,77 @@ linear_warmup = warmup
 
 
 def cosine(peak: float, steps: int, end: float = 0.0) -> Cosine:
-    """Half a cosine from `peak` at step 0 to `end` at `steps`, then `end`.
+    """Half a cosine: `end + (peak - end) * (1 + cos(pi * min(step / steps, 1))) / 2` (Loshchilov & Hutter, 2017).
 
-    >>> round(cosine(1.0, 10)(5), 6)
-    0.5
+    Args:
+        peak: the rate at step 0.
+        steps: positive.
+        end: the rate from step `steps` on.
+
+    Examples:
+        >>> round(cosine(1.0, 10)(5), 6)
+        0.5
     """
     return Cosine(*_checked("cosine", peak=peak, steps=steps, end=end))
 
 
 def warmup_cosine(peak: float, warmup_steps: int, steps: int, end: float = 0.0) -> Piecewise:
-    """Linear warm-up to `peak`, then a cosine to `end`; `steps` counts both.
+    """Linear warm-up to `peak`, then half a cosine to `end`.
 
-    >>> s = warmup_cosine(1.0, 2, 10)
-    >>> [round(s(i), 3) for i in (0, 1, 2, 6, 10)]
-    [0.5, 1.0, 1.0, 0.5, 0.0]
+    Args:
+        peak: the rate after the warm-up.
+        warmup_steps: steps of the warm-up.
+        steps: all steps, the warm-up included.
+        end: the rate from step `steps` on.
+
+    Raises:
+        ValueError: `warmup_steps` is not less than `steps`, or a number is out of range.
+
+    Examples:
+        >>> s = warmup_cosine(1.0, 2, 10)
+        >>> [round(s(i), 3) for i in (0, 1, 2, 6, 10)]
+        [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     given = {"peak": peak, "warmup_steps": warmup_steps, "steps": steps, "end": end}
     peak, warmup_steps, steps, end = _checked("warmup_cosine", **given)
     if warmup_steps >= steps:
-        raise ValueError(f"warmup_cosine(warmup_steps={warmup_steps}, steps={steps}): steps counts the warm-up too.")
+        wrong, why = f"warmup_cosine(warmup_steps={warmup_steps}, steps={steps})", "steps includes the warm-up"
+        right = f"warmup_cosine({peak}, warmup_steps={warmup_steps}, steps={warmup_steps + steps})"
+        raise ValueError(explain(wrong, why, right))
     written = _call("warmup_cosine", peak=peak, warmup_steps=warmup_steps, steps=steps, end=end)
     return Piecewise(warmup(peak, warmup_steps), warmup_steps, Cosine(peak, steps - warmup_steps, end), written=written)
 
 
 def step(value: float, every: int, gamma: float = 0.1) -> Step:
-    """`value`, multiplied by `gamma` after each `every` steps.
+    """Step decay: `value * gamma ** (step // every)`.
 
-    >>> step(1.0, 10, 0.5)(25)
-    0.25
+    Args:
+        value: the first rate.
+        every: steps from one drop to the next.
+        gamma: the factor of each drop.
+
+    Examples:
+        >>> step(1.0, 10, 0.5)(25)
+        0.25
     """
     return Step(*_checked("step", value=value, every=every, gamma=gamma))
 
 
 def layer_keep(theta: float = 0.5, gamma: float = 0.001) -> LayerKeep:
-    """The probability that a layer is kept in progressive layer drop, by step and depth, for `zf.layer_drop`.
+    """The probability that `zf.layer_drop` keeps a layer, by step and depth.
 
-    `theta(t) = (1 - theta) exp(-gamma t) + theta`, and `p = 1 - depth * (1 - theta(t))` for layer `i` of `L` with
-    `depth = i / L`, `i` from 1 (Zhang & He, 2020). At step 0 all are kept; the last ends at `theta`.
+    `theta(t) = (1 - theta) exp(-gamma t) + theta`, and `p = 1 - depth * (1 - theta(t))`. Layer `i` of `L`, counted from
+    1, has `depth = i / L` (progressive layer drop, Zhang & He, 2020). At step 0 all layers are kept; for the last layer
+    `p` tends to `theta`.
 
     Args:
-        theta: what the last layer tends to, in (0, 1].
-        gamma: how fast; not negative, and 0 drops nothing. The paper takes 100 divided by the steps of a run.
+        theta: in (0, 1].
+        gamma: speed of the decay, not negative; with 0 nothing is dropped. The paper takes 100 / steps of a run.
 
-    >>> keep = layer_keep(0.5, 0.1)
-    >>> keep(0), round(keep(10, 1.0), 3), round(keep(10, 0.25), 3)
-    (1.0, 0.684, 0.921)
+    Examples:
+        >>> keep = layer_keep(0.5, 0.1)
+        >>> keep(0), round(keep(10, 1.0), 3), round(keep(10, 0.25), 3)
+        (1.0, 0.684, 0.921)
     """
     check_number("layer_keep", "theta", theta, low=TINY, high=1.0 + 1e-12)
     check_number("layer_keep", "gamma", gamma)
@@ -254,7 +297,7 @@ def layer_keep(theta: float = 0.5, gamma: float = 0.001) -> LayerKeep:
 
 
 def _checked(function: str, **numbers: Any) -> list[Any]:
-    """The numbers as Python's own, in their order, once they are checked."""
+    """The numbers, checked, as Python's own numbers in their order."""
     for name, value in numbers.items():
         if name.endswith("steps") or name == "every":
             check_count(function, name, plain(value), "steps")

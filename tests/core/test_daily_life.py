@@ -160,7 +160,7 @@ def whole():
         found.append((zf.gather(tx, state, grads), zf.global_norm(grads, tx, state), zf.global_norm(part, tx, state)))
         assert zf.gather(tx, state, part)["rest"][0] is None
         if before and before[0].name != "all_reduce":
-            with pytest.raises(ValueError, match=r"w: of shape .*; this rank's part is of"):
+            with pytest.raises(ValueError, match=r"w: of shape .*; this rank's shard is of"):
                 zf.gather(tx, state, PARAMS)
     return found
 
@@ -177,7 +177,7 @@ def test_trees_over_ranks_whole_and_their_norm():
     # 16-bit numbers are summed in fp32: 4096 ones are 64, where a sum in bf16 stops at 256.
     assert float(zf.global_norm([torch.ones(4096, dtype=torch.bfloat16)])) == 64.0
     assert float(zf.global_norm({})) == 0.0
-    with pytest.raises(TypeError, match="with one of the two"):
+    with pytest.raises(TypeError, match="with only one of tx and state"):
         zf.global_norm(PARAMS, zf.sgd(0.1))
 
 

@@ -246,7 +246,7 @@ def test_where_there_is_no_such_place_eager_runs(places, monkeypatch):
     lists = state(3)
     if REAL is not None:
         with pytest.warns(
-            RuntimeWarning, match="no place for built kernels .* tried .*eager torch.*Let XDG_CACHE_HOME"
+            RuntimeWarning, match="no directory for built kernels .* tried .*eager torch.*Let XDG_CACHE_HOME"
         ):
             update(lists)
     assert not [x for x in places.rglob("*.so") if x.name != "built"]

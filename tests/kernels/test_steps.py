@@ -36,7 +36,7 @@ WRONG = {
     "NaN": (float("nan"), ValueError, "counted from 1"),
     "no whole number": (1.5, ValueError, "whole numbers"),
     "no whole tensor": (torch.tensor(1.5), ValueError, "whole numbers"),
-    "several": (torch.tensor([1, 1]), ValueError, "equally many updates"),
+    "several": (torch.tensor([1, 1]), ValueError, "the same number of updates"),
     "a bool": (True, TypeError, "is a bool"),
     "a str": ("1", TypeError, "is a str"),
 }

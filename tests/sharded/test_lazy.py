@@ -540,8 +540,8 @@ def test_mistakes_are_told():
         "address": "kernel(params['w'].clone())",
         "reentrant": "set use_reentrant=False",
         "sparse": "head: a gradient of layout torch.sparse_coo",
-        "kept": "after the function that it was given to has returned",
-        "donated": "pull back before a step with donate=True",
+        "kept": "after the function that got it has returned",
+        "donated": "call pullback before a step with donate=True",
     }
     for found in zf.launch(mistakes, 2, timeout=limit()):
         assert found.keys() == told.keys()

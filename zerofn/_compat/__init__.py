@@ -1,1 +1,1 @@
-"""All names of torch that are private or differ between releases."""
+"""Every name of torch that is private or differs between releases."""

@@ -1,4 +1,4 @@
-"""Autograd: the backward under way, the nodes of its graph, and the tensors that they have saved."""
+"""Autograd: the backward that is running, the nodes of its graph, and the tensors that they have saved."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 def increment_versions(written: list[Tensor]) -> None:
-    """Increment the versions of tensors that a kernel has written: a backward that saved one of them must notice."""
+    """Increment the versions of tensors that a kernel has written, so that a backward that saved one of them raises."""
     try:
         torch.autograd.graph.increment_version(written)
     except RuntimeError:
-        # Tensors of inference mode have no version.
+        # Inference tensors have no version.
         torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
 
 
@@ -28,31 +28,31 @@ def has_hooks(p: Any) -> bool:
 
 
 def gradient_hooks(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """The hooks on the gradient of a tensor, by number: the dict that autograd calls them from."""
+    """The hooks on a tensor's gradient, by number: the dict from which autograd calls them."""
     return p._backward_hooks or {}  # type: ignore[return-value]
 
 
 def hooks_after(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
-    """The hooks that autograd runs once it has added a gradient to that of a leaf, as `gradient_hooks`."""
+    """The post-accumulate-grad hooks of a leaf, by number, as `gradient_hooks`."""
     return p._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
 
 
-# The number of the backward that this thread runs; `NO_BACKWARD` outside of one.
+# The number of the backward that this thread is running; `NO_BACKWARD` outside of one.
 NO_BACKWARD = -1
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward: it is in a hook, a recomputation or a backward function."""
+    """Whether this thread is running a backward: it is in a hook, a recomputation or a backward function."""
     return graph_task() != NO_BACKWARD
 
 
-# The autograd node that this thread executes, `None` outside of a backward.
+# The autograd node that this thread is executing; `None` outside of a backward.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def current_function() -> Any:
-    """The `ctx` of the `autograd.Function` whose backward records operations now; `None` if there is none."""
+    """The `ctx` of the `autograd.Function` whose backward is recording operations; `None` if there is none."""
     node = current_node()
     if node is None or not torch.is_grad_enabled():
         return None
@@ -60,19 +60,19 @@ def current_function() -> Any:
 
 
 def applied(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`cls.apply` outside of torch.func, for a full list of positional arguments with no wrapper of torch.func.
+    """`cls.apply` outside of torch.func, for a full list of positional arguments that torch.func has not wrapped.
 
-    Before torch 2.14 `apply` is in Python: it looks for such wrappers in all arguments, a fifth of the call's time.
+    Before torch 2.14 `apply` is Python code that searches all arguments for wrappers, a fifth of the call's time.
     """
     in_python = "apply" in vars(torch.autograd.Function)
     return super(torch.autograd.Function, cls).apply if in_python else cls.apply  # type: ignore[misc]
 
 
 def arguments_of_functions() -> list[Any]:
-    """What the `autograd.Function`s are given whose forward is under way in this thread.
+    """The arguments of all `autograd.Function`s whose forward is running in this thread.
 
-    From torch 2.14 on `apply` is in C and has no frame, so that of `forward` is looked for: by its code, which a
-    forward without `ctx` has as well.
+    From torch 2.14 on `apply` is in C and has no frame, so the frame of `forward` is searched for, by its code. That
+    also finds a forward without `ctx`.
     """
     if torch.is_grad_enabled():
         return []
@@ -89,7 +89,7 @@ def arguments_of_functions() -> list[Any]:
 
 
 def _forwards(cls: type) -> set[Any]:
-    """The code of `forward` of each class made of this one."""
+    """The code of `forward` in each subclass of `cls`."""
     classes, codes = [cls], set()
     while classes:
         made = classes.pop()
@@ -99,9 +99,9 @@ def _forwards(cls: type) -> set[Any]:
 
 
 def after_this_node(fn: Callable[[], None]) -> bool:
-    """Run `fn` in the backward once the node that this thread executes is done; whether there is such a node.
+    """Run `fn` in backward, after the node that this thread is executing; returns whether there is such a node.
 
-    In a backward inside of a node, as of reentrant checkpointing, that is the node of the outer backward.
+    In a backward inside of a node, as in reentrant checkpointing, that is the node of the outer backward.
     """
     node = current_node()
     if node is None:
@@ -115,7 +115,7 @@ def after_this_node(fn: Callable[[], None]) -> bool:
     return True
 
 
-# The sequence number of the next node that this thread makes: nodes are numbered as they are made.
+# The sequence number that the next node of this thread will get.
 next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 # The sequence number of a node.
@@ -123,7 +123,7 @@ sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def run_when_ready(node: Any) -> None:
-    """Have backward run a node as soon as it can: among the nodes that are ready it takes the highest number."""
+    """Make backward run a node as soon as it can: of the nodes that are ready it takes the highest number."""
     node._set_sequence_nr((1 << 63) - 1)
 
 
@@ -131,10 +131,10 @@ _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code_
 
 
 def backward_call() -> tuple[list[Any], tuple]:
-    """The roots of the backward under way, and its `inputs`: tensors whose gradients it is asked for.
+    """The roots of the running backward, and its `inputs`: the tensors that it computes gradients of.
 
-    Autograd has no function for them, so they are read from the frame of the call. Nodes of a GPU run in a thread
-    without that frame: there it is the frame of the one other thread that runs a backward. Both are empty in a backward
+    Autograd has no function for this, so both are read from the frame of the call. Nodes on a GPU run in a thread
+    without that frame; then it is the frame of the only other thread that runs a backward. Both are empty in a backward
     inside of another one, and if several threads run one.
     """
     found = _engine_frames(sys._getframe(1))
@@ -179,38 +179,39 @@ def _saved_attributes(kind: type) -> tuple[str, ...]:
 def saved_by(node: Any) -> list[Any]:
     """The `SavedTensor`s of an autograd node, not unpacked: each has `data` and `register_hooks`.
 
-    Nodes of the user's own in C++, and nodes of writes into views, have no such attributes.
+    A user's nodes in C++, and nodes of writes into views, have no such attributes.
     """
     found: list[Any] = []
     for name in _saved_attributes(type(node)):
         try:
             saved = getattr(node, name)
         except RuntimeError:
-            # A backward has run through the node, and freed it.
+            # A backward has freed the node's saved tensors.
             continue
         found.extend(saved if isinstance(saved, tuple | list) else (saved,))
     return found
 
 
-# Runs a function when the backward under way has finished; torch has nothing public for it.
+# Runs a function when the running backward has finished; torch has no public name for it.
 _engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
 at_end_of_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
 
-# A function of C, for what puts a mode back after Ctrl-C: `torch.no_grad` and `torch.set_grad_enabled` are classes of
-# Python, and leave the mode as it is inside where the interrupt comes as they are entered or left.
+# A C function, to restore the mode after Ctrl-C. `torch.no_grad` and `torch.set_grad_enabled` are Python classes: if
+# the interrupt comes while one is entered or left, the mode stays changed.
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled  # type: ignore[attr-defined]
 
 
 class grad_mode_kept:
-    """Around code that enters and leaves grad modes: where it raises, the mode is put back as it was.
+    """A context around code that enters and leaves grad modes: if it raises, the mode is restored.
 
-    >>> try:
-    ...     with grad_mode_kept():
-    ...         set_grad_mode(False)  # as an interrupt behind the first line of `with torch.no_grad():` leaves it
-    ...         raise KeyboardInterrupt
-    ... except KeyboardInterrupt:
-    ...     torch.is_grad_enabled()
-    True
+    Examples:
+        >>> try:
+        ...     with grad_mode_kept():
+        ...         set_grad_mode(False)  # as an interrupt behind the first line of `with torch.no_grad():` leaves it
+        ...         raise KeyboardInterrupt
+        ... except KeyboardInterrupt:
+        ...     torch.is_grad_enabled()
+        True
     """
 
     __slots__ = ("mode",)

@@ -14,32 +14,31 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions ask torch.compile whether it is tracing, and mark functions that it must not trace and classes that
-# it takes as constants.
+# The compiler: whether it is tracing, which functions it must not trace, and which classes it takes as constants.
 
 
 # torch's pytree library, which the compiler traces.
 pytree = torch.utils._pytree  # type: ignore[attr-defined]
 
-# What the compiler does with each function that is called.
+# Decides what the compiler does with each function that is called.
 _eval_frame = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 
 # Before torch 2.13 a compiled function can neither make a frozen dataclass, such as a state, nor take it as a constant.
 COMPILES_STATES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
-# The modules of the compiler, which ask a tensor for its sizes to compare them with those in memory.
+# The compiler's modules, which ask a tensor for its sizes to compare them with those in memory.
 COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
 
 
 def asked_by_compiler(frame: FrameType) -> bool:
-    """Whether the compiler looks at a tensor from this frame: it means the tensor as it is in memory."""
+    """Whether the compiler looks at a tensor from this frame: then it means the tensor as it is in memory."""
     return frame.f_globals.get("__name__", "").startswith(COMPILER)
 
 
 def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, which the compiler calls instead of tracing it; what it returns is a constant in the graph.
+    """Mark `fn` so that the compiler calls it instead of tracing it; its result is a constant in the graph.
 
-    As torch.compiler.assume_constant_result, but for that one's import of the compiler.
+    As torch.compiler.assume_constant_result, which would import the compiler.
     """
     vars(fn)["_dynamo_marked_constant"] = True
     return fn
@@ -47,16 +46,16 @@ def while_traced(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_traced
 def exports() -> bool:
-    """Whether torch.export records. Before torch 2.13 `torch.compiler.is_exporting` is true in every graph."""
+    """Whether torch.export is recording. Before torch 2.13 `torch.compiler.is_exporting` is true in every graph."""
     return torch.compiler._is_exporting_flag
 
 
 def graph_under_way() -> object | None:
-    """What the compiler has for the one graph that it makes at the moment; another object for each."""
+    """The compiler's context for the graph that it is making; another object for each graph."""
     return torch._guards.TracingContext.try_get()  # type: ignore[attr-defined]
 
 
-# The mode in which `make_fx` and torch.func.linearize record operations, by proxies of tensors; `None` outside of it.
+# The mode in which `make_fx` and torch.func.linearize record operations with proxy tensors; `None` outside of it.
 makes_proxies: Callable[[], Any] = functools.partial(
     torch._C._get_dispatch_mode,  # type: ignore[attr-defined]
     torch._C._TorchDispatchModeKey.PROXY,  # type: ignore[attr-defined]
@@ -68,16 +67,16 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
 def uncompiled(fn: Fn, why: str | None = None) -> Fn:
-    """`fn`, not compiled, nor what it calls: graphs end before it.
+    """Keep `fn`, and what it calls, out of graphs: a graph ends before it.
 
-    As `torch.compiler.disable`, which imports the compiler at once and makes each call 1 us longer. The attribute is
-    for a compiler that traces the caller; the strategy is for one that compiles functions as they are called. If `fn`
-    itself asked whether it is traced, the compiler would make a graph of that question for each kind of argument, give
-    up at the eighth, and compile what `fn` calls all the same.
+    As `torch.compiler.disable`, which would import the compiler at once and makes each call 1 us longer. The attribute
+    is for a compiler that traces the caller; the strategy is for one that compiles functions as they are called.
+    Rejected: `fn` asks whether it is traced. The compiler would make a graph of that question for each kind of
+    argument, give up at the eighth, and then compile what `fn` calls.
 
-    With `fullgraph=True` the error has `why`, or else the docstring of `fn`.
+    With `fullgraph=True` the error has the text `why`, or else the docstring of `fn`.
     """
-    # A copy of the code: functions that one decorator has made share theirs, those of torch's optimizers too.
+    # A copy of the code object: functions made by one decorator share theirs, as those of torch's optimizers do.
     fn.__code__ = fn.__code__.replace()
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     fn._torchdynamo_disable_msg = why or fn.__doc__  # type: ignore[attr-defined]
@@ -92,9 +91,9 @@ makes_graphs: Callable[[], Any] = _eval_frame.get_eval_frame_callback
 
 
 def begins_uncompiled(fn: Fn) -> Fn:
-    """`fn`, run by Python where compilation would begin with it, so that graphs begin with the functions that it calls.
+    """Make Python run `fn` where compilation would start with it: graphs start with the functions that it calls.
 
-    If a compiled function calls it, it is traced as any other.
+    If a compiled function calls it, it is traced like any other.
     """
     fn.__code__ = fn.__code__.replace()
     _eval_frame.set_code_exec_strategy(fn.__code__, _ITSELF)
@@ -109,42 +108,42 @@ def register_pytree_node(cls: type, flatten, unflatten) -> None:
 
 
 def register_constant(cls: type) -> None:
-    """Have the compiler take instances of `cls` as constants, compared by `==`."""
+    """Make the compiler take instances of `cls` as constants, compared by `==`."""
     pytree.register_constant(cls)  # type: ignore[attr-defined]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions ask torch.func which transforms are running, and unwrap the tensors that they have wrapped.
+# torch.func: which transforms are running, and the tensors inside of their wrappers.
 
 
 # Wrapped tensors, and the levels of transforms.
 functorch = torch._C._functorch  # type: ignore[attr-defined]
 
-# The innermost transform under way, `None` outside of any: a function of C, which the compiler cannot trace.
+# The innermost running transform; `None` outside of any. A C function, which the compiler cannot trace.
 innermost_transform = functorch.peek_interpreter_stack
 
-# The level of the transform that has wrapped a tensor, of one that has ended too; `NOT_WRAPPED` of a plain one.
+# The level of the transform that wrapped a tensor, even if it has ended; `NOT_WRAPPED` for a plain tensor.
 level_of: Callable[[Tensor], int] = functorch.maybe_get_level
 NOT_WRAPPED = -1
 
-# A tensor that a transform has wrapped without the wrapper, once that transform has ended; another tensor as it is.
+# Removes a wrapper whose transform has ended; returns other tensors unchanged.
 unwrapped_if_dead: Callable[[Tensor], Tensor] = functorch.unwrap_if_dead
 
 
-# The level of forward-mode AD under way, from 0 on: of `torch.autograd.forward_ad`, torch.func.jvp or linearize.
+# The level of running forward-mode AD, from 0 on: of `torch.autograd.forward_ad`, torch.func.jvp or linearize.
 forward_level: Callable[[], int] = functools.partial(attrgetter("_current_level"), torch.autograd.forward_ad)
 NO_LEVEL = -1
 
 
 @while_traced
 def functorch_active() -> bool:
-    """Whether torch.func.grad, vjp, jvp or vmap is under way."""
+    """Whether torch.func.grad, vjp, jvp or vmap is running."""
     return functorch.peek_interpreter_stack() is not None
 
 
 @while_traced
 def differentiating() -> bool:
-    """Whether torch.func.grad, vjp or jvp is under way, at any level, or plain forward mode."""
+    """Whether torch.func.grad, vjp or jvp is running at any level, or plain forward mode."""
     if forward_level() != NO_LEVEL:
         return True
     if functorch.peek_interpreter_stack() is None:
@@ -159,7 +158,7 @@ def forward_levels() -> tuple[int, bool]:
 
 
 def only_reverse() -> bool:
-    """Whether only reverse mode is under way: plain autograd, torch.func.grad and vjp, at any level."""
+    """Whether only reverse mode is running: plain autograd, torch.func.grad and vjp, at any level."""
     if torch.compiler.is_compiling() or forward_level() != NO_LEVEL:
         return False
     stack = functorch.get_interpreter_stack() if functorch_active() else ()
@@ -167,7 +166,7 @@ def only_reverse() -> bool:
 
 
 def only_vmap() -> int | None:
-    """The level of the vmap under way, if it is the only transform of torch.func and the compiler does not trace."""
+    """The level of the running vmap, if it is the only transform of torch.func and the compiler does not trace."""
     return None if torch.compiler.is_compiling() else vmap_level()
 
 
@@ -181,33 +180,33 @@ def vmap_level() -> int | None:
 
 
 def behind(x: Tensor, level: int) -> Tensor | None:
-    """The batched tensor of that level of vmap with its batch axis; `None` if `x` is not batched. Can be traced."""
+    """The tensor inside of a batched tensor of that level of vmap, batch axis included; else `None`. Can be traced."""
     return functorch._unwrap_batched(x, level)[0] if functorch.is_batchedtensor(x) else None
 
 
 def stacked(x: Tensor) -> Tensor | None:
-    """A batched tensor of vmap with its batch axis first; `None` if `x` is not batched."""
+    """The tensor inside of a batched tensor of vmap, batch axis first; `None` if `x` is not batched."""
     return functorch.get_unwrapped(x).movedim(functorch.maybe_get_bdim(x), 0) if is_wrapped(x) else None
 
 
 def as_batch(x: Tensor, level: int) -> Tensor:
-    """`x` as a batched tensor in the vmap of that level: its rows are the members."""
+    """`x` as a batched tensor in the vmap of that level: its rows are the members of the batch."""
     return functorch._add_batch_dim(x, 0, level)
 
 
-# A context in which no transform of torch.func is under way: tensors that are made inside are constants to it.
+# A context in which no transform of torch.func runs: tensors that are made inside are constants to it.
 beneath_functorch = temporarily_clear_interpreter_stack
 
 
 def innermost(x: Tensor) -> Tensor:
-    """The plain tensor that transforms of torch.func have wrapped."""
+    """The plain tensor inside of all wrappers of torch.func."""
     while functorch.maybe_get_level(x) != -1:
         x = functorch.get_unwrapped(x)
     return x
 
 
 def is_wrapped(x: object) -> bool:
-    """Whether `x` is wrapped by a transform of torch.func, so that no Python branch may read its value."""
+    """Whether torch.func has wrapped `x`, so that no Python branch may read its value."""
     return isinstance(x, Tensor) and functorch.maybe_get_level(x) != -1
 
 
@@ -225,7 +224,7 @@ def constant(x: Tensor) -> Tensor:
 def is_function(x: Tensor) -> bool:
     """Whether `x` has a gradient or a tangent, at any level of torch.func."""
     while True:
-        # A batch has neither, but what it is a batch of.
+        # A batched tensor has neither itself, but the tensor inside may.
         alone = not functorch.is_batchedtensor(x)
         if alone and (x.requires_grad or torch.autograd.forward_ad.unpack_dual(x, level=0).tangent is not None):
             return True
@@ -237,7 +236,7 @@ def is_function(x: Tensor) -> bool:
 def is_batch(x: Tensor) -> bool:
     """Whether `x` is wrapped by torch.func, or is a batched cotangent of `is_grads_batched`.
 
-    The latter is of an older vmap, and can be recognised only by having no storage.
+    The latter comes from an older vmap, and is recognised only by having no storage.
     """
     if functorch.maybe_get_level(x) != -1:
         return True
@@ -251,7 +250,7 @@ def is_batch(x: Tensor) -> bool:
 
 
 def levels(x: Tensor) -> frozenset[int]:
-    """The levels of the vmaps in which a tensor is batched."""
+    """The levels of the vmaps that have batched a tensor."""
     found = set()
     while is_wrapped(x):
         if functorch.is_batchedtensor(x):

@@ -22,14 +22,14 @@ from torch._subclasses.fake_tensor import (
 from .functorch import functorch, innermost
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions read the memory and the version of a tensor, and make subclasses of tensors with or without memory.
+# Tensors: memory, version, and subclasses with or without memory.
 
 
 # The `__torch_function__` of a subclass that only has a `__torch_dispatch__`.
 no_torch_function = nn.Parameter.__torch_function__
 without_memory = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
-# The function by which `p.data = x` checks that the two are of compatible types; it computes nothing.
+# With this function `p.data = x` checks that the types are compatible; it computes nothing.
 SHALLOW_COPY_CHECK = "_has_compatible_shallow_copy_type"
 
 # Autograd's count of writes into a tensor's memory.
@@ -37,7 +37,7 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def base_of(x: Tensor) -> Tensor:
-    """The tensor that `x` is a view of; `x` itself if it is none."""
+    """The tensor that `x` is a view of; `x` itself if it is not a view."""
     return x if x._base is None else x._base
 
 
@@ -53,11 +53,11 @@ def memory(x: Tensor) -> int:
 
 
 def memories(tensors: Iterable[Tensor]) -> set[int]:
-    """The numbers of the storages of these tensors, without 0."""
+    """The ids of these tensors' storages, without 0."""
     tensors = list(tensors)
     if set(map(type, tensors)) <= {Tensor} and functorch.peek_interpreter_stack() is None:
         try:
-            # Without a call in Python for each tensor.
+            # No Python call per tensor.
             return set(map(_CDATA, map(Tensor.untyped_storage, tensors)))
         except NotImplementedError:  # one is sparse
             pass
@@ -65,10 +65,11 @@ def memories(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def self_overlapping(x: Tensor) -> bool:
-    """Whether two of its elements are at one place, as of what `expand` gives.
+    """Whether two elements of a tensor share memory, as after `expand`.
 
-    >>> self_overlapping(torch.ones(2).expand(3, 2)), self_overlapping(torch.ones(3, 2).T)
-    (True, False)
+    Examples:
+        >>> self_overlapping(torch.ones(2).expand(3, 2)), self_overlapping(torch.ones(3, 2).T)
+        (True, False)
     """
     span, doubtful = 0, False
     for stride, size in sorted([(s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1]):
@@ -78,19 +79,20 @@ def self_overlapping(x: Tensor) -> bool:
         span += stride * (size - 1)
     if not doubtful:
         return False
-    # Dimensions may interleave without an overlap: rare, and so counted.
+    # Dimensions may interleave without an overlap. That is rare, so elements are counted.
     places = torch.arange(span + 1).as_strided(x.shape, x.stride())
     return places.unique().numel() < x.numel()
 
 
 def sharing_memory(named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Tensors that have an element in memory of an earlier one: by name, the name of that one.
+    """Tensors that share an element with an earlier tensor: by name, the name of the earlier one.
 
-    Views of one storage that have no element in common, as columns of one matrix, are not among them.
+    Views of one storage that share no element, such as columns of one matrix, are not among them.
 
-    >>> x = torch.zeros(2, 4)
-    >>> sharing_memory({"a": x[0], "b": x[1], "left": x[:, :2], "right": x[:, 2:], "empty": x[:0]})
-    {'left': 'a', 'right': 'a'}
+    Examples:
+        >>> x = torch.zeros(2, 4)
+        >>> sharing_memory({"a": x[0], "b": x[1], "left": x[:, :2], "right": x[:, 2:], "empty": x[:0]})
+        {'left': 'a', 'right': 'a'}
     """
     storages: dict[int, list[tuple[str, Tensor]]] = {}
     for name, x in named.items():
@@ -99,7 +101,7 @@ def sharing_memory(named: Mapping[str, Tensor]) -> dict[str, str]:
             storages.setdefault(key, []).append((name, x))
     found: dict[str, str] = {}
     for views in storages.values():
-        # By where they begin, so that a view is compared with those alone that reach into it.
+        # In the order of their begins, so that a view is compared only with views that reach into it.
         reach: list[tuple[int, int, str, Tensor]] = []
         for i, (name, x) in sorted(enumerate(views), key=lambda item: _bytes_of(item[1][1])[0]):
             low, high = _bytes_of(x)
@@ -113,14 +115,14 @@ def sharing_memory(named: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _bytes_of(x: Tensor) -> tuple[int, int]:
-    """The range of its storage in which the elements of a tensor lie."""
+    """The range of bytes in its storage that contains the elements of a tensor."""
     last = sum(int(stride) * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
     first = int(x.storage_offset())
     return first * x.itemsize, (first + last + 1) * x.itemsize
 
 
 def _common(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors over one storage, whose ranges overlap, have a byte in common."""
+    """Whether two tensors over one storage, whose ranges overlap, share a byte."""
     if x.is_contiguous() and y.is_contiguous():
         return True
     unit = gcd(x.itemsize, y.itemsize)
@@ -138,9 +140,9 @@ def _common(x: Tensor, y: Tensor) -> bool:
 
 
 def all_plain(tensors: Sequence[object]) -> bool:
-    """Whether all are of class `Tensor` and have storage: neither `None`, nor sparse, nor batched in any way.
+    """Whether all are of class `Tensor` and have storage: not `None`, not sparse, not batched.
 
-    Asked from C for all together, for hot paths.
+    Checked in C for all together, for hot paths.
     """
     if not set(map(type, tensors)) <= {Tensor} or functorch.peek_interpreter_stack() is not None:
         return False
@@ -153,32 +155,32 @@ def all_plain(tensors: Sequence[object]) -> bool:
 
 
 def is_wrapper(x: Tensor) -> bool:
-    """Whether `x` is of a subclass that holds other tensors and no memory, as DTensor and torchao's quantized ones."""
+    """Whether `x` is a subclass that holds other tensors and no memory, such as DTensor or torchao's tensors."""
     return type(x) is not Tensor and hasattr(x, "__tensor_flatten__")
 
 
 def local_of(x: Any) -> Tensor:
-    """The local tensor of a DTensor itself, no view of it."""
+    """The local tensor of a DTensor itself, not a view of it."""
     return x._local_tensor
 
 
 def set_local(x: Any, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor, also by one on another device."""
+    """Replace the local tensor of a DTensor, even by one on another device."""
     x._local_tensor = local
 
 
 def alias_of(x: Tensor, cls: type[Any]) -> Any:
-    """The same memory and version counter in a tensor of another class, detached."""
+    """A detached tensor of another class, on the same memory and with the same version counter."""
     return Tensor._make_subclass(cls, x)  # type: ignore[attr-defined]
 
 
-# What tensors raise that are `shape_only`, when their numbers are asked for.
+# Raised when the numbers of a `shape_only` tensor are asked for.
 NoNumbers = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @contextmanager
 def shape_only() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Tensors made inside have shape, dtype and device but no memory; yields a function that makes such of a tensor.
+    """Tensors made inside have shape, dtype and device but no memory; yields a function that makes a tensor such a one.
 
     Meta tensors would lose the device.
     """
@@ -192,15 +194,15 @@ def is_shape_only(x: Tensor) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions read private attributes of modules, of optimizers and of their wrappers.
+# Private attributes of modules, of optimizers and of their wrappers.
 
 
-# The code of `module(...)`, by which the frame of a call is found.
+# The code of `module(...)`, to find the frame of a call.
 CALL = nn.Module.__call__.__code__
 
 
 def frame_of_call() -> Any:
-    """The frame of the innermost `module(...)` that is under way."""
+    """The frame of the innermost running `module(...)`."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not CALL:
         frame = frame.f_back
@@ -208,20 +210,20 @@ def frame_of_call() -> Any:
 
 
 def has_ended(frame: Any) -> bool:
-    """Whether a call has returned or raised; nothing of it is needed any more then."""
+    """Whether a call has returned or raised. If it has, its frame is cleared: nothing of it is needed any more."""
     try:
         frame.clear()
     except RuntimeError:
-        # Python clears no frame that is executing.
+        # Python does not clear a frame that is executing.
         return False
     return True
 
 
-# The code by which containers make an `nn.Parameter` of a tensor, and the file of their other methods.
+# The code with which containers wrap a tensor into an `nn.Parameter`, and the file of their other methods.
 _PUTTING = {nn.ParameterList.__setitem__.__code__, nn.ParameterDict.__setitem__.__code__}
 _CONTAINERS = nn.ParameterList.__setitem__.__code__.co_filename
 
-# The attribute of a model with names of parameters that DistributedDataParallel ignores.
+# The attribute of a model that lists the parameters that DistributedDataParallel ignores.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
 Registered = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
@@ -237,10 +239,10 @@ def reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def put_into_container() -> list[Any] | None:
-    """What the method that fills a container at this moment was given, up to one tuple deep; for registration hooks.
+    """The arguments of the container method that is registering a parameter, up to one tuple deep; for hooks.
 
-    The container itself has lost it: it goes on with the parameter that it made of it. `None` where no method of the
-    container's does it, as in `module.rows[0] = x`, whose `x` nobody holds.
+    The container itself keeps only the parameter that it has made of the argument. `None` if no method of the
+    container's is running, as in `module.rows[0] = x`, whose `x` nobody keeps.
     """
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code not in _PUTTING:
@@ -253,7 +255,7 @@ def put_into_container() -> list[Any] | None:
 
 
 def register_in(module: nn.Module, parameters: dict[str, Any]) -> None:
-    """Make `parameters` the dict in which the module has its own parameters."""
+    """Make `parameters` the module's dict of its own parameters."""
     vars(module)["_parameters"] = parameters
 
 
@@ -262,9 +264,9 @@ forward_hooks: Callable[[nn.Module], Any] = attrgetter("_forward_hooks")
 
 
 def set_flat_weights(module: Any, weights: Callable[[list[str]], list[Any]], ref: Any) -> None:
-    """Set the list of weights that the kernel of a recurrent module takes, given their names.
+    """Set the list of weights that a recurrent module's kernel takes, from their names.
 
-    `ref` takes the place of the weak references by which the module sees that weights were replaced.
+    `ref` replaces the weak references by which the module notices that weights were replaced.
     """
     names = module._flat_weights_names
     module._flat_weights = weights(names)
@@ -280,14 +282,14 @@ HOOKS_OF = {
 
 
 class Wrapper(NamedTuple):
-    """A class of modules that wrap another one, and the attribute in which they have it."""
+    """A class of modules that wrap another module, and the attribute that holds it."""
 
     module: str
     name: str
     attribute: str
 
 
-# By the modules that define them, which may not be loaded.
+# Their defining modules may not be loaded, so wrappers are given by name.
 WRAPPERS = (
     Wrapper("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     Wrapper(
@@ -300,26 +302,26 @@ WRAPPERS = (
 
 
 def wrapper_attributes() -> Callable[[Any], str | None]:
-    """The function that says in which attribute a wrapper has what it wraps; `None` of any other module."""
+    """A function that returns the attribute in which a wrapper holds its module; `None` for any other module."""
     loaded = [(getattr(sys.modules[w.module], w.name), w.attribute) for w in WRAPPERS if w.module in sys.modules]
     return lambda module: next((attribute for cls, attribute in loaded if isinstance(module, cls)), None)
 
 
 def sharded_by_torch(model: nn.Module) -> list[str]:
-    """The names of modules to which `torch.distributed.fsdp.fully_shard` was applied."""
+    """The names of modules that `torch.distributed.fsdp.fully_shard` was applied to."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [name for name, x in model.named_modules() if isinstance(x, fsdp.FSDPModule)]
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether `backward_hooks` has any: asked of each module in each call."""
+    """Whether `backward_hooks` would find any; asked of each module in each call."""
     every = torch.nn.modules.module
     own = module._backward_hooks or module._backward_pre_hooks
     return bool(own or every._global_backward_hooks or every._global_backward_pre_hooks)
 
 
 def backward_hooks(module: nn.Module) -> list[str]:
-    """The functions by which the backward hooks of `module` were registered, those for all modules too."""
+    """The functions that registered the backward hooks of `module`, those for all modules included."""
     every = torch.nn.modules.module
     found = []
     if module._backward_pre_hooks or every._global_backward_pre_hooks:
@@ -332,14 +334,14 @@ def backward_hooks(module: nn.Module) -> list[str]:
     return found
 
 
-# The method by which `module.to`, `half`, `cuda` and the like convert parameters.
+# The method that `module.to`, `half`, `cuda` and the like use to convert parameters.
 CONVERTING = torch.nn.Module._apply
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The buffers in `model.state_dict()`, and parameters of integers, by name, with what wrappers add to it.
+    """The buffers in `model.state_dict()`, and integer parameters, by name, with the prefixes that wrappers add.
 
-    The state dict itself would run hooks, which may rename or remove entries.
+    `state_dict()` itself would run hooks, which may rename or remove entries.
     """
     kept: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
     return {
@@ -353,7 +355,7 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These names are torch's own operators and kernels, and its profiler.
+# torch's own operators and kernels, and its profiler.
 
 
 # Horizontally fused kernels: the ones behind torch.optim's `fused` and `foreach`.
@@ -366,7 +368,7 @@ foreach_copy_ = torch._foreach_copy_  # type: ignore[attr-defined]
 
 
 def schema(op: Any) -> Any:
-    """The names of an operator's arguments, and which of them it writes."""
+    """An operator's schema: the names of its arguments, and which of them it writes."""
     return op._schema
 
 
@@ -378,7 +380,7 @@ def has_triton() -> bool:
 
 
 def tagged_pointwise(name: str) -> bool:
-    """Whether torch tags an operator as pointwise: an element of its result depends on those at its place alone."""
+    """Whether torch tags an operator as pointwise: each element of the result depends only on elements at its place."""
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, type(torch.ops.aten.add)):
         return False
@@ -391,11 +393,11 @@ profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ig
 
 @contextmanager
 def outlasting(name: str) -> Iterator[None]:
-    """To begin asynchronous work that may end after the profiler: it shows that the work began, and does not follow it.
+    """Begin asynchronous work that may end after the profiler does: the profiler sees its begin only.
 
-    When such work ends, gloo writes into the profiler's memory from a thread of its own, even after the profiler has
-    gone: a bare `all_gather_single(..., async_op=True)` inside `torch.profiler.profile()` with its `wait()` outside
-    kills the process in every second run.
+    When such work ends, gloo writes into the profiler's memory from its own thread, even after the profiler has gone. A
+    bare `all_gather_single(..., async_op=True)` inside `torch.profiler.profile()`, with its `wait()` outside, kills the
+    process in every second run.
     """
     with torch.profiler.record_function(f"zerofn::{name}"):
         torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ from ..storage.saving import checkpoint_group, raise_on_all_ranks, wait_for_all_
 # imported here.
 
 
-WHOLE, PARTS = "mp_rank_00_model_states.pt", "zero_pp_rank_*_mp_rank_00_model_states.pt"
+FULL_MODEL, SHARDED_MODEL = "mp_rank_00_model_states.pt", "zero_pp_rank_*_mp_rank_00_model_states.pt"
 
 
 class _Passed:
@@ -78,7 +78,7 @@ class Run:
 
 def read_run(directory: Path) -> Run:
     """Read the model's files. If tensor parallelism cuts the model, only the counts are read from them."""
-    whole, parts = directory / WHOLE, sorted(directory.glob(PARTS), key=_number)
+    whole, parts = directory / FULL_MODEL, sorted(directory.glob(SHARDED_MODEL), key=_number)
     if not whole.is_file() and not parts:
         return Run()
     saved = [read(file) for file in (parts or [whole])]

@@ -57,8 +57,8 @@ def around(attention: Attention, group: Group, heads: int, sequence: int) -> Att
         mask = kwargs.get("attn_mask")
         if isinstance(mask, Tensor):
             own = query.shape[of_positions], key.shape[of_positions]
-            whole = q.shape[of_positions], k.shape[of_positions]
-            kwargs["attn_mask"] = _of_my_heads(_whole(mask, own, whole, group), query.shape[of_heads], group)
+            full = q.shape[of_positions], k.shape[of_positions]
+            kwargs["attn_mask"] = _of_my_heads(_full_mask(mask, own, full, group), query.shape[of_heads], group)
         out = attention(q, k, v, *args, **kwargs)
         if out.dim() != q.dim() or any(out.shape[d] != q.shape[d] for d in (of_heads, of_positions)):
             raise ValueError(
@@ -82,10 +82,10 @@ def _repeated(x: Tensor, query: Tensor, size: int, heads: int) -> Tensor:
     return x.repeat_interleave(many // few, dim=heads)
 
 
-def _whole(mask: Tensor, own: tuple[int, int], whole: tuple[int, int], group: Group) -> Tensor:
+def _full_mask(mask: Tensor, own: tuple[int, int], full: tuple[int, int], group: Group) -> Tensor:
     """The mask (..., queries, keys) of whole sequences: as given, or all-gathered from masks of chunks."""
     shape = (1, 1, *mask.shape)[-2:]
-    rows, dims = _of_all_ranks([*shape, *own, *whole], group), mask.dim()
+    rows, dims = _of_all_ranks([*shape, *own, *full], group), mask.dim()
 
     def is_on_all(i: int) -> set[str]:
         ways = {"one": lambda row: 1, "own": lambda row: row[2 + i], "whole": lambda row: row[4 + i]}
@@ -101,8 +101,8 @@ def _whole(mask: Tensor, own: tuple[int, int], whole: tuple[int, int], group: Gr
     raise ValueError(
         explain(
             f"attn_mask of {tuple(mask.shape)} for this rank's {own[0]} queries and {own[1]} keys",
-            f"attention sees whole sequences, {whole[0]} queries and {whole[1]} keys, and the mask fits neither",
-            f"a mask of (..., {whole[0]}, {whole[1]}) for all; of (..., {own[0]}, {whole[1]}) for this rank's "
+            f"attention sees whole sequences, {full[0]} queries and {full[1]} keys, and the mask fits neither",
+            f"a mask of (..., {full[0]}, {full[1]}) for all; of (..., {own[0]}, {full[1]}) for this rank's "
             "queries and all keys;\n"
             f"of (..., 1, {own[1]}) for this rank's keys, such as a padding mask; or is_causal=True",
         )
@@ -320,7 +320,13 @@ def _with_globals(fn: Any, names: dict[str, Any]) -> Any:
     """
     missing = [name for name in names if name not in fn.__globals__ or name not in fn.__code__.co_names]
     if missing:
-        raise RuntimeError(f"{fn.__name__} of torch {torch.__version__} does not use {', '.join(missing)}")
+        raise RuntimeError(
+            explain(
+                f"sequence_parallel(module) with torch {torch.__version__}",
+                f"{fn.__name__} of this release does not use {', '.join(missing)}, which would be replaced",
+                "sequence_parallel(attention, mesh) around the attention function that the model calls",
+            )
+        )
     copy = types.FunctionType(fn.__code__, {**fn.__globals__, **names}, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy

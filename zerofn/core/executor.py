@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from .._ranges import UPDATE, listener, ranged, told
+from .._ranges import UPDATE, listener, ranged, ranges_wanted
 from ..kernels.norms import added, leaf_squares, sum_of_squares
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
@@ -241,7 +241,7 @@ class Segment:
         if grads is not None and first.facts.watches:
             grads = {**params, **grads}
         # Asked once: to enter a profiler range that nobody records takes longer than much of what is in it.
-        self.listened = told()
+        self.listened = ranges_wanted()
         self.prepared: list[Prepared] = []
         self.held = False
         # What comes to a `partition` comes to its members.

@@ -1,4 +1,4 @@
-"""Low-precision Adam: the formula, its compiled form and the C kernel."""
+"""Low-precision Adam: the formula, its compiled form and the C kernel, all with the same bits on the CPU."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from zerofn.kernels.rounding import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# This is AdamW on one tensor as plain torch operations, and how eager and compiled torch run it over lists.
+# `formula` is AdamW on one tensor in plain torch operations. Eager and compiled torch run it over lists of tensors.
 #
 # All implementations must give equal bits, so the formula has only operations that IEEE 754 rounds in one way.
 # ``addcmul``, ``lerp`` and ``add(alpha=...)`` may or may not fuse their product with their sum, and are avoided.
 
 
-# Elements handled at once by eager torch: temporaries of 256 KiB are reused by the allocator and stay in the
-# second-level cache; temporaries of the parameter's own size cost ten times more.
+# Elements per call of eager torch. The allocator reuses temporaries of 256 KiB, which stay in the second-level cache;
+# temporaries of the parameter's own size cost ten times as much.
 CHUNK = 1 << 16
 
-# Above this a first moment rounded to nearest is biased towards zero change, as second moments are at 0.999.
+# With a larger beta1, a first moment rounded to nearest hardly changes, like a second moment at 0.999.
 _NEAREST_MOMENT_BETA = 0.98
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -51,7 +51,7 @@ Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype, torch.dtype]  # parameter,
 
 
 class Scalars(NamedTuple):
-    """Numbers made of step and hyperparameters: floats that are exact in float32, or 0-d float32 tensors."""
+    """The scalars of an update: floats that are exact in float32, or 0-d float32 tensors."""
 
     beta2: Any
     one_minus_beta1: Any
@@ -63,9 +63,9 @@ class Scalars(NamedTuple):
 
 
 def scalars(step: Any, *numbers: Any) -> Scalars:
-    """The scalars of step, lr, beta1, beta2, eps and weight_decay.
+    """The scalars of an update, from step, lr, beta1, beta2, eps and weight_decay.
 
-    Computed in double, rounded to float32 once; stays on the device and inside vmap if given tensors.
+    Computed in double and rounded to float32 once. Tensors stay on their device and inside vmap.
     """
     step, lr, beta1, beta2, eps, weight_decay = (x.double() if isinstance(x, Tensor) else x for x in (step, *numbers))
     spread = (1 - beta2**step) ** 0.5
@@ -73,7 +73,8 @@ def scalars(step: Any, *numbers: Any) -> Scalars:
     decay = lr * weight_decay
     values = (beta2, 1 - beta1, 1 - beta2, rate, eps * spread, 1 - decay, decay)
     if torch.compiler.is_compiling():
-        # All as tensors: the compiler itself makes one of a float that differs from one pipeline to the next.
+        # All as tensors: the compiler would make a tensor of any float that differs between two pipelines, and
+        # recompile.
         return Scalars(*once(*(torch.as_tensor(x, dtype=torch.float64).float() for x in values)))
     return Scalars(*(x.float() if isinstance(x, Tensor) else c_float(x).value for x in values))
 
@@ -88,7 +89,7 @@ class Mode(NamedTuple):
 
     @property
     def streams(self) -> tuple[bool, bool]:
-        """Which streams of bits are drawn: 0 for parameter and second moment, 1 for the first moment."""
+        """Which streams of random bits are drawn: 0 for parameter and second moment, 1 for the first moment."""
         return self.stochastic_param or self.stochastic_exp_avg_sq, self.stochastic_exp_avg
 
 
@@ -102,20 +103,20 @@ def formula(
     mode: Mode,
     bits: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """New values of parameter, moments and compensation in their dtypes. Writes none of its inputs."""
+    """The new parameter, moments and compensation, each in its dtype. Writes none of its inputs."""
     p32, g32 = p.float(), g.float()
     m32, v32 = m.float(), v.float()
     m32 = (g32 - m32) * s.one_minus_beta1 + m32
     v32 = v32 * s.beta2 + (g32 * s.one_minus_beta2) * g32
-    # On the CPU torch takes float32 roots from a library that is off by one ulp now and then, for long
-    # tensors only. A double root rounded to float32 is always the correctly rounded one.
+    # On the CPU, for long tensors, torch takes float32 roots from a library that is sometimes off by one ulp. A double
+    # root rounded to float32 is always correctly rounded.
     spread = moment_root(v32.double()).float() if v32.device.type == "cpu" else moment_root(v32)
     update = (m32 * s.rate) / (spread + s.eps)
     if mode.kahan:
         assert c is not None
         c32 = c.float()
-        # Infinite parameters stay infinite: neither inf * 0 nor inf - inf may happen, now or one step later.
-        # Subtracting a zero keeps the sign of a parameter that is -0, adding one would not.
+        # Infinite parameters stay infinite: inf * 0 and inf - inf must not happen, in this step or the next.
+        # The decay is subtracted: subtracting zero keeps the sign of a parameter that is -0, adding it would not.
         pull = torch.where(p32.isfinite(), (p32 + c32) * s.decay, 0.0)
         drop = pull + update - c32
         new_p = (p32 - drop).to(p.dtype)
@@ -142,7 +143,7 @@ def _store(x: Tensor, dtype: torch.dtype, stochastic: bool, bits: Tensor | None)
 
 
 class Leaves(NamedTuple):
-    """The lists given to `adam_`, entry by entry; ``compensations`` only where they are used."""
+    """The lists given to `adam_`, entry by entry; ``compensations`` only if they are used."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
@@ -158,8 +159,8 @@ class Leaves(NamedTuple):
         return lists if self.compensations is None else [*lists, self.compensations]
 
     def all_dtypes(self) -> list[tuple[torch.dtype, ...]]:
-        """Of each entry the dtypes of its tensors, four or five."""
-        # No attrgetter: a compiler traces this.
+        """The dtypes of each entry's tensors, four or five."""
+        # No attrgetter: the compiler traces this.
         return list(zip(*[[t.dtype for t in tensors] for tensors in self.tensors], strict=True))
 
     def dtypes(self, i: int) -> Dtypes:
@@ -195,10 +196,9 @@ class _Segment(NamedTuple):
 
 
 def _batches(leaves: Leaves) -> Iterator[list[_Segment]]:
-    """Lists of at most `CHUNK` elements of one combination of dtypes: part of a leaf, or many small ones.
+    """Batches of at most `CHUNK` elements of one combination of dtypes: a piece of a leaf, or many small leaves.
 
-    Each torch call costs about a microsecond whatever its size, so that small leaves are worth a copy
-    into a common buffer.
+    Each torch call costs about a microsecond at any size, so small leaves are worth a copy into a common buffer.
     """
     batch: list[_Segment] = []
     total = 0
@@ -215,7 +215,7 @@ def _batches(leaves: Leaves) -> Iterator[list[_Segment]]:
 
 
 def _batch_bits(batch: list[_Segment], leaves: Leaves, settings: Settings, stream: int) -> Tensor:
-    """The bits `random_bits` gives for each segment, for a whole batch in a few calls."""
+    """The bits that `random_bits` gives for each segment, for a whole batch in a few calls."""
     stride = stride_of(settings.form)
     first, k1, begin = [], [], 0
     for entry, start, stop in batch:
@@ -233,7 +233,7 @@ def _batch_bits(batch: list[_Segment], leaves: Leaves, settings: Settings, strea
 
 
 def run_chunked(leaves: Leaves, settings: Settings) -> None:
-    """Eager torch on flat CPU tensors."""
+    """Eager torch on flat CPU tensors, in chunks that stay in the cache."""
     for batch in _batches(leaves):
         parts = [[tensors[i].view(-1)[start:stop] for i, start, stop in batch] for tensors in leaves.tensors]
         p, g, m, v, *c = (part[0] if len(batch) == 1 else torch.cat(part) for part in parts)
@@ -247,8 +247,8 @@ def run_chunked(leaves: Leaves, settings: Settings) -> None:
                 target.copy_(source)
 
 
-def whole(leaves: Leaves, i: int, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The formula on one entry, in its own shape: looks at no value, address or stride, and writes nothing."""
+def formula_on_entry(leaves: Leaves, i: int, settings: Settings) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The formula on one entry in its own shape. It reads no value, address or stride, and writes nothing."""
     p, g, m, v = (tensors[i] for tensors in leaves.tensors[:4])
     mode = settings.mode(leaves.dtypes(i))
     where: Any = dict(seed=settings.seed, step=settings.step, key=leaves.keys[i], offset=leaves.offsets[i])
@@ -261,11 +261,11 @@ def whole(leaves: Leaves, i: int, settings: Settings) -> tuple[Tensor, Tensor, T
     return formula(p, g, m, v, c, settings.scalars, mode, bits)
 
 
-def run_whole(leaves: Leaves, settings: Settings) -> None:
-    """Eager torch on each tensor whole."""
+def run_unchunked(leaves: Leaves, settings: Settings) -> None:
+    """Eager torch on each tensor as a whole; also for tensors without an address."""
     for i in range(len(leaves.params)):
         column = [None if tensors is None else tensors[i] for tensors in (*leaves[:1], *leaves[2:5])]
-        _write(column, whole(leaves, i, settings))
+        _write(column, formula_on_entry(leaves, i, settings))
 
 
 def _write(tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
@@ -275,7 +275,7 @@ def _write(tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]) ->
 
 
 def _update_segment(p, g, m, v, c, numbers: Tensor, words: Tensor, mode: Mode) -> None:
-    """The function that is compiled. All that changes from step to step is a tensor, so that nothing recompiles."""
+    """The function that is compiled. Whatever changes from step to step is a tensor, so that nothing recompiles."""
     index = torch.arange(p.numel(), dtype=torch.int32, device=p.device) * words[0, 2]
     bits = [draw(index + words[k, 0], words[k, 1]) if on else None for k, on in enumerate(mode.streams)]
     _write((p, m, v, c), formula(p, g, m, v, c, Scalars(*numbers.unbind()), mode, bits))
@@ -299,7 +299,7 @@ def run_compiled(leaves: Leaves, settings: Settings) -> None:
         numbers = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=device) for x in numbers])
     else:
         numbers = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
-    # Hashed for all segments together, where the step is: on the device if that is where the step counts.
+    # The hashes of all segments at once, on the device of the step.
     at = settings.step.device if isinstance(settings.step, Tensor) else "cpu"
     key = torch.tensor([leaves.keys[i] for i, _, _ in segments], device=at)
     start = torch.tensor([start for _, start, _ in segments], device=at)
@@ -317,7 +317,7 @@ def run_compiled(leaves: Leaves, settings: Settings) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `run_native` runs the C kernel of low-precision Adam over lists of leaves, once the kernel has given the bits of
+# `run_native` runs the C kernel of low-precision Adam over lists of leaves, after a check that it gives the bits of
 # eager torch.
 
 
@@ -325,9 +325,9 @@ _EXACT = (torch.float32,) * 4
 
 
 def run_native(leaves: Leaves, settings: Settings, norms: list[float] | None = None) -> None:
-    """The C kernel, once for each combination of dtypes; eager torch where it cannot be built.
+    """The C kernel, once for each combination of dtypes; eager torch if the kernel cannot be built.
 
-    Where `norms` is a list, that of each gradient is appended, if the kernel was called on all of them.
+    If `norms` is a list and the kernel was called on all gradients, the norm of each gradient is appended to it.
     """
     found: dict[int, float] = {}
     kinds = leaves.all_dtypes()
@@ -363,11 +363,11 @@ def _call(function: Any, leaves: Leaves, settings: Settings, norms: bool = False
 
 @functools.cache
 def native_kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any:
-    """The C function, after it has given the bits of eager torch on a sample; else ``None`` and a warning.
+    """The C function, after a check that it gives the bits of eager torch on a sample; else ``None`` and a warning.
 
-    Whether an unknown compiler keeps the order of roundings is not a matter of trust: the check takes a
-    millisecond, once in a process. The arithmetic is checked in float32, where one rounding too few shows;
-    in bfloat16 it would show in one number of thousands.
+    An unknown compiler may change the order of roundings; the check takes a millisecond, once in a process. The
+    arithmetic is checked in float32, where a missing rounding shows; in bfloat16 it would show in one number of
+    thousands.
     """
     if dtypes != _EXACT and native_kernel(_EXACT, rounding, beta1, form) is None:
         return None
@@ -390,25 +390,26 @@ def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `check_step` checks the number of an update, by which Adam corrects moments: a whole number from 1.
+# `check_step` checks the number of an update, with which Adam corrects its moments: a whole number from 1.
 
 
 def check_step(function: str, step: Any) -> None:
-    """Refuse the number of an update that is none.
+    """Refuse a number of an update that is not a whole number from 1.
 
-    At 0 the correction of moments divides by zero, and parameters were NaN from there on; one kernel reads 1.5 as 1 and
-    another does not. A tensor that Python cannot read for nothing, on a GPU or in a batch of vmap, is not looked at.
+    At 0 the bias correction divides by zero, and all parameters would become NaN; 1.5 would mean 1 to one kernel and
+    1.5 to another. A tensor that Python cannot read without waiting (on a GPU, in a batch of vmap) is not checked.
 
     Raises:
-        TypeError: no number.
-        ValueError: no whole number from 1, or a tensor of another shape than `()`.
+        TypeError: it is not a number.
+        ValueError: it is not a whole number from 1, or a tensor of a shape other than `()`.
 
-    >>> check_step("adam_", 0)
-    Traceback (most recent call last):
-    ...
-    ValueError: adam_(step=0)
-      why:   steps are counted from 1: at 0 the correction of moments divides by zero
-      write: adam_(step=count + 1), with count the updates before this one
+    Examples:
+        >>> check_step("adam_", 0)
+        Traceback (most recent call last):
+        ...
+        ValueError: adam_(step=0)
+          why:   steps are counted from 1: at 0 the bias correction of moments divides by zero
+          write: adam_(step=count + 1), with count the updates before this one
     """
     if type(step) is int and step >= 1:
         return
@@ -419,53 +420,52 @@ def check_step(function: str, step: Any) -> None:
             return
         if step.ndim:
             shape = tuple(step.shape)
-            why = "all entries of the lists have had equally many updates, so it is one number"
+            why = "all entries of the lists have the same number of updates, so step is one number"
             raise ValueError(explain(f"{function}(step=a tensor of shape {shape})", why, right))
         if type(step) is not Tensor or step.device.type != "cpu":
             return
         value = step.item()
     if isinstance(value, bool) or not isinstance(value, Real):
-        why = f"it is the number of this update, from 1, and {value!r} is {kind_of(value)}"
+        why = f"step is the number of this update, from 1, and {value!r} is {kind_of(value)}"
         raise TypeError(explain(f"{function}(step={step!r})", why, right))
     number = float(value)
     if not number >= 1:
-        why = "steps are counted from 1: at 0 the correction of moments divides by zero"
+        why = "steps are counted from 1: at 0 the bias correction of moments divides by zero"
         raise ValueError(explain(f"{function}(step={step!r})", why, right))
     if number % 1:
         raise ValueError(explain(f"{function}(step={step!r})", "updates are counted in whole numbers", right))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions check lists of tensors before a fused kernel is called, and give gradients the layout of their
-# parameters.
+# These functions check lists of tensors before a fused kernel is called, and give gradients their parameters' layout.
 
 
-# Read of every leaf in every step, and so from C.
+# Called on every leaf in every step, so functions in C.
 _DTYPE, _DEVICE, _STRIDE = attrgetter("dtype"), attrgetter("device"), methodcaller("stride")
 
 
 def plain(tensors: list[Tensor]) -> bool:
-    """Whether fused kernels can take the tensors: one dtype and device, and no torch.func wrapper."""
+    """Whether a fused kernel can take the tensors: one dtype and device, no torch.func wrapper."""
     return not_wrapped(tensors) and alike(tensors)
 
 
 def not_wrapped(tensors: Sequence[Tensor]) -> bool:
-    """Whether no tensor is a wrapper of torch.func, batched or differentiated."""
+    """Whether no tensor is batched or differentiated by torch.func."""
     return not (functorch_active() and any(map(is_wrapped, tensors)))
 
 
 def alike(tensors: list[Tensor]) -> bool:
-    """Whether a fused kernel can take the tensors together: of one dtype and device."""
+    """Whether a fused kernel can take the tensors together: one dtype and device."""
     return len(set(map(_DTYPE, tensors))) == 1 and (all(map(_IS_CPU, tensors)) or len(set(map(_DEVICE, tensors))) == 1)
 
 
 def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Gradients in their parameters' dtypes and strides; the same tensors where they are already.
+    """Gradients in their parameters' dtypes and strides; the same tensors if they are already.
 
     Fused kernels walk memory, so a channels-last parameter needs a channels-last gradient.
     """
     if list(map(_DTYPE, params)) == list(map(_DTYPE, grads)):
-        # Nearly all lie without a gap and in the order of rows. Comparing strides takes longer, since it makes tuples.
+        # Nearly all tensors are contiguous. Comparing strides takes longer, since it makes tuples.
         rows = all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))
         if rows or list(map(_STRIDE, params)) == list(map(_STRIDE, grads)):
             return grads
@@ -476,21 +476,21 @@ def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Adam on low-precision storage works in place: in fp32 arithmetic, with one rounding for each stored number.
+# `adam_` updates low-precision storage in place: in fp32 arithmetic, with one rounding for each stored number.
 #
 # One formula runs in three ways: by eager torch, in chunks that stay in the cache; by a C kernel with the same bits
 # (`zerofn.kernels.native`), 10 to 20 times faster; by ``torch.compile`` on a GPU.
 #
 # ``rounding`` says how parameters and moments below float32 are stored:
 #
-# * ``"stochastic"``: parameters and second moments are rounded up or down at random, unbiased;
-# * ``"kahan"``: parameters are rounded to nearest, and ``compensations`` carry what is lost; second moments are
-#   rounded stochastically;
-# * ``"nearest"``: all are rounded to nearest. In bfloat16 that loses every update of the parameter below 1/512 of it,
+# * ``"stochastic"``: parameters and second moments are rounded up or down at random, without bias;
+# * ``"kahan"``: parameters are rounded to nearest, and ``compensations`` keep what is lost; second moments are rounded
+#   stochastically;
+# * ``"nearest"``: all are rounded to nearest. In bfloat16 that loses every update smaller than 1/512 of the parameter,
 #   and with ``beta2 >= 0.996`` the second moment never shrinks.
 #
-# First moments are rounded to nearest, which has a third of the error variance and no trap with ``beta1`` up to 0.98.
-# Above it they are rounded stochastically, except under ``"nearest"``.
+# First moments are rounded to nearest, which has a third of the error variance and no such trap for ``beta1`` up to
+# 0.98. Above it they are rounded stochastically, except under ``"nearest"``.
 #
 # The second moment is never rounded to nearest by default. With ``beta2 = 0.999`` a decay step takes away a
 # thousandth, and bfloat16 values are 1/256 to 1/128 apart. Rounded to nearest, a bfloat16 second moment would never
@@ -504,7 +504,7 @@ def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
-# Read of every leaf in every step, and so from C.
+# Called on every leaf in every step, so functions in C.
 _IS_CPU, _IS_META = attrgetter("is_cpu"), attrgetter("is_meta")
 
 
@@ -524,7 +524,7 @@ def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
 
 
 def _have_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether no tensor is batched by vmap or without an address: of those only `run_whole` computes the formula."""
+    """Whether every tensor has an address and is not batched by vmap. For others only `run_unchunked` works."""
     # Fake and functional tensors are subclasses; functorch's wrappers look like plain tensors from Python.
     plain = set(map(type, tensors)) <= {Tensor, torch.nn.Parameter} and not any(map(_IS_META, tensors))
     return plain and not_wrapped(tensors)
@@ -533,17 +533,19 @@ def _have_memory(tensors: Sequence[Tensor]) -> bool:
 def implementation_for(params: Sequence[Tensor]) -> str:
     """What `adam_` runs for these parameters: ``"native"``, ``"compiled"`` or ``"eager"``.
 
-    ``"native"``: CPU tensors, and a C compiler was found (`zerofn.kernels.native`; the first call with a new
-    combination of dtypes builds it, in about half a second, kept on disk). ``"compiled"``: GPU tensors with
-    triton. ``"eager"``: all else, among it tensors under `torch.func.vmap`, where draws do not depend on the position
-    in the mapped dimension.
+    ``"native"``: CPU tensors, and a C compiler was found (`zerofn.kernels.native`). The first call with a new
+    combination of dtypes builds the kernel, in about half a second, and keeps it on disk. ``"compiled"``: GPU tensors
+    with triton. ``"eager"``: everything else, including tensors under `torch.func.vmap`, where draws do not depend on
+    the position in the mapped dimension.
 
-    ``"native"`` and ``"eager"`` give the same bits on the CPU (of a NaN, only that it is one). ``"compiled"`` gives the
-    same draws and the same formula, but its compiler may fuse products with sums: equal within a few float32 roundings
-    *before* the value is stored.
+    Examples:
+        >>> implementation_for([torch.ones(2, device="meta")])
+        'eager'
 
-    >>> implementation_for([torch.ones(2, device="meta")])
-    'eager'
+    Notes:
+        ``"native"`` and ``"eager"`` give the same bits on the CPU (except for the payload of a NaN). ``"compiled"`` has
+        the same draws and formula, but its compiler may fuse products with sums: equal within a few float32 roundings
+        *before* the value is stored.
     """
     if not params or not _have_memory(params):
         return "eager"
@@ -554,52 +556,51 @@ def implementation_for(params: Sequence[Tensor]) -> str:
 
 def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: str, function: str) -> None:
     if rounding not in ("nearest", "stochastic", "kahan"):
-        raise ValueError(f"adam_(rounding={rounding!r}): not a rounding. Write 'stochastic', 'kahan' or 'nearest'.")
+        why, right = "it is not a rounding", "adam_(rounding='stochastic'), 'kahan' or 'nearest'"
+        raise ValueError(explain(f"adam_(rounding={rounding!r})", why, right))
     if implementation not in ("auto", "native", "compiled", "eager"):
-        raise ValueError(f"adam_(implementation={implementation!r}): write 'auto', 'native', 'compiled' or 'eager'.")
+        why, right = "it is not an implementation", "adam_(implementation='auto'), 'native', 'compiled' or 'eager'"
+        raise ValueError(explain(f"adam_(implementation={implementation!r})", why, right))
     if not isinstance(form, Tensor) and form not in known_formats():
-        raise ValueError(f"adam_(form={form!r}): there are the formats {known_formats()} of random draws.")
+        why = f"the formats of random draws are {known_formats()}"
+        raise ValueError(explain(f"adam_(form={form!r})", why, f"adam_(form={FORMAT})"))
     if rounding == "kahan" and leaves.compensations is None:
-        raise ValueError(
-            "adam_(rounding='kahan', compensations=None): what rounding withholds must be kept. Write "
-            "compensations=[torch.zeros_like(p) for p in params], and give the same tensors at every step."
-        )
+        why = "what rounding loses must be kept from step to step"
+        right = "compensations=[torch.zeros_like(p) for p in params], and the same tensors at every step"
+        raise ValueError(explain("adam_(rounding='kahan', compensations=None)", why, right))
     check_step(function, step)
     count = len(leaves.params)
     lengths = [len(column) for column in leaves if column is not None]
     if lengths != [count] * len(lengths):
-        raise ValueError(f"adam_: the lists have lengths {lengths}; give one entry of each for each parameter.")
+        why = "each parameter has one entry in each list"
+        raise ValueError(explain(f"adam_ with lists of lengths {lengths}", why, "lists of one length"))
     _check_entries(leaves)
 
 
 def _check_entries(leaves: Leaves) -> None:
-    """Each combination of dtypes is checked once, and shapes by comparing lists: this runs in every step."""
+    """Check each combination of dtypes once, and shapes by comparing lists: this runs in every step."""
     dtypes = leaves.all_dtypes()
     for kind in dict.fromkeys(dtypes):
         i, (p, g, m, v, *c) = dtypes.index(kind), kind
         if p not in _PARAM_DTYPES or g not in _PARAM_DTYPES:
-            raise ValueError(
-                f"adam_(params[{i}]: {p}, grads[{i}]: {g}): the update computes in "
-                "float32, which holds float32, bfloat16 and float16. Convert, or use torch.optim.AdamW."
-            )
+            wrong = f"adam_(params[{i}]: {p}, grads[{i}]: {g})"
+            why = "it computes in float32, which can hold float32, bfloat16 and float16"
+            raise ValueError(explain(wrong, why, "one of these dtypes, or torch.optim.AdamW"))
         if m not in _MOMENT_DTYPES or v not in _MOMENT_DTYPES:
-            raise ValueError(
-                f"adam_(exp_avgs[{i}]: {m}, exp_avg_sqs[{i}]: {v}): moments are float32 or "
-                "bfloat16. float16 ends at 6e-8, so that squares of gradients below 2.4e-4 would be zero. "
-                "Write state_dtype=torch.bfloat16: the same bytes."
+            wrong = f"adam_(exp_avgs[{i}]: {m}, exp_avg_sqs[{i}]: {v})"
+            why = (
+                "moments are float32 or bfloat16: float16 ends at 6e-8,\n"
+                "so squares of gradients below 2.4e-4 would be zero"
             )
+            raise ValueError(explain(wrong, why, "state_dtype=torch.bfloat16, which takes the same bytes"))
         if c and c[0] != p:
-            raise ValueError(
-                f"adam_(compensations[{i}]: {c[0]}): must have the parameter's dtype, {p}. "
-                f"Write torch.zeros_like(params[{i}])."
-            )
+            why = f"a compensation has its parameter's dtype, {p}"
+            raise ValueError(explain(f"adam_(compensations[{i}]: {c[0]})", why, f"torch.zeros_like(params[{i}])"))
     shapes = [[t.shape for t in tensors] for tensors in leaves.tensors]  # no attrgetter: a compiler traces this
     if any(column != shapes[0] for column in shapes):
         i, row = next((i, row) for i, row in enumerate(zip(*shapes, strict=True)) if len(set(row)) > 1)
-        raise ValueError(
-            f"adam_: the tensors of entry {i} have shapes {list(map(tuple, row))} "
-            "(parameter, gradient, moments); elements are updated one by one. Cut all of them alike."
-        )
+        wrong = f"adam_: parameter, gradient and moments of entry {i} have shapes {list(map(tuple, row))}"
+        raise ValueError(explain(wrong, "elements are updated one by one", "tensors of one shape, cut alike"))
 
 
 def adam_update(
@@ -621,20 +622,24 @@ def adam_update(
     offset: int,
     form: int | Tensor = FORMAT,
 ) -> list[Tensor]:
-    """The formula of `adam_` on one entry: the new parameter, moments, and compensation under ``"kahan"``.
+    """The formula of `adam_` on one entry: returns the new parameter, moments, and compensation under ``"kahan"``.
 
-    The same bits, and no argument is written. It can be differentiated, by numbers that are 0-d tensors too: straight
+    No argument is written. It can be differentiated, also by numbers that are 0-d tensors; derivatives pass straight
     through each rounding.
 
-    >>> p, g, z = torch.ones(2, dtype=torch.bfloat16), torch.ones(2), torch.zeros(2)
-    >>> rate = lambda lr: adam_update(p, g, z, z, step=1, lr=lr, key=0, offset=0)[0].float().sum()
-    >>> torch.func.grad(rate)(torch.tensor(0.125)).round()
-    tensor(-2.)
+    Examples:
+        >>> p, g, z = torch.ones(2, dtype=torch.bfloat16), torch.ones(2), torch.zeros(2)
+        >>> rate = lambda lr: adam_update(p, g, z, z, step=1, lr=lr, key=0, offset=0)[0].float().sum()
+        >>> torch.func.grad(rate)(torch.tensor(0.125)).round()
+        tensor(-2.)
+
+    Notes:
+        The bits are those of `adam_`.
     """
     leaves = Leaves([p], [g], [m], [v], [c] if rounding == "kahan" and c is not None else None, [key], [offset])
     _check(leaves, step, rounding, form, "auto", "adam_update")
     settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
-    return [x for x in whole(leaves, 0, settings) if x is not None]
+    return [x for x in formula_on_entry(leaves, 0, settings) if x is not None]
 
 
 def adam_(
@@ -660,38 +665,42 @@ def adam_(
 ) -> None:
     """One AdamW step with decoupled weight decay, in place, on lists of tensors (or of shards of tensors).
 
-    Entry ``i`` is a piece of a leaf: ``params[i]``, ``grads[i]``, ``exp_avgs[i]``, ``exp_avg_sqs[i]`` and
-    ``compensations[i]`` have one shape; ``keys[i]`` is the leaf's `leaf_key` and ``offsets[i]`` the index of the
-    piece's first element in the flattened leaf. Cutting a leaf in other places changes no bit. The formula is the
-    reordered form of section 2 of Kingma and Ba (2015), equal to `torch.optim.AdamW` in exact arithmetic.
+    Entry ``i`` is a leaf or a shard of one: ``params[i]``, ``grads[i]``, ``exp_avgs[i]``, ``exp_avg_sqs[i]`` and
+    ``compensations[i]`` have one shape; ``keys[i]`` is the leaf's `leaf_key`, and ``offsets[i]`` the index of the
+    shard's first element in the flattened leaf. The formula is the reordered form of section 2 of Kingma and Ba (2015),
+    equal to `torch.optim.AdamW` in exact arithmetic.
 
     Args:
         params, exp_avgs, exp_avg_sqs, compensations: overwritten. Parameters are float32, bfloat16 or float16, moments
-            float32 or bfloat16; compensations, for ``rounding="kahan"``, have the parameters' dtypes and are zero at
-            first: ``p.float() + c.float()`` is the better parameter.
+            float32 or bfloat16. Compensations, for ``rounding="kahan"``, have the parameters' dtypes and start at zero;
+            ``p.float() + c.float()`` is the more precise parameter.
         grads: float32, bfloat16 or float16, whatever the parameters are; read only.
-        step, lr: number of this step, from 1, and learning rate; numbers, or tensors of shape ``()``, that
-            `torch.func.vmap` may batch. New values never recompile.
-        rounding: ``"stochastic"``, ``"kahan"`` or ``"nearest"``: see the beginning of this module.
+        step, lr: the number of this step, from 1, and the learning rate; numbers, or tensors of shape ``()``, which may
+            be batched by `torch.func.vmap`. New values never recompile.
+        rounding: ``"stochastic"``, ``"kahan"`` or ``"nearest"``, see the comment above.
         seed, form: of the random draws, and their format (`zerofn.kernels.rounding`), an int or a 0-d tensor.
         implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"compiled"`` or ``"eager"``.
-        norms: a list, to which the norm of each gradient is appended where the kernel finds them on its way.
+        norms: a list. If the kernel computes the norms of the gradients on its way, they are appended.
 
     Raises:
-        ValueError, TypeError: a dtype, shape, rounding or step that has no meaning; names the entry.
+        ValueError, TypeError: a dtype, shape, rounding or step without meaning; names the entry.
 
-    >>> p, g = torch.ones(3, dtype=torch.bfloat16), torch.tensor([1.0, -2.0, 0.0])
-    >>> m, v = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)
-    >>> adam_([p], [g], [m], [v], step=1, lr=0.125, keys=[0], offsets=[0])
-    >>> p
-    tensor([0.8750, 1.1250, 1.0000], dtype=torch.bfloat16)
+    Examples:
+        >>> p, g = torch.ones(3, dtype=torch.bfloat16), torch.tensor([1.0, -2.0, 0.0])
+        >>> m, v = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)
+        >>> adam_([p], [g], [m], [v], step=1, lr=0.125, keys=[0], offsets=[0])
+        >>> p
+        tensor([0.8750, 1.1250, 1.0000], dtype=torch.bfloat16)
+
+    Notes:
+        Where a leaf is cut changes no bit.
     """
     used = compensations if rounding == "kahan" else None
     leaves = Leaves(params, grads, exp_avgs, exp_avg_sqs, used, keys, offsets)
     _check(leaves, step, rounding, form, implementation, "adam_")
     if not params:
         return
-    # Only with a plain step on the CPU can its value be read without waiting for a device or breaking vmap.
+    # The values are read only if all are plain CPU tensors: else that would wait for a device or break vmap.
     given = [x for x in (params[0], step, lr, form) if isinstance(x, Tensor)]
     plain = _have_memory(given) and all(map(_IS_CPU, given))
     step, lr, form = (int(step), float(lr), int(form)) if plain else (step, lr, form)
@@ -702,7 +711,7 @@ def adam_(
 def _run(implementation: str, leaves: Leaves, settings: Settings, plain: bool, norms: list[float] | None) -> None:
     with torch.no_grad():
         if not plain and implementation == "eager":
-            return run_whole(leaves, settings)
+            return run_unchunked(leaves, settings)
         flat, copies = _contiguous(leaves)
         if implementation == "native":
             run_native(flat, settings, norms)
@@ -715,9 +724,9 @@ def _run(implementation: str, leaves: Leaves, settings: Settings, plain: bool, n
 # ----------------------------------------------------------------------------------------------------------------------
 # `zerofn::adam_` is the C kernel of low-precision Adam as a custom operator, for compiled graphs.
 #
-# The compiler cannot trace a call of C. It would put the formula into the graph, and the generated code takes two to
-# three times as long. It does not trace an operator: the schema says which arguments are written, and that nothing is
-# returned. One call has all leaves, since each call costs some 50 us.
+# The compiler cannot trace a call of C. It would put the formula into the graph, and the code it generates takes two
+# to three times as long. An operator is not traced: its schema says which arguments it writes, and that it returns
+# nothing. One call takes all leaves, since each call costs some 50 us.
 
 
 def _run_operator(
@@ -734,10 +743,10 @@ def _run_operator(
     keys: list[int],
     offsets: list[int],
 ) -> None:
-    """`adam_`, of leaves that need not have had equally many updates.
+    """`adam_` on leaves that may have different numbers of updates.
 
     Args:
-        compensations: empty but for `rounding="kahan"`.
+        compensations: empty unless `rounding="kahan"`.
         steps: the number of this update, for each leaf; on the CPU.
         numbers: lr, beta1, beta2, eps and weight_decay, in float64.
         form: of the random draws.
@@ -765,9 +774,10 @@ _OPERATOR = operator(
 def has_kernel(params: Sequence[Tensor], grads: Sequence[Tensor], moments: Sequence[Tensor], rounding: str) -> bool:
     """Whether a graph should call the operator on these leaves: they are on the CPU, and the C kernel can be built.
 
-    >>> x = [torch.ones(2)]
-    >>> has_kernel([torch.ones(2, device="meta")], x, x, "stochastic")
-    False
+    Examples:
+        >>> x = [torch.ones(2)]
+        >>> has_kernel([torch.ones(2, device="meta")], x, x, "stochastic")
+        False
     """
     if any(x.device.type != "cpu" for x in (*params, *grads, *moments)):
         return False
@@ -795,7 +805,7 @@ def adam_operator(
     offsets: Sequence[int],
     form: Any,
 ) -> None:
-    """`adam_` by the operator; `step` is of the shape `(leaves,)`, and numbers may be tensors."""
+    """Call `adam_` by the operator. `step` has the shape `(leaves,)`, and numbers may be tensors."""
     params, grads, exp_avgs, exp_avg_sqs, *rest = map(list, lists)
     given = (lr, beta1, beta2, eps, weight_decay)
     numbers = torch.stack([torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in given])

@@ -1,4 +1,4 @@
-"""torch's fused Adam over lists of tensors, and as an operator."""
+"""torch's fused Adam over lists of tensors: by torch's kernel, by a faster C kernel, and as an operator for graphs."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.recording import operator
 
 # ----------------------------------------------------------------------------------------------------------------------
-# This is torch's fused Adam in C, for large fp32 leaves on CPU: the same bits, faster, with the norms of the
-# gradients.
+# `run` is torch's fused Adam in C, for large fp32 leaves on the CPU: the same bits, faster, with the gradients' norms.
 #
 # The update is bound by memory bandwidth. torch's kernel relies on the hardware prefetcher, which stops at each page
-# of 4 KiB, and the norm of the gradients for metrics is a second pass over them. This kernel computes both in one
-# pass, with prefetch instructions. Without a C compiler torch's kernel runs, and no warning is given: it is slower,
-# and its bits are the same.
+# of 4 KiB, and the gradients' norm for metrics takes a second pass. This kernel does both in one pass, with prefetch
+# instructions. Without a C compiler torch's kernel runs, without a warning: it has the same bits and is slower.
 #
 # Source: Kingma and Ba, "Adam", ICLR 2015, in the order of operations of `torch._fused_adamw_`.
 
 
 Columns = Sequence[list[Tensor]]
 
-# Elements of all leaves together from which on the C kernel is used. Below, all that an update reads and writes fits
-# into the cache of one core, and neither the arguments of a call nor the compiler's time at the first pay.
+# The C kernel is used from this many elements in all leaves. Smaller updates fit into one core's cache, where neither
+# the arguments of a call nor the time of the compiler pays.
 LARGE = 1 << 20
-# torch's kernel computes the last elements of a leaf, fewer than one of its vectors, in another way. What is beyond a
-# multiple of this, which is at least as long as a vector, is left to it.
+# torch's kernel rounds the last elements of a leaf (fewer than its vectors have) in another way. So those beyond a
+# multiple of this, which is at least the length of a vector, are left to torch's kernel.
 LINE = 16
 
 _FILES = [Path(__file__).with_name(name) for name in ("fused.c", "native_sums.h", "native_threads.h")]
@@ -83,16 +81,16 @@ def run(
     decoupled: bool,
     norms: bool = False,
 ) -> list[float]:
-    """One update in place, but of `ends`; with `norms` the norms of the whole gradients are returned."""
+    """One update in place, of all elements except `ends`; with `norms` it returns the gradients' norms."""
     function = _function(decoupled, beta1 > 0.5)
     assert function is not None
-    # Without a decay there is no product to add, which of an infinite parameter would not be a number.
+    # With no decay nothing is added: 0 * p would be NaN for an infinite parameter.
     no_sum = decoupled or weight_decay == 0
     return _call(function, columns, _scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
 
 
 def ends(columns: Columns) -> Columns:
-    """Views of the elements beyond a multiple of `LINE`, of the leaves that have some: torch's kernel updates them."""
+    """Views of the elements beyond a multiple of `LINE`, for leaves that have some: torch's kernel updates them."""
     chosen = [i for i, x in enumerate(columns[0]) if x.numel() % LINE]
     return [[_end(column[i]) for i in chosen] for column in columns]
 
@@ -124,12 +122,12 @@ def _call(
 
 @functools.cache
 def _function(decoupled: bool, near: bool) -> Any:
-    """The C function, after it has given the bits of torch's kernel on a sample; else ``None``.
+    """The C function, after a check that it gives the bits of torch's kernel on a sample; else ``None``.
 
     Which products torch's kernel fuses with sums depends on torch's compiler and on the processor.
 
     Args:
-        decoupled: whether weights decay by themselves, and not by way of the gradient.
+        decoupled: whether the weight decay is decoupled from the gradient.
         near: whether ``1 - beta1`` is below a half: `torch.lerp` has a formula for either case.
     """
     command = native.quiet_compiler()
@@ -155,7 +153,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _sample() -> list[list[Tensor]]:
-    """One leaf of whole lines: `sample`, and ordinary numbers behind."""
+    """One leaf whose length is a multiple of `LINE`: `sample`, followed by ordinary numbers."""
     i = torch.arange(1, 251 * LINE + 1)
     p, g, m, v = (torch.sin(i * k) for k in (1.0, 2.1, 3.7, 5.3))
     return [[torch.cat([*x, y])] for x, y in zip(sample(251 * LINE), (p, g, m, v.abs()), strict=True)]
@@ -165,13 +163,12 @@ def _sample() -> list[list[Tensor]]:
 # `fused_update` runs torch's fused Adam over lists of leaves, and `zerofn::fused_adam_` is its custom operator for
 # compiled graphs.
 #
-# The formula puts a dozen operations for each leaf into a graph. The compiler looks for pairs among all of them that
-# it can fuse, so with many leaves it spends most of its time on AdamW. The operator is one node for all leaves. With
-# few leaves the formula makes the better graph: scaling of gradients is fused into its loop, while an operator reads
-# scaled gradients from memory.
+# The formula puts a dozen operations per leaf into a graph. The compiler looks for pairs of them to fuse, so with many
+# leaves it spends most of its time on AdamW. The operator is one node for all leaves. With few leaves the formula is
+# better: the scaling of gradients is fused into its loop, while an operator reads scaled gradients from memory.
 
 
-# Number of leaves from which on the operator is used: it saves time of the compiler for a pass over the gradients.
+# The operator is used from this many leaves: it saves time of the compiler at the price of a pass over the gradients.
 MANY = 32
 
 
@@ -187,23 +184,23 @@ def fused_update(
     norms: list[float] | None = None,
     **numbers: Any,
 ) -> None:
-    """One update by torch's kernel, in place, of leaves of one dtype and device that have had equally many.
+    """One update by torch's kernel, in place, of leaves of one dtype and device with the same number of updates.
 
     Args:
-        step: the number of this update.
-        decoupled: whether the weights decay by themselves, and not by way of the gradient.
+        step: the number of this update, from 1.
+        decoupled: whether the weight decay is decoupled from the gradient (AdamW).
         lr: a number or a 0-d tensor.
-        norms: a list, to which the norm of each gradient is appended where the kernel finds them on its way.
+        norms: a list. If the kernel computes the norms of the gradients on its way, they are appended.
         numbers: beta1, beta2, eps and weight_decay.
 
     Raises:
-        TypeError, ValueError: `step` is no whole number from 1.
+        TypeError, ValueError: `step` is not a whole number from 1.
     """
     check_step("fused_update", step)
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     as_stored = typed(params, grads)
     lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs
-    # Metrics show the norms of the gradients as given, not of those that were cast to the dtype of the parameters.
+    # Metrics show the norms of the given gradients, not of gradients that were cast to their parameters' dtype.
     asked = norms is not None and as_stored is grads
     if can(lists, decoupled, numbers["beta1"]):
         found = run(lists, step, lr, **numbers, decoupled=decoupled, norms=asked)
@@ -225,7 +222,7 @@ def _run(
     numbers: Tensor,
     decoupled: bool,
 ) -> None:
-    """As `fused_update`, of leaves that need not have had equally many.
+    """As `fused_update`, for leaves that may have different numbers of updates.
 
     Args:
         steps: the number of this update, for each leaf; on the CPU.
@@ -252,9 +249,10 @@ _OPERATOR = operator(
 def many_for_fused(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
     """Whether a graph should call the operator on these leaves: many, of one dtype and device, fp32 or fp64.
 
-    >>> x = [torch.ones(2)]
-    >>> many_for_fused(x, x), many_for_fused(x * 100, x * 100), many_for_fused(x * 100, [x[0].double()] * 100)
-    (False, True, False)
+    Examples:
+        >>> x = [torch.ones(2)]
+        >>> many_for_fused(x, x), many_for_fused(x * 100, x * 100), many_for_fused(x * 100, [x[0].double()] * 100)
+        (False, True, False)
     """
     # Not by `alike`, which the compiler cannot trace.
     dtype, device = params[0].dtype, params[0].device
@@ -276,7 +274,7 @@ def fused_operator(
     eps: Any,
     weight_decay: Any,
 ) -> None:
-    """The kernel of `adam` and `adamw` by the operator; `step` is of the shape `(leaves,)`, numbers may be tensors."""
+    """Call the kernel of `adam` and `adamw` by the operator. `step` is (leaves,); numbers may be tensors."""
     given = (lr, beta1, beta2, eps, weight_decay)
     numbers = torch.stack([torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in given])
     lists = list(params), list(grads), list(exp_avgs), list(exp_avg_sqs)

@@ -1,4 +1,4 @@
-"""The C library: compile, cache, check, call."""
+"""The C library: compile it, keep it on disk, check it, call it."""
 
 from __future__ import annotations
 
@@ -29,51 +29,50 @@ from zerofn._errors import explain
 from zerofn.kernels.rounding import FORMAT, stride_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Built libraries lie in a directory where only this user can write. Checksums show damaged files.
+# Built libraries lie in a directory that only this user can write. Checksums show damaged files.
 #
-# A damaged library ends the process with a signal that Python cannot catch, and a library that another user has put
-# there runs as this user. So the name of a library has a checksum of its content, which is compared before loading. A
-# file of another user, or one that others can write, is ignored. A directory in which others can replace files is not
-# used.
+# A damaged library ends the process with a signal that Python cannot catch, and a library from another user would run
+# as this user. So a library's name contains a checksum of its content, which is compared before loading. A file of
+# another user, or one that others can write, is ignored. A directory in which others can replace files is not used.
 
 
 T = TypeVar("T")
 
-# Age in seconds from which on temporary files of a build are removed: no compiler runs that long.
+# Temporary files of a build are removed at this age, in seconds: no compiler runs that long.
 _ABANDONED = 86_400
 
 
 def directory() -> Path:
-    """Where libraries are kept; made if need be.
+    """The directory of built libraries; it is made if need be.
 
-    ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``); where that cannot be written, or others can write
-    into it, a directory of this user's own under the temporary one.
+    ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``). If that cannot be written, or others can write
+    into it, a directory of this user under the temporary one.
 
     Raises:
-        OSError: there is none in which only this user can write.
+        OSError: there is no directory that only this user can write.
     """
     tried = list(_candidates())
     for outer in tried:
         with contextlib.suppress(OSError):
             inner = outer / "kernels"
-            # One after the other: the mode is that of the last one alone.
+            # One after the other: `mkdir(parents=True)` gives the mode to the last one only.
             outer.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             outer.mkdir(mode=0o700, exist_ok=True)
-            # Before anything is made inside: another user may have put a link there.
+            # Checked before anything is made inside: another user may have put a link there.
             if not _mine(outer):
                 continue
             inner.mkdir(mode=0o700, exist_ok=True)
             if _private(inner.resolve()) and os.access(inner, os.W_OK | os.X_OK):
                 return inner.resolve()
     raise OSError(
-        "there is no place for built kernels that this user can write and nobody else, down from /: tried "
+        "no directory for built kernels that only this user can write, at every level from / down: tried "
         + (", ".join(map(str, tried)) or "nothing, as there is neither a home nor a temporary directory")
     )
 
 
 def _candidates() -> Iterator[Path]:
-    # A relative path is to be ignored, says the XDG Base Directory Specification. Without a home ~ stays as it is;
-    # with an empty one it would be /.
+    # The XDG Base Directory Specification says to ignore a relative path. Without $HOME, ~ is not expanded; with an
+    # empty one it would become /.
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.cache") if os.environ.get("HOME", "/") else ""
@@ -84,16 +83,16 @@ def _candidates() -> Iterator[Path]:
 
 
 def _mine(path: Path) -> bool:
-    """Whether a path, and what it may be a link to, belong to this user."""
+    """Whether a path, and what it may link to, belong to this user."""
     return path.lstat().st_uid == path.stat().st_uid == os.getuid()
 
 
 def _private(inner: Path) -> bool:
-    """Whether only this user can exchange what lies in a directory.
+    """Whether only this user can replace what is in a directory.
 
-    Above it nobody else may write, but where the sticky bit keeps what is not theirs. A group is somebody else, though
-    some systems give each user one of their own: who is in it is not known without asking the network, and to be
-    turned away costs one build in half a second, in the next place.
+    In directories above it nobody else may write, except where the sticky bit protects files of others. A group counts
+    as somebody else, though some systems give each user a group of their own: who is in it cannot be known without
+    asking the network, and being wrong only costs another build, half a second, in the next directory.
     """
     status = inner.stat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
@@ -103,9 +102,9 @@ def _private(inner: Path) -> bool:
 
 
 def _trusted() -> set[int]:
-    """Owners of directories that may lie above ours: this user and root, also where a container does not map root."""
+    """Owners of directories that may lie above ours: this user and root, also if a container does not map root."""
     users = {0, os.getuid()}
-    with contextlib.suppress(OSError, ValueError):  # there is no such file but on Linux
+    with contextlib.suppress(OSError, ValueError):  # the file is Linux's
         nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
         if not _numbered(nobody, Path("/proc/self/uid_map").read_text()):
             users.add(nobody)
@@ -113,27 +112,28 @@ def _trusted() -> set[int]:
 
 
 def _numbered(user: int, table: str) -> bool:
-    """Whether a user id is mapped, by a user namespace's table of (first id here, first id outside, count).
+    """Whether a user namespace's table of (first id here, first id outside, count) maps a user id.
 
-    >>> _numbered(65534, "0 0 4294967295"), _numbered(65534, "1000 1000 1")
-    (True, False)
+    Examples:
+        >>> _numbered(65534, "0 0 4294967295"), _numbered(65534, "1000 1000 1")
+        (True, False)
     """
     rows = [[int(word) for word in line.split()] for line in table.splitlines()]
     return any(first <= user < first + count for first, _, count in rows)
 
 
 def find(where: Path, key: str) -> Path | None:
-    """The library of this key, if its checksum is right.
+    """The library with this key, if its checksum is right.
 
-    A damaged one is not removed: another process may have replaced it meanwhile.
+    A damaged one is not removed: another process may have replaced it in the meantime.
     """
     return next((file for file in sorted(where.glob(f"adam-{key}-*.so")) if _sound(file)), None)
 
 
 def _sound(file: Path) -> bool:
-    """Whether a file is whole, no link, and this user's alone."""
+    """Whether a file is complete, not a link, and writable by this user only."""
     try:
-        # Not blocking: what has this name may be a pipe.
+        # Non-blocking: a file of this name may be a pipe.
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
@@ -157,14 +157,14 @@ def remove(file: Path) -> None:
 
 
 def keep(where: Path, key: str, build: Callable[[str], T]) -> T:
-    """Build and load a library, and keep it; returns what ``build`` returns.
+    """Build and load a library, and keep it; return what ``build`` returns.
 
-    It is loaded before it is renamed: what does not load is not kept, and what another process does to the final name
-    does not matter here.
+    It is loaded before it is renamed: a library that does not load is not kept, and it does not matter here what
+    another process does to the final name.
 
     Args:
         where: the directory.
-        key: a hash of all that could change its code.
+        key: a hash of everything that could change the code.
         build: writes the library to a path, and loads it.
 
     Raises:
@@ -175,11 +175,11 @@ def keep(where: Path, key: str, build: Callable[[str], T]) -> T:
     os.close(descriptor)
     try:
         loaded = build(temporary)
-        # A linker makes the file anew, with the mode of all new files.
+        # The linker made a new file, with the default mode.
         os.chmod(temporary, 0o700)
         with open(temporary, "rb") as built:
             library = where / f"adam-{key}-{_checksum(built.read())}.so"
-            # Without this the file could be empty after a crash of the machine: a rename may reach the disk first.
+            # Else the file could be empty after a crash of the machine: the rename may reach the disk first.
             os.fsync(built.fileno())
         os.replace(temporary, library)
         _sync(where)
@@ -189,7 +189,7 @@ def keep(where: Path, key: str, build: Callable[[str], T]) -> T:
 
 
 def _sync(where: Path) -> None:
-    # Not all file systems can; there a checksum shows a file that was lost.
+    # Not all file systems can do this. There the checksum shows that a file was lost.
     with contextlib.suppress(OSError):
         descriptor = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -199,7 +199,7 @@ def _sync(where: Path) -> None:
 
 
 def _tidy(where: Path, key: str) -> None:
-    """Remove temporary files of builds that were killed, and damaged libraries of this key."""
+    """Remove temporary files of killed builds, and damaged libraries with this key."""
     for file in where.glob("building-*"):
         with contextlib.suppress(OSError):
             if time.time() - file.lstat().st_mtime > _ABANDONED:
@@ -210,70 +210,71 @@ def _tidy(where: Path, key: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions find the C compiler and run it under a time limit: a compiler that hangs must not hang training.
+# Find the C compiler, and run it under a time limit: a compiler that hangs must not hang training.
 
 
-# Seconds for one library, which takes half of one.
+# Seconds for one library; it usually takes half a second.
 LIMIT = 60.0
-# Bytes that a compiler may print: a program that $CC names by mistake may print without end.
-TALK = 1_000_000
+# Bytes that a compiler may print. $CC may name a program that prints without end.
+MAX_OUTPUT = 1_000_000
 
 _SYSTEM = ("cc", "gcc", "clang")
 
-# -fno-fast-math, before the others, which it would undo: a library linked for fast math has the whole process flush
-# subnormals to zero, and $CC may ask for it. -ffp-contract=off: eager torch fuses no product with a sum. The two after
-# it only give up errno and traps, no bit; roots and selections are not vectorised without them.
+# -fno-fast-math: $CC may ask for fast math, and a library linked with it makes the whole process flush subnormals to
+# zero. It stands first, since it would undo the others. -ffp-contract=off: eager torch fuses no product with a sum. The
+# last two give up errno and traps, but no bit; without them roots and selections are not vectorised.
 FLAGS = ["-O3", "-std=c11", "-shared", "-fPIC", "-pthread", "-fno-fast-math"]
 FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-# The first that the compiler takes. gcc prefers vectors of 32 bytes where 64 are 5 to 15 % faster here.
+# The first that the compiler accepts is used. By itself gcc prefers vectors of 32 bytes; 64 are 5 to 15 % faster here.
 TUNING = (["-march=native", "-mprefer-vector-width=512"], ["-march=native"], ["-mcpu=native"], [])
 
 Command = tuple[str, ...]  # a compiler's path and arguments that come before ours
 
 _SWITCH = "ZEROFN_NATIVE"
-_ON, _OFF, _MUST = ("1", "true", "yes", "on"), ("0", "false", "no", "off"), "require"
+_ON, _OFF, _REQUIRE = ("1", "true", "yes", "on"), ("0", "false", "no", "off"), "require"
 
 
 def wanted() -> bool:
-    """Whether ``$ZEROFN_NATIVE`` lets C be built; nothing, or the empty string, is yes.
+    """Whether ``$ZEROFN_NATIVE`` lets C kernels be built; yes if it is unset or empty.
 
     Raises:
-        ValueError: it says nothing of the kind.
+        ValueError: its value is unknown.
     """
-    return _word() not in _OFF
+    return _switch() not in _OFF
 
 
 def required() -> bool:
-    """Whether it is an error that there is no C kernel."""
-    return _word() == _MUST
+    """Whether a missing C kernel is an error."""
+    return _switch() == _REQUIRE
 
 
-def _word() -> str:
+def _switch() -> str:
     said = os.environ.get(_SWITCH, "")
     word = said.strip().lower()
-    if not word or word in (*_ON, *_OFF, _MUST):
+    if not word or word in (*_ON, *_OFF, _REQUIRE):
         return word
     raise ValueError(
         explain(
             f"{_SWITCH}={said!r} in the environment",
-            f"it says whether C kernels are built and used: {', '.join(_ON)}; or not: {', '.join(_OFF)};\n"
-            f"or that it is an error where they cannot be: {_MUST}",
-            f"{_SWITCH}=0 for eager torch alone, or unset it",
+            f"to build and use C kernels: {', '.join(_ON)}; not to: {', '.join(_OFF)};\n"
+            f"to raise an error if they cannot be built: {_REQUIRE}",
+            f"{_SWITCH}=0 for eager torch only, or unset it",
         )
     )
 
 
 def asked_for(cc: str, path: str | None) -> Command | None:
-    """The command that ``$CC`` names, as make takes it: a program and arguments. `None` if there is none to run.
+    """The command that ``$CC`` names, in make's form: a program and arguments. `None` if the program cannot be run.
 
-    >>> asked_for("no-such-compiler -O1", os.environ.get("PATH")) is None
-    True
+    Examples:
+        >>> asked_for("no-such-compiler -O1", os.environ.get("PATH")) is None
+        True
     """
     if whole := shutil.which(cc, path=path):
         return (whole,)
     try:
         words = shlex.split(cc)
-    except ValueError:  # a quotation without an end
+    except ValueError:  # a quote is not closed
         return None
     program = shutil.which(words[0], path=path) if words else None
     return None if program is None else (program, *words[1:])
@@ -286,7 +287,7 @@ def of_system(path: str | None) -> Command | None:
 
 
 def identity(command: Command, path: str | None) -> tuple:
-    """What of a compiler could change the code that it makes: command, programs (``ccache gcc``), flags, processor."""
+    """Whatever of a compiler could change its code: command, programs (``ccache gcc``), flags, processor."""
     programs = [os.stat(where) for word in command if (where := shutil.which(word, path=path))]
     return command, [(s.st_size, s.st_mtime_ns) for s in programs], FLAGS, TUNING, processor()
 
@@ -307,8 +308,8 @@ def compile_to(command: Command, source: Path, defines: Sequence[str], target: s
     """Build a shared library.
 
     Raises:
-        OSError: the compiler fails, with the end of what it said, or has not ended after `LIMIT` seconds,
-            or says more than `TALK` bytes.
+        OSError: the compiler fails (with the end of its output), runs longer than `LIMIT` seconds, or prints more than
+            `MAX_OUTPUT` bytes.
     """
     end = time.monotonic() + LIMIT
     code, said = 0, ""
@@ -322,7 +323,7 @@ def compile_to(command: Command, source: Path, defines: Sequence[str], target: s
 def _run(words: list[str], end: float) -> tuple[int, str]:
     """Exit status, and the end of the output. The compiler and its child processes have ended when this returns.
 
-    Output goes to a file: a pipe stays open until every child process has closed it, also those that stay on purpose,
+    Output goes to a file. A pipe would stay open until every child process has closed it, and some stay on purpose,
     such as the server of a compiler cache.
     """
     with tempfile.TemporaryFile(dir=Path(words[-1]).parent) as said:
@@ -333,7 +334,7 @@ def _run(words: list[str], end: float) -> tuple[int, str]:
             code = _wait(process, words[0], said.fileno(), end)
         finally:
             if process.poll() is None:
-                # With its child processes: a driver waits for the compiler proper.
+                # The whole process group: the driver has started the compiler proper.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -342,14 +343,17 @@ def _run(words: list[str], end: float) -> tuple[int, str]:
 
 
 def _wait(process: subprocess.Popen[bytes], name: str, said: int, end: float) -> int:
-    """Exit status. Reads the size of the output every tenth of a second: a limit set in the child would need code
-    between fork and exec, which is not safe beside torch's threads."""
+    """Exit status, or an OSError at the limit of time or output.
+
+    It reads the size of the output every tenth of a second. A limit set in the child would need code between fork and
+    exec, which is not safe beside torch's threads.
+    """
     while True:
         try:
             return process.wait(max(min(end - time.monotonic(), 0.1), 0.0))
         except subprocess.TimeoutExpired:
-            if os.fstat(said).st_size > TALK:
-                raise OSError(f"{name} printed more than {TALK} bytes and had not ended") from None
+            if os.fstat(said).st_size > MAX_OUTPUT:
+                raise OSError(f"{name} printed more than {MAX_OUTPUT} bytes and had not ended") from None
             if time.monotonic() >= end:
                 raise OSError(f"{name} had not ended after {LIMIT:g} s") from None
 
@@ -357,12 +361,13 @@ def _wait(process: subprocess.Popen[bytes], name: str, said: int, end: float) ->
 # ----------------------------------------------------------------------------------------------------------------------
 # C kernels are built on first use with the system's compiler, kept on disk, and called.
 #
-# The libraries lie in ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``). A library's name has a hash of
-# all that could change its code: source, compiler, flags, processor and dtypes. It is built under a temporary name and
-# renamed, so processes that build the same library at once each end with a whole file. Importing this module builds,
+# The libraries lie in ``$XDG_CACHE_HOME/zerofn/kernels`` (``~/.cache/zerofn/kernels``). A library's name contains a
+# hash of everything that could change its code: source, compiler, flags, processor and dtypes. It is built under a
+# temporary name and renamed, so that of several processes each gets a complete file. Importing this module builds,
 # reads and hashes nothing.
 #
-# A torch extension would need torch's headers and half a minute to build; C through ctypes takes a sixth of a second.
+# Rejected: a torch extension, which needs torch's headers and half a minute to build. C with ctypes takes a sixth of a
+# second.
 
 
 _FILES = ("native.c", "native_numbers.h", "native_sums.h", "native_threads.h")
@@ -402,10 +407,10 @@ class _Choice(NamedTuple):
 def compiler() -> Command | None:
     """The compiler (``$CC``, ``cc``, ``gcc``, ``clang``) as words of a command; without one, a warning and ``None``.
 
-    ``ZEROFN_NATIVE=0`` in the environment also gives ``None``, without a word: no compiler is to be run.
+    With ``ZEROFN_NATIVE=0`` in the environment, ``None`` without a warning.
 
     Raises:
-        ValueError: ``$ZEROFN_NATIVE`` says nothing that is known.
+        ValueError: the value of ``$ZEROFN_NATIVE`` is unknown.
         RuntimeError: there is no compiler, and ``ZEROFN_NATIVE=require``.
     """
     choice = _chosen()
@@ -415,7 +420,7 @@ def compiler() -> Command | None:
 
 
 def quiet_compiler() -> Command | None:
-    """As `compiler`, without a warning or an error where there is none: for kernels that torch has, too."""
+    """As `compiler`, without a warning or an error: for kernels that torch has too."""
     choice = _chosen()
     return choice and choice.command
 
@@ -426,9 +431,9 @@ def _chosen() -> _Choice | None:
 
 @functools.cache
 def _choose(cc: str, path: str | None) -> _Choice:
-    """The compiler that ``$CC`` names, if it builds a kernel; else the system's, if that does: it may lack headers.
+    """The compiler that ``$CC`` names, if it builds a kernel; else the system's, if that does (it may lack headers).
 
-    Cached by the environment variables that it depends on, so that a change of them is seen.
+    Cached by the environment variables that it depends on, so that a change of them is noticed.
     """
     if sys.platform == "win32":
         return _Choice(None, "C kernels are not built on Windows", "Use Linux or macOS")
@@ -466,7 +471,7 @@ def _tell(what: str) -> None:
 
 
 def give_up(why: str, remedy: str = _Choice(None).remedy) -> None:
-    """Warn that there is no kernel, once for each reason; raise a RuntimeError where ``ZEROFN_NATIVE=require``."""
+    """Warn that there is no kernel, once for each reason; with ``ZEROFN_NATIVE=require`` raise a RuntimeError."""
     if required():
         right = f"{remedy}; or unset ZEROFN_NATIVE: eager torch gives the same bits, slower"
         raise RuntimeError(explain("ZEROFN_NATIVE=require, and there is no C kernel", why, right))
@@ -483,11 +488,11 @@ def warn(why: str, remedy: str) -> None:
 
 @functools.cache
 def _build(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL:
-    """The library for these dtypes, this mode and this format of random draws, from disk or built.
+    """The library for these dtypes, this mode and this format of random draws, from disk or newly built.
 
     Raises:
         OSError: it cannot be built or loaded.
-        AttributeError: what was built has no kernel.
+        AttributeError: the built library has no kernel.
     """
     defines = [f"-DZF_{name}={_NAMES[dtype]}" for name, dtype in zip("PGMV", dtypes, strict=True)]
     defines += [f"-DZF_MODE={mode}", f"-DZF_STRIDE={stride_of(form)}u"]
@@ -497,13 +502,13 @@ def _build(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.CDL
 def library(
     command: Command, files: Sequence[Path], defines: Sequence[str], declared: Callable[[ctypes.CDLL], ctypes.CDLL]
 ) -> ctypes.CDLL:
-    """The library of the first of these files, which includes the others, from disk or built.
+    """The library of the first of these files, which includes the others, from disk or newly built.
 
     Args:
         command: the compiler.
-        files: what its code depends on.
-        defines: of macros.
-        declared: tells it the types of its functions.
+        files: the files that its code depends on.
+        defines: macro definitions.
+        declared: declares the types of its functions.
 
     Raises:
         OSError: it cannot be built or loaded.
@@ -521,14 +526,14 @@ def library(
     if found is not None:
         try:
             return declared(ctypes.CDLL(str(found)))
-        except (OSError, AttributeError):  # of another system that shares the home directory
+        except (OSError, AttributeError):  # built on another system that shares the home directory
             remove(found)
     return keep(where, key, build)
 
 
 @functools.cache
 def _attempt(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL | str:
-    """As `_build`, or why it failed. Cached, so that a build that has failed is not tried again at every step."""
+    """As `_build`, or why it failed. Cached, so that a failed build is not tried again at every step."""
     try:
         return _build(command, dtypes, mode, form)
     except (OSError, AttributeError) as error:
@@ -553,7 +558,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 @functools.cache
 def parallel() -> int | None:
-    """Address of ``GOMP_parallel`` in the OpenMP runtime that torch loaded, whichever that is."""
+    """Address of ``GOMP_parallel`` in the OpenMP runtime that torch has loaded, whichever that is."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
     except (AttributeError, OSError, TypeError):
@@ -563,7 +568,10 @@ def parallel() -> int | None:
 def load(dtypes: Dtypes, mode: int, form: int):
     """The kernel for dtypes of (parameter, gradient, first, second moment), or ``None`` if there is none.
 
-    ``mode``: sum of KAHAN = 1, STOCHASTIC_P = 2, STOCHASTIC_M = 4, STOCHASTIC_V = 8; ``form``: of the random draws.
+    Args:
+        dtypes: of parameter, gradient, first and second moment.
+        mode: sum of KAHAN = 1, STOCHASTIC_P = 2, STOCHASTIC_M = 4, STOCHASTIC_V = 8.
+        form: of the random draws.
     """
     library = _load(dtypes, mode, form)
     return None if library is None else library.zerofn_adam
@@ -572,8 +580,9 @@ def load(dtypes: Dtypes, mode: int, form: int):
 def squares(x: Tensor) -> float | None:
     """The sum of squares of a contiguous CPU tensor in float32, bfloat16 or float16; ``None`` without a compiler.
 
-    Summed in double, where squares of 16-bit numbers are exact and sums of finite ones are finite; the same on any
-    number of threads. Torch casts 16-bit tensors to float32 first, in memory: three times as long.
+    Summed in double, in which squares of 16-bit numbers are exact and sums of finite ones are finite; the result is the
+    same on any number of threads. Torch casts 16-bit tensors to float32 in memory first, which takes three times as
+    long.
     """
     address = x.data_ptr()
     if not address or not x.is_cpu:
@@ -596,9 +605,10 @@ def run(
 ) -> list[float]:
     """Call ``function`` on contiguous CPU tensors, on as many threads as torch uses.
 
-    ``tensors``: lists of parameters, gradients, first and second moments and, for KAHAN, compensations.
-    Everything but the gradients is overwritten behind autograd's back; the caller tells it. With `norms` those of the
-    gradients are returned, whose squares are added up in double on the way.
+    Args:
+        tensors: lists of parameters, gradients, first and second moments and, for KAHAN, compensations. All but the
+            gradients are overwritten; autograd does not notice, so the caller must tell it.
+        norms: whether to return the norms of the gradients, whose squares are summed in double on the way.
     """
     count = len(keys)
     addresses = [list(map(Tensor.data_ptr, ts)) for ts in tensors]
@@ -625,24 +635,23 @@ def run(
 
 
 def _check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Sequence[int]]) -> None:
-    """Raise for tensors that C would read at address 0, or at an address of another device: that ends the process."""
+    """Raise for tensors that C would read at address 0 or on another device, which would end the process."""
     for place, (ts, row) in enumerate(zip(tensors, addresses, strict=True)):
         for i, (t, address) in enumerate(zip(ts, row, strict=True)):
             if t.numel() and not (t.is_cpu and address):
-                raise ValueError(
-                    f"the C kernel cannot read entry {i} of list {place}: a {t.dtype} tensor of shape {tuple(t.shape)} "
-                    f"on {t.device}{'' if address else ' without memory'}. Give it tensors of the CPU."
-                )
+                wrong = f"the C kernel on entry {i} of list {place}, a {t.dtype} tensor of shape {tuple(t.shape)}"
+                why = f"it is on {t.device}{'' if address else ', without memory'}, where C cannot read it"
+                raise ValueError(explain(wrong, why, "tensors on the CPU"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Before a C kernel is used, it is compared with torch on these numbers.
+# Before a C kernel is used, its bits are compared with torch's on these numbers.
 
 
 def sample(numel: int) -> list[list[Tensor]]:
-    """A parameter, a gradient and both moments, as lists of one tensor each, in float32.
+    """A parameter, a gradient and both moments, as lists of one float32 tensor each.
 
-    From subnormal to infinite, with each magnitude of one next to many of the others.
+    Numbers from subnormal to infinite; each magnitude in one meets many magnitudes in the others.
     """
     i = torch.arange(numel)
     return [
@@ -652,6 +661,6 @@ def sample(numel: int) -> list[list[Tensor]]:
 
 
 def same_bits(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether lists of one tensor each are equal to the bit; of a NaN it counts only that it is one."""
+    """Whether lists of one tensor each are equal to the bit; a NaN equals any NaN."""
     pairs = zip(found, expected, strict=True)
     return all(a.nan_to_num(nan=0.5).equal(b.nan_to_num(nan=0.5)) for (a,), (b,) in pairs)

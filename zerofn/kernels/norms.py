@@ -1,4 +1,4 @@
-"""Norms over trees, in one pass over memory and in at least fp32."""
+"""Norms over trees, in one pass over memory and in fp32 or wider."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CHUNK = 1 << 17
 _NARROW = (torch.bfloat16, torch.float16)
 _WIDE = {torch.float32, torch.float64}
 
-# Read of every leaf in every step, and so from C.
+# Called on every leaf in every step, so functions in C.
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
-    """One norm per tensor; of 16-bit tensors in fp32."""
+    """One norm per tensor; for 16-bit tensors in fp32."""
     if set(map(_DTYPE, tensors)) <= _WIDE:
         if max(map(Tensor.numel, tensors)) <= CHUNK:
             return list(foreach_norm(tensors, order))
@@ -35,10 +35,11 @@ def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
 
 
 def _in_pieces(t: Tensor) -> bool:
-    """On a CPU torch adds squares up in a few fp32 sums: of 16 M numbers the norm is 7e-4 too small, in pieces 4e-7.
+    """Whether to take the norm in pieces: a large, contiguous CPU tensor.
 
-    A norm in another dtype casts the whole tensor first: in pieces that stay in the cache it takes a seventh of
-    the time, and no fp32 copy of the largest leaf shows in the peak of memory.
+    On a CPU torch adds squares up in a few fp32 sums: of 16 M numbers the norm is 7e-4 too small, in pieces 4e-7. A
+    norm in another dtype casts the whole tensor first; pieces that stay in the cache take a seventh of the time, and no
+    fp32 copy of the largest leaf raises the peak of memory.
     """
     return t.numel() > CHUNK and t.device.type == "cpu" and t.is_contiguous()
 
@@ -56,7 +57,7 @@ def _joined(norms: list[Tensor], order: float) -> Tensor:
 
 
 def _squares(t: Tensor) -> float | None:
-    """The sum of squares by the C kernel where that is faster: of 16-bit CPU tensors; else `None`."""
+    """The sum of squares by the C kernel, for 16-bit CPU tensors, where it is faster; else `None`."""
     plain = type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
     if not plain or t.device.type != "cpu" or t.dtype not in _NARROW or not t.is_contiguous():
         return None
@@ -64,12 +65,12 @@ def _squares(t: Tensor) -> float | None:
 
 
 def not_finite(leaves: dict[str, Tensor]) -> Tensor:
-    """Zero if every number is finite, else NaN: 0-d."""
+    """Zero if every number is finite, else NaN; 0-d."""
     tensors = [t for t in leaves.values() if t.numel()]
     if not tensors:
         return torch.zeros(())
     if recorded():
-        # As a formula and no kernel, so that the compiler can fuse it; detached, as it has no derivative.
+        # A formula instead of a kernel, so that the compiler can fuse it. Detached: it has no derivative.
         return torch.stack([(t.detach() * 0.0).sum(dtype=torch.float32) for t in tensors]).sum()
     if all(map(_IS_CPU, tensors)):
         bounds = torch.aminmax if set(map(_DTYPE, tensors)) <= _WIDE else _bounds
@@ -103,27 +104,27 @@ def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def added(squares_by_path: dict[str, Tensor]) -> Tensor:
-    """The squared norm of a tree from the sums of squares of its leaves."""
+    """The squared norm of a tree, from the sums of squares of its leaves."""
     found, wide = _in_order(squares_by_path)
     return torch.stack(found).to(wide).sum() if found else torch.zeros(())
 
 
 def _in_order(by_path: dict[str, Tensor]) -> tuple[list[Tensor], torch.dtype]:
-    """Numbers in the order of paths, and what they are added in: fp64 where every leaf is, else fp32."""
+    """Numbers in the order of paths, and the dtype to add them in: fp64 if every leaf is, else fp32."""
     found = list(map(by_path.__getitem__, sorted(by_path)))
     return found, torch.float64 if {n.dtype for n in found} <= {torch.float64} else torch.float32
 
 
 def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The norm of every leaf, by path, each 0-d; fp32 at least. See `leaf_squares` of those without elements."""
+    """The norm of every leaf by path, each 0-d, in fp32 or wider. For leaves without elements see `leaf_squares`."""
     return dict(zip(leaves, _norms(list(leaves.values()), 2.0), strict=True)) if leaves else {}
 
 
 def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
-    """The squared norm of a tree from those of its leaves: tensors, or numbers where a C kernel found them."""
+    """The squared norm of a tree, from the norms of its leaves: tensors, or floats from a C kernel."""
     kinds = set(map(type, norms_by_path.values()))
     if kinds == {float}:
-        # One operation of torch, and not three for each leaf. An exact sum is the same in any order.
+        # One torch operation instead of three per leaf. `fsum` is exact, hence the same in any order.
         return torch.tensor(math.fsum(n * n for n in norms_by_path.values()), dtype=torch.float32)
     if float in kinds:
         of_kernels = {p: torch.tensor(n, dtype=torch.float32) for p, n in norms_by_path.items() if type(n) is float}
@@ -133,5 +134,5 @@ def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
 
 
 def length(x: Tensor) -> Tensor:
-    """The norm of one tensor; of zeros its derivative is zero, to any order."""
+    """The norm of one tensor; for zeros its derivative is zero, to any order."""
     return root(x.square().sum()) if differentiated(x) else x.norm()

@@ -1,4 +1,4 @@
-"""The pure route: init, bind, vjp, update, full_params, gather."""
+"""The pure route: `init`, `bind`, `vjp`, `update`, `full_params`, `gather`, `global_norm`."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ from ..sharded.lazy_tensor import settled
 from .linearize import check_graph, linearize
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `evaluate` runs a function of trees at the parameters of a state, and returns its pullback.
+# `evaluate` runs a function of trees at a state's parameters, and returns its pullback.
 
 
-# From one cotangent for each output that has one to gradients by path, and the cotangents of the inputs as trees.
+# Maps one cotangent for each differentiable output to gradients by path, and to cotangents of the inputs as trees.
 Pullback = Callable[[list[Tensor]], tuple[Leaves, tuple]]
 
 
 def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple, record: bool) -> tuple[Any, Pullback]:
-    """`fn(params, *inputs)` at the state's parameters: what it returns, and its pullback.
+    """`fn(params, *inputs)` at the state's parameters: the result and its pullback.
 
     Args:
-        pipe: whose loss scale and output dtype stand around `fn`.
-        fn: of trees, returning a tree.
-        state: whose parameters `fn` is given as the model sees them.
+        pipe: its loss scale and output dtype apply around `fn`.
+        fn: takes and returns trees.
+        state: `fn` gets its parameters as the model sees them.
         inputs: trees.
-        record: whether the output and what the pullback gives can be differentiated.
+        record: whether the output, and the results of the pullback, can be differentiated.
     """
     scale = pipe.scale_of(state.transforms)
-    # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
+    # If all is recorded, `linearize` multiplies cotangents by the scale and divides gradients, with plain operations.
     inside = None if record else scale
     flat, spec = flatten(inputs)
     chosen = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and crosses(x)]
@@ -98,7 +98,7 @@ def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple
 
 
 def cotangents_of(out: Any, cotangents: Any) -> list[Tensor]:
-    """The cotangents of what a function returned, as a pullback takes them.
+    """The cotangents of a function's result, as a pullback takes them.
 
     Raises:
         ValueError: they are of another structure, shape or dtype; every one is named.
@@ -109,8 +109,8 @@ def cotangents_of(out: Any, cotangents: Any) -> list[Tensor]:
         raise ValueError(
             explain(
                 "pullback(cotangents)",
-                f"cotangents have the structure {spec}, the output {expected}",
-                "one tensor per output",
+                f"cotangents have the structure {spec}, the output has {expected}",
+                "a tree of the output's structure, with one tensor per output",
             )
         )
     found, bad = [], []
@@ -132,7 +132,7 @@ def _shape(x: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `init` makes a state of parameters. These functions also find the parameters of a state, and the pipeline of both.
+# `init` makes a state from parameters; `full_params` gives parameters back; `pipe_of` finds the pipeline of a state.
 
 
 @outside_of_graphs
@@ -148,35 +148,36 @@ def init(
     """The first state of a pipeline: stored parameters, the state of each transform, counters.
 
     Args:
-        tx: a transform, or a chain, with an optimizer in it.
+        tx: a transform or chain that contains an optimizer.
         params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses registered with
-            optree (globally or in the namespace ``"zerofn"``). A tensor that stands at several places is tied: one
-            parameter, updated once. Meta tensors give a state of meta tensors.
-        create_graph: let autograd have the state as a function of `params`; inside of torch.func it is one anyway.
+            optree (globally or in the namespace ``"zerofn"``). A tensor at several places is tied: one parameter,
+            updated once. Meta tensors give a state of meta tensors.
+        create_graph: whether autograd records the state as a function of `params`. Inside of torch.func it always is.
         init: `init(path, x)` writes the first values of a meta tensor into `x`, which has its shape and dtype. Leaves
-            are made one at a time and each rank keeps its part: the peak is a state and one leaf. torch's generators
-            are seeded by `seed` and the path for each leaf (and put back), so that numbers are the same on any number
-            of ranks. Another kind of device draws others.
+            are made one at a time, and each rank keeps its shard, so the peak of memory is a state and one leaf. For
+            each leaf torch's generators are seeded by `seed` and the path (and restored), so that values are the same
+            on any number of ranks. Another kind of device draws other values.
         seed: of the draws of `init`.
-        device: where `init` is to write and the state is to be; by default where torch makes tensors.
+        device: where `init` writes and the state lives; by default torch's default device.
 
     Returns:
         A `State`. It shares no memory with `params`.
 
     Raises:
-        TypeError: a leaf is no floating-point tensor.
-        ValueError: no optimizer, NaN in a parameter, or two leaves over one memory, as
-            `state_dict()` of a tied model has them; every bad leaf is named. What `init` leaves
-            unwritten, or writes otherwise on another rank. A pipeline that says what dtype buffers have.
+        TypeError: a leaf is not a floating-point tensor.
+        ValueError: there is no optimizer; a parameter is NaN; two leaves share memory, as in the `state_dict()` of a
+            tied model; `init` leaves elements unwritten, or writes other values on another rank; the pipeline sets a
+            dtype of buffers. Every bad leaf is named.
 
-    >>> import torch, zerofn as zf
-    >>> state = zf.init(zf.sgd(0.1), {"w": torch.ones(3), "b": torch.zeros(())})
-    >>> state
-    State(2 leaves, 4 parameters, step=0, transforms=['sgd'])
-    >>> meta = {"w": torch.empty(1000, 1000, device="meta")}
-    >>> state = zf.init(zf.sgd(0.1), meta, init=lambda path, x: torch.nn.init.normal_(x, std=0.02))
-    >>> round(float(state.params["w"].std()), 3)
-    0.02
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> state = zf.init(zf.sgd(0.1), {"w": torch.ones(3), "b": torch.zeros(())})
+        >>> state
+        State(2 leaves, 4 parameters, step=0, transforms=['sgd'])
+        >>> meta = {"w": torch.empty(1000, 1000, device="meta")}
+        >>> state = zf.init(zf.sgd(0.1), meta, init=lambda path, x: torch.nn.init.normal_(x, std=0.02))
+        >>> round(float(state.params["w"].std()), 3)
+        0.02
     """
     check_graph("zf.init", create_graph)
     check_init("zf.init", init, seed)
@@ -203,7 +204,7 @@ def init(
 
 def _check_buffers(pipe: Pipeline) -> None:
     if pipe.dtypes.buffers is not None:
-        why = "a tree of parameters has no buffers, so it would have no effect"
+        why = "a tree of parameters has no buffers, so buffer_dtype would have no effect"
         right = (
             "buffers = {name: b.to(dtype) for name, b in model.named_buffers() if b.is_floating_point()} and\n"
             "         torch.func.functional_call(model, {**params, **buffers}, inputs) in your function"
@@ -217,23 +218,28 @@ def _own(x: Tensor) -> Tensor:
 
 @outside_of_graphs
 def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
-    """The whole tree of parameters, in the structure it was given in and the dtype it is stored in.
+    """The full parameters as a tree, in the structure they were given in and in the stored dtype.
 
-    Behind a view of one's own it has what the model sees, and `state.params` what is stored.
+    With a view of your own, they are what the model sees, while `state.params` is what is stored. All ranks call it:
+    shards are gathered.
 
     Args:
         tx: the pipeline.
         state: its state.
-        of: `"params"`, or the name of an `ema`, or of the `masked` or `partition` that holds one, for the
-            averages; what is not averaged there is as it is stored.
+        of: `"params"`; or the name of an `ema`, or of the `masked` or `partition` that contains one, for the averages.
+            Leaves that it does not average are the parameters.
 
     Returns:
-        Tensors that share memory with the state where nothing had to be gathered or cast.
+        Tensors, which share memory with the state if nothing had to be gathered or cast.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.sgd(0.1)
-    >>> zf.full_params(tx, zf.init(tx, [torch.ones(2)]))
-    [tensor([1., 1.])]
+    Raises:
+        ValueError: there is no such average.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.sgd(0.1)
+        >>> zf.full_params(tx, zf.init(tx, [torch.ones(2)]))
+        [tensor([1., 1.])]
     """
     pipe = pipe_of(tx, state, "zf.full_params")
     leaves = state.leaves
@@ -249,13 +255,13 @@ def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
 
 
 def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
-    """The pipeline, whose views with `reads=True` are given what this state holds of their transforms.
+    """The pipeline, with the views that read states (`reads=True`) bound to this state.
 
-    Such views are called where a leaf is pulled back too. What they read has no derivative and no batch there: for
-    those a state would have to be an argument of every view's rule.
+    Such views run again where a gradient is pulled back. What they read is a constant there, without a derivative or a
+    batch: otherwise the state would have to be an argument of every view's derivative rule.
 
     Raises:
-        RuntimeError: what a view reads is differentiated or batched: refused, for it would be taken for a constant.
+        RuntimeError: what a view reads is differentiated or batched, and would silently be taken for a constant.
     """
     if not pipe.reads:
         return pipe
@@ -267,65 +273,71 @@ def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
         if isinstance(x, Tensor) and (levels(x) or is_function(x))
     ]
     if bad:
-        wrong = f"{where}: a view takes its transform's state for a constant, and this one is none"
+        wrong = f"{where}: a view reads its transform's state as a constant, and here it is not one"
         raise RuntimeError(bad_leaves(wrong, bad, "a parameter for what is learned or differs along a batch"))
-    # Unwrapped: the views' rules run beneath the torch.func transform that has wrapped them.
+    # Unwrapped, because views' derivative rules run beneath the torch.func transform that wrapped these tensors.
     plain = tree_map(lambda x: constant(x) if is_wrapped(x) else x, read)
     return pipe.reading(plain.__getitem__)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `bind` makes a function of stored parameters, `vjp` its pullback, and `update` one micro-step.
+# `bind` makes a function of stored parameters, `vjp` a value and a pullback, and `update` one micro-step.
 
 
 @outside_of_graphs
 def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., Any]:
-    """`fn` as a function of *stored* parameters, differentiable by any torch.func transform.
+    """`fn` as a function of *stored* parameters, which any torch.func transform can differentiate.
+
+    Derivatives are true to any order: unscaled, reduced over ranks, in the stored layout. A vector for a
+    Hessian-vector product is sharded as the parameters are.
 
     Args:
-        fn: `fn(params, *inputs)` on full parameters, in the structure they were given in, as the model sees them
-            (gathered, in the compute dtype). Any tree of tensors may come out.
+        fn: `fn(params, *inputs)` on full parameters as the model sees them (gathered, in the compute dtype), in the
+            structure they were given in. It may return any tree of tensors.
         tx: the pipeline.
-        state: its state; the loss scale is taken from it, the parameters are an argument.
+        state: its state. The loss scale is taken from it; the parameters are an argument.
 
     Returns:
-        `fn_stored(stored_params, *inputs)`, for `state.params` or anything of its structure and shapes. Derivatives are
-        true to any order: unscaled, reduced over ranks, in the stored layout. So a vector to multiply by is spread
-        over ranks as parameters are; on several ranks there are products with such vectors, alone or under `vmap`, and
-        a whole Hessian or Jacobian by parts is refused (`jacrev(..., chunk_size=1)` of a gradient cannot be told from
-        products, and adds up the columns of all ranks). Under a loss scale or an `output_dtype` it returns copies:
-        where `fn` computes `y` from `h` and returns both, the gradient of that `y` does not pass that `h`.
+        `fn_stored(stored_params, *inputs)`, for `state.params` or any tree of its structure and shapes. With a loss
+        scale or an `output_dtype` its outputs are copies: if `fn` returns both `h` and a `y` computed from `h`, the
+        gradient of the returned `y` does not pass the returned `h`.
 
     Raises:
-        TypeError: `fn` cannot be called, or inputs were given by keyword.
-        ValueError: called with parameters of other shapes; each is named. `torch.func.hessian`, `jacfwd` and `jacrev`
-            of a gradient where ranks have parts of the parameters; batches of other lengths on other ranks under
-            `vmap`. In a backward, on several ranks with `accumulate(weighted=True)` before the reduction: it would
-            not know the weights that `zf.update` is given, to which `zf.vjp` leaves it.
+        TypeError: `fn` cannot be called, or inputs are given by keyword.
+        ValueError: parameters of other shapes, each named. If parameters are sharded: a full Hessian or Jacobian
+            (`torch.func.hessian`, `jacfwd` and `jacrev` of a gradient), and batches of different lengths on ranks under
+            `vmap`. In a backward on several ranks, `accumulate(weighted=True)` before the reduction: only `zf.update`
+            knows the weights, so use `zf.vjp` and `zf.update`.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1))
-    >>> state = zf.init(tx, {"w": torch.tensor([1.0, 2.0])})
-    >>> loss = zf.bind(lambda p: (p["w"] ** 3).sum(), tx, state)
-    >>> torch.func.grad(loss)(state.params)
-    {'w': tensor([ 3., 12.])}
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1))
+        >>> state = zf.init(tx, {"w": torch.tensor([1.0, 2.0])})
+        >>> loss = zf.bind(lambda p: (p["w"] ** 3).sum(), tx, state)
+        >>> torch.func.grad(loss)(state.params)
+        {'w': tensor([ 3., 12.])}
+
+    Notes:
+        If parameters are sharded, use products with vectors, alone or under `vmap`. `jacrev(..., chunk_size=1)` of a
+        gradient cannot be told from such products, and is not refused: it adds up the columns of all ranks.
     """
     check_function("zf.bind", fn)
     pipe = pipe_of(tx, state, "zf.bind")
     scale = pipe.scale_of(state.transforms)
-    # From storage on: `pipe.leaf_views` begins at resident parameters where the reduction comes after an accumulation.
+    # All views, from storage on. `pipe.leaf_views` would begin at gathered parameters if `accumulate` comes before the
+    # reduction.
     views = pipe.road.composed(pipe.stages, pipe.dtypes.gradient)
     if pipe.road.late and pipe.weighted:
         views = {p: ForwardOnlyView(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
 
     def see(leaf: Leaf, x: Tensor) -> Tensor:
         seen = views[leaf.path](x, scale)
-        # A view for each place of a tied tensor: else autograd returns one tensor for all, as if it were given twice.
+        # An alias for each place of a tied tensor. Else autograd would return one gradient for all places at each.
         return x.view_as(x) if seen is x and state.layout.tied(leaf) else seen
 
     @uncompiled
     def entered(stored: Tree, inputs: tuple) -> tuple[Tree, list]:
-        """A function that zf.bind has made is no whole graph: it resolves a tree, and crosses the edge of a pipeline.
+        """A function of zf.bind cannot be one graph: Python resolves its tree and applies views and the loss scale.
 
         write: step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step; or zf.bind and zf.vjp of
         torch.compile(fn, fullgraph=True), outside of what is compiled
@@ -354,35 +366,35 @@ def _edges(edge: Callable, tree: Tree, scale: Tensor | None, dtype: torch.dtype 
 def vjp(
     fn: Callable[..., Any], tx: Transform, state: State, *inputs: Tree, create_graph: bool = False
 ) -> tuple[Any, Callable[[Any], tuple]]:
-    """Evaluate `fn` on the parameters of a state, and give the function that pulls cotangents back.
+    """Evaluate `fn` at a state's parameters, and return a function that pulls cotangents back.
 
     Args:
-        fn: `fn(params, *inputs)` on full parameters, returning any tree of tensors.
+        fn: `fn(params, *inputs)` on full parameters; returns any tree of tensors.
         tx: the pipeline.
         state: its state.
-        inputs: trees; floating-point and complex tensors among them get a cotangent.
-        create_graph: record all of it, as `torch.autograd.grad` does, so that `out` and gradients can be
-            differentiated. Inside of torch.func they can in any case.
+        inputs: trees; their floating-point and complex tensors get a cotangent.
+        create_graph: whether autograd records all of it, so that `out` and gradients can be differentiated. Inside of
+            torch.func they always can.
 
     Returns:
-        `(out, pullback)`. `pullback(out_cotangents)` gives `(grads, *input_cotangents)`: true gradients,
-        unscaled and reduced, in the stored layout, ready for `zf.update`. Where an `accumulate` that holds comes
-        before the reduction (ZeRO-1), that reduction is still to come, in `zf.update`: they are this rank's own,
-        and under `reduce_scatter` in the parameter's full shape. `None` stands for "does not depend on it"; the
-        gradient of a tied tensor stands at its first place, and `None` at the others. It may be called several
-        times.
+        `(out, pullback)`. `pullback(out_cotangents)` returns `(grads, *input_cotangents)`: true gradients, unscaled and
+        reduced, in the stored layout, for `zf.update`. If a holding `accumulate` comes before the reduction (ZeRO-1),
+        the reduction is made by `zf.update`: here gradients are this rank's own, and under `reduce_scatter` have the
+        parameter's full shape. `None` means that `out` does not depend on a leaf. The gradient of a tied tensor is at
+        its first place, with `None` at the others. The pullback may be called several times.
 
     Raises:
         TypeError: `fn` cannot be called.
         ValueError: cotangents of another structure or shape than `out`.
         RuntimeError: inside `torch.inference_mode()`.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.sgd(1.0)
-    >>> state = zf.init(tx, {"w": torch.tensor([2.0])})
-    >>> out, pullback = zf.vjp(lambda p, x: p["w"] * x, tx, state, torch.tensor([3.0]))
-    >>> pullback(torch.ones(1))
-    ({'w': tensor([3.])}, tensor([2.]))
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.sgd(1.0)
+        >>> state = zf.init(tx, {"w": torch.tensor([2.0])})
+        >>> out, pullback = zf.vjp(lambda p, x: p["w"] * x, tx, state, torch.tensor([3.0]))
+        >>> pullback(torch.ones(1))
+        ({'w': tensor([3.])}, tensor([2.]))
     """
     check_function("zf.vjp", fn)
     check_graph("zf.vjp", create_graph)
@@ -398,7 +410,7 @@ def vjp(
 
 @uncompiled
 def _pull_back(pull: Pullback, out: Any, state: State, cotangents: Any) -> tuple:
-    """The pullback of zf.vjp is no graph: it goes back through what was recorded before.
+    """The pullback of zf.vjp cannot be a graph of its own: it goes back through what was recorded before.
 
     write: step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step
     """
@@ -411,46 +423,48 @@ def _pull_back(pull: Pullback, out: Any, state: State, cotangents: Any) -> tuple
 def update(
     tx: Transform, grads: Tree, state: State, *, weight: Any = None, create_graph: bool | None = None
 ) -> tuple[State, Metrics]:
-    """One micro-step through the update halves.
+    """One micro-step: pass gradients through the update halves of a chain.
 
     Args:
         tx: the pipeline.
-        grads: true gradients, as `vjp`'s pullback gives them; `None` for a leaf without one. Gradients at tied
-            places add up. Those of `torch.func.grad` of a bound function are the same, but where an `accumulate`
-            that holds comes before the reduction over several ranks: they are reduced, and this is to do it.
+        grads: true gradients, from `vjp`'s pullback or `torch.func.grad` of a bound function; `None` for a leaf without
+            one. Gradients at the places of a tied tensor add up. On several ranks, with a holding `accumulate` before
+            the reduction, only `vjp`'s are right: those of a bound function are reduced already.
         state: its state, which is not written.
         weight: of this micro-batch, for `accumulate(weighted=True)`. Not under `torch.func.vmap` on several ranks.
         create_graph: whether autograd records the update, so that the new state is a function of gradients, state and
-            rates. By default where a gradient, or a tensor of the state, requires grad. A rate alone that does (or a
-            weight, any number of a transform, what a schedule returns) is refused unless this says what is meant:
-            `True` keeps the graph from step to step, `False` takes it for a constant, as `torch.no_grad()` does.
+            rates. By default it does if a gradient or a tensor of the state requires grad. If only a rate does (or a
+            weight, another number of a transform, a schedule's result), say what you mean: `True` keeps the graph from
+            step to step, `False` takes the number as a constant.
 
     Returns:
-        `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`,
-        `grad_norm` (of what the optimizer is given, before clipping), `lr`, `skipped`, and with `scale_loss`
-        `loss_scale` and `skipped_steps`. The names are the same in every step. In one that is held or skipped
-        `grad_norm` is 0, since no gradient has gone on, and `lr` is that of the update to come.
-
-    It is a function that torch.func differentiates, to any order, and maps over batches: by gradients, state, rates and
-    other numbers that are tensors. Derivatives are those of the formula in the optimizer's docstring, which is computed
-    there in place of a fused kernel; each optimizer says how near the two are. A held step's new state depends on the
-    old one alone, and so does that of a step that was skipped. On several ranks derivatives are those of the mean over
-    ranks of what each rank computes from the new state with `zf.bind` or `zf.full_params`: by rates and by the first
-    parameters the whole on every rank, by the state this rank's part.
+        `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`, `grad_norm` (of the
+        optimizer's gradients, before clipping), `lr`, `skipped`, and with `scale_loss` `loss_scale` and
+        `skipped_steps`. Their names are the same in every step. In a held or skipped step `grad_norm` is 0 and `lr` is
+        that of the next update.
 
     Raises:
-        RuntimeError: a derivative through a transform that has none on several ranks. A number that requires grad
-            alone, without `create_graph`.
-        ValueError: gradients of another structure, shape or dtype; every bad leaf is named. In the first update of a
-            state, gradients that differ between ranks where they are taken for averaged. A state of meta tensors.
-            Under `torch.func.vmap` on several ranks, a weight, or a pipeline whose update has to exchange numbers.
+        RuntimeError: a derivative through a transform that has none on several ranks; only a number requires grad, and
+            `create_graph` is not given.
+        ValueError: gradients of another structure, shape or dtype, every bad leaf named; a state of meta tensors. In a
+            state's first update: gradients that should be averaged and differ between ranks. Under `torch.func.vmap` on
+            several ranks: a weight, or a pipeline whose update exchanges numbers.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.sgd(0.5)
-    >>> state = zf.init(tx, {"w": torch.ones(1)})
-    >>> state, metrics = zf.update(tx, {"w": torch.ones(1)}, state)
-    >>> state.params, bool(metrics["updated"])
-    ({'w': tensor([0.5000])}, True)
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.sgd(0.5)
+        >>> state = zf.init(tx, {"w": torch.ones(1)})
+        >>> state, metrics = zf.update(tx, {"w": torch.ones(1)}, state)
+        >>> state.params, bool(metrics["updated"])
+        ({'w': tensor([0.5000])}, True)
+
+    Notes:
+        torch.func differentiates an update, to any order, and maps it over batches: by gradients, state, rates and
+        other numbers that are tensors. Derivatives are those of the formula in the optimizer's docstring, which is then
+        computed instead of a fused kernel; each optimizer says how close the two are. The new state of a held or
+        skipped step depends on the old state only. On several ranks derivatives are those of the mean over ranks of
+        what each rank computes from the new state with `zf.bind` or `zf.full_params`: by rates and by the first
+        parameters the full derivative on every rank, by the state this rank's shard of it.
     """
     pipe = pipe_of(tx, state, "zf.update")
     state.check_data("zf.update")
@@ -470,7 +484,7 @@ def update(
 
 @uncompiled
 def records(where: str, create_graph: bool | None, gradients: Leaves, state: State) -> bool:
-    """Whether autograd or torch.func records a step: as `create_graph` says, else where a tensor requires grad."""
+    """Whether autograd or torch.func records a step: as `create_graph` says, else if a tensor requires grad."""
     if create_graph is not None:
         check_graph(where, create_graph)
     if create_graph or recorded():
@@ -479,10 +493,10 @@ def records(where: str, create_graph: bool | None, gradients: Leaves, state: Sta
 
 
 def lost_graphs(pipe: Pipeline, record: bool, create_graph: bool | None, weight: Any) -> dict[str, Any]:
-    """Of the context of a step: how numbers that require grad are refused, where nobody has said what is meant.
+    """Entries of a step's context that refuse numbers that require grad, if nobody has said what is meant.
 
     Raises:
-        RuntimeError: one requires grad, and the step is not recorded.
+        RuntimeError: a number requires grad, and the step is not recorded.
     """
     if record or create_graph is False or not torch.is_grad_enabled():
         return {}
@@ -490,43 +504,44 @@ def lost_graphs(pipe: Pipeline, record: bool, create_graph: bool | None, weight:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `gather` makes a tree full that is sharded like the parameters. `global_norm` computes the norm of such a tree.
+# `gather` unshards a tree that is sharded like the parameters. `global_norm` computes the norm of such a tree.
 
 
 @kept_out_of_graphs(RESOLVES, "zf.gather(tx, state, tree), outside of what is compiled")
 def gather(tx: Transform, state: State, tree: Tree) -> Tree:
-    """A tree that is laid out as `state.params` is, whole: gradients of a bound function, moments, a vector.
+    """Unshard a tree that is laid out as `state.params`: gradients of a bound function, moments, a vector.
 
-    Not differentiable. Every rank calls it.
+    It cannot be differentiated. All ranks call it.
 
     Args:
         tx: the pipeline.
         state: its state.
-        tree: tensors of the structure and the shapes of `state.params`, or gradients and parameters of an attached
-            model; leaves that are `None` stay away.
+        tree: tensors of the structure and shapes of `state.params`, or gradients and parameters of an attached model;
+            leaves may be `None`.
 
     Returns:
-        The tree with leaves in their whole shapes, in the dtypes they have. Where nothing is cut, the same tensors.
+        The tree with full leaves, in their dtypes. If nothing is sharded, the same tensors.
 
     Raises:
-        ValueError: a leaf is not of the shape of this rank's part; each is named.
+        ValueError: a leaf does not have the shape of this rank's shard; each is named.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.shard(), zf.sgd(0.1))
-    >>> state = zf.init(tx, {"w": torch.ones(2, 2)})
-    >>> grads = torch.func.grad(zf.bind(lambda p: (p["w"] ** 2).sum(), tx, state))(state.params)
-    >>> zf.gather(tx, state, grads)["w"].shape
-    torch.Size([2, 2])
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.shard(), zf.sgd(0.1))
+        >>> state = zf.init(tx, {"w": torch.ones(2, 2)})
+        >>> grads = torch.func.grad(zf.bind(lambda p: (p["w"] ** 2).sum(), tx, state))(state.params)
+        >>> zf.gather(tx, state, grads)["w"].shape
+        torch.Size([2, 2])
     """
     pipe = pipe_of(tx, state, "zf.gather")
     leaves = {p: x.detach() for p, x in _leaves(state, tree, "zf.gather").items()}
     wrong = [
-        (p, f"of shape {tuple(x.shape)}; this rank's part is of {tuple(state.leaves[p].shape)}")
+        (p, f"of shape {tuple(x.shape)}; this rank's shard is of {tuple(state.leaves[p].shape)}")
         for p, x in leaves.items()
         if x.shape != state.leaves[p].shape
     ]
     if wrong:
-        raise ValueError(bad_leaves("zf.gather: what is not laid out as state.params", wrong, "this rank's part of it"))
+        raise ValueError(bad_leaves("zf.gather: leaves not laid out as state.params", wrong, "this rank's shard"))
     if pipe.sharding is None:
         return tree
     cutting = tuple(stage for stage in pipe.stages if stage.wire is not None and stage.wire.cuts)
@@ -538,34 +553,35 @@ def gather(tx: Transform, state: State, tree: Tree) -> Tree:
 
 
 def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = None) -> Tensor:
-    """The norm of all numbers of a tree together, as optax's: the root of the sum of all squares.
+    """The norm of all numbers in a tree: `sqrt(sum(x ** 2))`, as optax's.
 
     Args:
-        tree: of tensors; `None` leaves count for nothing. In at least fp32.
-        tx: the pipeline, where the tree is laid out over ranks as `state.params` is: then it is the norm of the whole.
+        tree: of tensors; `None` leaves count as nothing.
+        tx: the pipeline, if the tree is sharded as `state.params` is: then it is the norm over all shards.
         state: its state.
 
     Returns:
-        A 0-d tensor, equal on all ranks where `tx` and `state` are given. Its derivative where all is zero is zero, as
-        that of `torch.linalg.vector_norm`.
+        A 0-d tensor in fp32 or wider, equal on all ranks if `tx` and `state` are given. Its derivative at zero is zero,
+        as that of `torch.linalg.vector_norm`.
 
     Raises:
         TypeError: one of `tx` and `state` is given without the other.
 
-    >>> import torch, zerofn as zf
-    >>> zf.global_norm({"w": torch.tensor([3.0]), "b": [torch.tensor(4.0), None]})
-    tensor(5.)
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> zf.global_norm({"w": torch.tensor([3.0]), "b": [torch.tensor(4.0), None]})
+        tensor(5.)
     """
     if (tx is None) != (state is None):
         raise TypeError(
             explain(
-                "zf.global_norm(tree, tx, state) with one of the two",
-                "over ranks a norm is that of a tree which lies as the parameters of a state",
+                "zf.global_norm(tree, tx, state) with only one of tx and state",
+                "both are needed to know how the tree is sharded over ranks",
                 "zf.global_norm(tree), or zf.global_norm(tree, tx, state)",
             )
         )
     if tx is not None and state is not None:
-        return _of_the_whole(tree, tx, state)
+        return _norm_over_ranks(tree, tx, state)
     return root(_squares({str(i): x for i, x in enumerate(flatten(tree)[0]) if isinstance(x, Tensor)}))
 
 
@@ -574,7 +590,7 @@ def global_norm(tree: Tree, tx: Transform | None = None, state: State | None = N
     'metrics["grad_norm"] of a compiled step; or zf.global_norm(tree, tx, state), outside of what is compiled',
     "zf.global_norm",
 )
-def _of_the_whole(tree: Tree, tx: Transform, state: State) -> Tensor:
+def _norm_over_ranks(tree: Tree, tx: Transform, state: State) -> Tensor:
     pipe = pipe_of(tx, state, "zf.global_norm")
     squares = pipe.reduction.sum(_squares(_leaves(state, tree, "zf.global_norm")))
     return root(pipe.reduction.alike(squares))
@@ -585,7 +601,7 @@ def _squares(leaves: Leaves) -> Tensor:
 
 
 def _leaves(state: State, tree: Tree, where: str) -> Leaves:
-    """Leaves by path; of a tied leaf what stands at the first place that has something."""
+    """Leaves by path; for a tied leaf, the first place that has a tensor."""
     found: Leaves = {}
     what = f"{where} of a tree that is not of the structure of state.params"
     for i, _, x in state.layout.match(tree, what, "gradients of zf.bind or zf.vjp, or state.params itself"):

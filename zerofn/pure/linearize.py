@@ -1,4 +1,4 @@
-"""Value and pullback at a state's parameters, under `shard` too."""
+"""Value and pullback at a state's parameters; under `shard` with parameters that are gathered on use."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from zerofn.sharded.lazy_tensor import Lazy
 from zerofn.sharded.units import SMALL, UnitPlans
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `linearize` evaluates a function at the parameters of a state and returns its pullback, by plain autograd or
-# torch.func.
+# `linearize` evaluates a function at a state's parameters and returns its pullback, by plain autograd or torch.func.
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -43,13 +42,13 @@ def check_graph(where: str, create_graph: Any) -> None:
         raise RuntimeError(
             explain(
                 f"{where}(create_graph=True) inside torch.no_grad()",
-                "autograd records nothing there, so what is returned could not be differentiated",
-                f"{where}(create_graph=True) outside of it, or no create_graph",
+                "autograd records nothing there, so the result could not be differentiated",
+                f"{where}(create_graph=True) outside of torch.no_grad(), or no create_graph",
             )
         )
 
 
-# From cotangents of outputs, and whether they count, to gradients by path and cotangents of inputs.
+# Maps cotangents of outputs, and whether they count, to gradients by path and cotangents of inputs.
 Pull = Callable[[list[Tensor], bool | Tensor], tuple[Leaves, list[Any]]]
 Evaluated = Callable[[Leaves, list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
@@ -66,24 +65,26 @@ def linearize(
 ) -> tuple[list[Tensor], list[Tensor], Pull]:
     """Evaluate `fn` at the state's parameters: both lists that it returns, and the pullback of the first.
 
-    Outside of torch.func that is plain autograd, which frees saved tensors as it goes; saved-tensor hooks and
-    activation checkpointing work there, which torch.func refuses. Inside a torch.func transform it is torch.func.vjp.
+    Outside of torch.func it uses plain autograd, which frees saved tensors as it goes and allows saved-tensor hooks and
+    activation checkpointing; torch.func allows neither. Inside of a torch.func transform it uses `torch.func.vjp`.
 
     Args:
-        where: who asks, for messages.
+        where: the caller, for messages.
+        pipe: the pipeline.
         fn: `fn(parameters by path as the model sees them, given)` -> two lists of tensors, of which the first is
-            differentiated. All tensors that `fn` makes are to be in them: torch.func unwraps no others.
-        given: further tensors, which `fn` is differentiated by as well.
+            differentiated. They must contain all tensors that `fn` makes: torch.func unwraps no others.
+        state: its parameters are the point.
+        given: further tensors to differentiate by.
         scale: the loss scale, by which `fn` multiplies cotangents, except under `record`.
         keep: whether the pullback may be called again.
-        record: whether what is returned, and what the pullback returns, can be differentiated.
+        record: whether the results, and the pullback's results, can be differentiated.
 
     Raises:
         RuntimeError: in inference mode.
     """
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled() and not functorch_active():
         why = "autograd records nothing there, so no parameter would have a gradient"
-        right = f"{where} outside of it; torch.no_grad() around it is fine"
+        right = f"{where} outside of torch.inference_mode(); torch.no_grad() around it is fine"
         raise RuntimeError(explain(f"{where} inside torch.inference_mode()", why, right))
     resident = _resident(pipe, state.leaves, record) if pipe.road.late or pipe.gathering is not None else state.leaves
     ran = _recorded if record else _with_autograd if pipe.gathering is None else _with_blocks
@@ -91,7 +92,7 @@ def linearize(
 
 
 def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """Differentiate by what the model sees, then pull gradients back to storage outside of autograd.
+    """Differentiate by the parameters that the model sees, then pull gradients back to storage outside of autograd.
 
     So one collective carries many leaves, in an order that does not depend on this rank's graph.
     """
@@ -119,7 +120,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
 def pulled_back(
     outputs: list[Tensor], inputs: list[Tensor], vectors: list[Tensor], keep: bool, create_graph: bool = False
 ) -> Sequence[Any]:
-    """Cotangents of inputs from those of outputs, by plain autograd; `None` where no output depends on an input."""
+    """Cotangents of inputs from those of outputs, by plain autograd; `None` for an input that no output depends on."""
     if not all(map(_REQUIRES_GRAD, outputs)):
         pairs = [(y, v) for y, v in zip(outputs, vectors, strict=True) if y.requires_grad]
         outputs, vectors = [y for y, _ in pairs], [v for _, v in pairs]
@@ -129,13 +130,11 @@ def pulled_back(
 
 
 def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """As `_with_autograd`, of parameters that are gathered block by block, in forward and again in backward.
+    """As `_with_autograd`, with parameters that are gathered block by block, in forward and again in backward.
 
-    It takes more and smaller collectives than gathering the whole tree at once, and an exchange before each: the price
-    of having two blocks in memory at a time.
+    Compared with gathering the whole tree at once this takes more and smaller collectives, and an exchange before each.
+    In return only two blocks are in memory at a time.
     """
-    # Imported here: what it needs is a tenth of the package, and only `shard` on several ranks has a use for it.
-
     blocks = Blocks(pipe, resident, scale)
     anchor = torch.zeros((), requires_grad=True)
     inputs = [x.detach().requires_grad_() for x in given]
@@ -151,8 +150,7 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
 
 
 def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
-    """What `linearize` differentiates by: stored parameters, or gathered ones where the reduction comes after an
-    accumulation."""
+    """What `linearize` differentiates by: stored parameters, or gathered ones if the reduction is late."""
     if record and not pipe.road.late:
         return stored
     if not record or only_compiled(stored.values()):
@@ -162,20 +160,20 @@ def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
 
 
 def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
-    """As `_with_autograd`, but views, pullback and gradients can all be differentiated.
+    """As `_with_autograd`, but views, pullback and gradients can be differentiated.
 
     Leaf by leaf, since a view and its transpose are differentiable maps of one leaf. The transpose is applied outside
-    of autograd, which would give a gradient the dtype of its parameter and not that of the pipeline.
+    of autograd, which would give a gradient its parameter's dtype instead of the pipeline's.
 
-    In a compiled graph that nobody differentiates all leaves go through views together: one collective carries many
-    leaves, and needs no derivative, of which the compiler knows none.
+    In a compiled graph that nobody differentiates, all leaves go through views together: then one collective carries
+    many leaves. It needs no derivative, and the compiler knows none for collectives.
     """
     paths = pipe.layout.trained
     views, stages, together = pipe.leaf_views, pipe.road.pulled, only_compiled(resident.values())
     alone = {} if together else {p: view(resident[p], None) for p, view in views.items()}
     seen = pipe.road.see(stages, resident) if together else alone
     fixed = {p: x for p, x in seen.items() if p not in paths}
-    # The compiler reads torch.autograd.grad only where it is told to.
+    # The compiler traces torch.autograd.grad only if a setting allows it, so it gets torch.func.vjp.
     ran = _func_vjp if functorch_active() or torch.compiler.is_compiling() else _graph_vjp
 
     def flat_fn(values: list[Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -191,7 +189,7 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
             rest = [None if g is None else over(g, scale.detach(), g.dtype) for g in rest]
         grads = dict(zip(paths, found, strict=True))
         if pipe.groups:
-            # A leaf without a gradient here may have one on other ranks: all take part in its reduction.
+            # A leaf without a gradient here may have one on other ranks, and all ranks join its reduction.
             grads = {p: torch.zeros_like(seen[p]) if g is None else g for p, g in grads.items()}
         if isinstance(counts, Tensor):
             grads = passed(counts, grads)
@@ -212,7 +210,7 @@ def _func_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
 
 def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
     """By autograd, with `create_graph`."""
-    # New tensors: inputs may be functions of parameters, which are not to be differentiated through here.
+    # Aliases: inputs may themselves be functions of parameters, and autograd must stop at them here.
     values, given = ([_alias(x) for x in xs] for xs in (values, given))
     with torch.enable_grad():
         primals, others = flat_fn(values, given)
@@ -227,22 +225,22 @@ def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
 def _alias(x: Tensor) -> Tensor:
     if x.requires_grad:
         return x.view_as(x)
-    # `detach` would lose the tangent.
+    # In forward mode an alias, since `detach` would lose the tangent.
     return (x.view_as(x) if forward_level() != NO_LEVEL else x.detach()).requires_grad_()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Under `shard` the pure route all-gathers parameters on use, and reduce-scatters gradients.
 #
-# Each leaf that `fn` is given is a `Lazy`. It is all-gathered when something is computed with it. What autograd saves
-# for backward is a `Lazy` too, and is gathered again in backward. So nothing has to be packed: saved-tensor hooks,
-# which the eager route needs for plain parameters, would not allow torch.func inside of `fn`.
+# Each leaf that `fn` gets is a `Lazy`, which is all-gathered when something is computed with it. Autograd saves the
+# `Lazy`, and backward gathers it again. So no saved-tensor hooks are needed, as in the eager route: they would not
+# allow torch.func inside of `fn`.
 #
-# Autograd adds up the cotangents of all uses of a leaf. As soon as those of a whole block are complete, they are
-# reduce-scattered.
+# Autograd adds up the cotangents of all uses of a leaf. When those of a block are complete, they are reduce-scattered.
 
 
-# An element of a list that is one tensor of at most so many elements is no unit of its own: each gather has a latency.
+# A list element that is a single tensor of at most this many elements gets no unit of its own: each all-gather has a
+# latency.
 TINY = 1 << 10
 
 
@@ -271,8 +269,8 @@ class LazyParameters(Function):
 class Blocks(Units):
     """The parameters of one evaluation of `fn`.
 
-    All its collectives are of one thread, and all ranks make the same ones in the same order, so the
-    pipeline's own group does for the data and for the exchange before it.
+    One thread makes all its collectives, in the same order on all ranks. So the pipeline's own group serves both for
+    data and for the exchange before it.
 
     Args:
         pipe: a pipeline with a `shard`.
@@ -283,7 +281,7 @@ class Blocks(Units):
     def __init__(self, pipe: Pipeline, resident: Leaves, scale: Tensor | None):
         assert pipe.gathering is not None
         group = pipe.gathering.group
-        # For every leaf in every step, hence from C.
+        # For every leaf in every step, so in C.
         shards = dict(zip(resident, map(Tensor.detach, resident.values()), strict=True))
         self.versions = list(map(version, shards.values()))
         self.found: Leaves = {}
@@ -292,29 +290,29 @@ class Blocks(Units):
         super().__init__(pipe.once(_plans), pipe, shards, group, lambda: scale, collect, prefetch=False)
 
     def lazy_parameters(self, anchor: Tensor) -> Leaves:
-        """Lazy parameters by path, which require grad where `anchor` does."""
+        """Lazy parameters by path, which require grad if `anchor` does."""
         found: Leaves = {}
         for i in range(len(self.units)):
             lazies = LazyParameters.apply(anchor, self, i)
             found.update(zip(self.plans.plan(i).place, lazies, strict=True))
             for x in lazies:
                 if x.grad_fn is not None:
-                    # One node for all of the block. Autograd runs nodes that are made first last, and full gradients
-                    # of all blocks would be kept until then.
+                    # All of a block have one node. Autograd runs the nodes that were made first last, and would keep
+                    # full gradients of all blocks until then.
                     run_when_ready(x.grad_fn)
                     break
         return found
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Parameters may be used inside. At its end this rank waits until all ranks have come to theirs."""
+        """Parameters may be used inside. At its end this rank waits until all ranks have finished theirs."""
         self.open = True
         try:
             yield
         except Exception:
             self.gathered.drop()
             if self.open:
-                # The others may still be in theirs.
+                # Other ranks may still be in their evaluation.
                 self.rounds.rest()
             raise
         else:
@@ -326,8 +324,8 @@ class Blocks(Units):
         if not self.open:
             raise RuntimeError(
                 explain(
-                    "a parameter is used after the function that it was given to has returned",
-                    "under shard it is gathered when it is used, which all ranks have to take part in",
+                    "a parameter used after the function that got it has returned",
+                    "under shard a use all-gathers it, which all ranks must join, and they no longer do",
                     "return what is computed from it, or keep params['w'].clone()",
                 )
             )
@@ -338,23 +336,23 @@ class Blocks(Units):
         try:
             yield
         except BaseException:
-            # Other ranks may be gone: no further collective is begun.
+            # Other ranks may be gone: begin no further collective.
             self.open = False
             raise
 
     def pull(self, run: Callable[[], Any]) -> tuple[Leaves, Any]:
-        """Run a backward, `run`; return the gradients of shards that came of it, and what `run` returned."""
+        """Run a backward, `run`; return the gradients of shards that it gave, and what `run` returned."""
         now = list(map(version, self.params.values()))
         if now != self.versions:
             changed = next(p for p, a, b in zip(self.params, now, self.versions, strict=True) if a != b)
             raise RuntimeError(
                 explain(
-                    f"pullback after the state was written to ({changed})",
+                    f"pullback after a parameter of the state was written ({changed})",
                     "under shard backward gathers parameters again, and they are no longer those of forward",
-                    "pull back before a step with donate=True",
+                    "call pullback before a step with donate=True",
                 )
             )
-        # Gradients of a backward inside of `fn` are no part of this one.
+        # Drop gradients of a backward that ran inside of `fn`.
         self.found.clear()
         try:
             with self.evaluation(), torch.no_grad():
@@ -383,14 +381,16 @@ def _collect(found: Leaves, leaf: Leaf, g: Tensor) -> None:
 
 
 def units_by_prefix(leaves: tuple[Leaf, ...]) -> list[list[Leaf]]:
-    """Which leaves are gathered together: those of each element of an outermost list (or of a dict whose keys are
-    numbers), and small neighbours outside of any.
+    """Which leaves are gathered together: those of an element of an outermost list, and small neighbours elsewhere.
 
-    >>> from zerofn.core.layout import make_layout
-    >>> w = torch.zeros(99, 99)
-    >>> layout, _ = make_layout({"blocks": [{"a": w + 0, "b": w + 0}, {"a": w + 0}], "head": w + 0, "tail": w + 0})
-    >>> [[leaf.path for leaf in unit] for unit in units_by_prefix(layout.leaves)]
-    [['blocks.0.a', 'blocks.0.b'], ['blocks.1.a'], ['head', 'tail']]
+    A dict whose keys are numbers counts as a list.
+
+    Examples:
+        >>> from zerofn.core.layout import make_layout
+        >>> w = torch.zeros(99, 99)
+        >>> layout, _ = make_layout({"blocks": [{"a": w + 0, "b": w + 0}, {"a": w + 0}], "head": w + 0, "tail": w + 0})
+        >>> [[leaf.path for leaf in unit] for unit in units_by_prefix(layout.leaves)]
+        [['blocks.0.a', 'blocks.0.b'], ['blocks.1.a'], ['head', 'tail']]
     """
     groups: dict[str, list[Leaf]] = {}
     for leaf in leaves:

@@ -1,4 +1,4 @@
-"""`make_step`: a training step from a loss, for plain code, for torch.func and for the compiler."""
+"""`make_step`: a training step from a loss, which runs as plain code, under torch.func and under the compiler."""
 
 from __future__ import annotations
 
@@ -34,95 +34,100 @@ from .linearize import linearize
 def make_step(
     loss_fn: Callable[..., Any], tx: Transform, donate: bool = False, *, create_graph: bool | None = None
 ) -> Callable[..., tuple[State, Metrics]]:
-    """A training step from a loss: `step(state, *batch) -> (state, metrics)`.
+    """Make a training step from a loss: `step(state, *batch) -> (state, metrics)`.
 
     Args:
-        loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`; `aux` comes back as
-            `metrics["aux"]`.
+        loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`; `aux` is returned as `metrics["aux"]`.
         tx: the pipeline.
-        donate: let the step write into the memory of the state it is given, which must not be used
-            again: that is refused, where the step is not compiled. Saves one copy of parameters and optimizer
-            state. Tensors that a step passes on as they are, such as the parameters of a held one, belong to the old
-            state and the new: to donate the new one overwrites them in the old one too. Under `torch.func.vmap` the
-            state must be batched; optimizers that have a kernel write into its memory, except behind a transform
-            that skips the step for some members alone (`scale_loss`, `skip_nonfinite`). Refused for a step that is
-            differentiated, which needs the state it began with.
-        create_graph: as of `zf.update`: whether autograd records steps, so that what they return can be
-            differentiated, by the batch too. By default where a tensor of the state requires grad.
+        donate: let the step reuse the memory of the state it is given, which saves a copy of parameters and optimizer
+            states. That state must not be used again; an uncompiled step raises if it is. Tensors that a step passes on
+            unchanged, such as the parameters of a held step, belong to both states: donating the new state overwrites
+            them in the old one too. Under `torch.func.vmap` the state must be batched; optimizers with a kernel then
+            reuse its memory, except after a transform that skips the step for some members only (`scale_loss`,
+            `skip_nonfinite`). A differentiated step refuses `donate`, since it needs its first state.
+        create_graph: whether autograd records steps, as in `zf.update`, so that their results can be differentiated,
+            also by the batch. By default they are recorded if a tensor of the state requires grad.
 
     Returns:
         The step. It takes its batch by position, and `weight=` for `accumulate(weighted=True)`. Metrics are those of
-        `zf.update` and `loss`, unscaled. It is a function as `zf.update` is: torch.func differentiates it by its
-        state's tensors, by its batch, by what `loss_fn` and `tx` were made with. Inside of torch.func a leaf that the
-        loss does not use has a gradient of zeros, where it has none otherwise. On several ranks the derivative by
-        this rank's batch is that of this rank's own loss, as `x.grad` would be.
+        `zf.update`, and `loss`, unscaled. torch.func can differentiate it, like `zf.update`: by tensors of the state,
+        by the batch, and by tensors that `loss_fn` and `tx` were made with.
 
-    >>> import torch, zerofn as zf
-    >>> step = zf.make_step(lambda p, x: ((p["w"] - x) ** 2).sum(), zf.sgd(0.25))
-    >>> state = zf.init(zf.sgd(0.25), {"w": torch.zeros(1)})
-    >>> for _ in range(3):
-    ...     state, metrics = step(state, torch.ones(1))
-    >>> state.params["w"], float(metrics["loss"])
-    (tensor([0.8750]), 0.0625)
+    Raises:
+        TypeError: `loss_fn` cannot be called, or a step gets its batch by keyword.
+        ValueError: at a step, `loss_fn` returns no floating-point 0-d tensor; `state` does not belong to `tx`.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> step = zf.make_step(lambda p, x: ((p["w"] - x) ** 2).sum(), zf.sgd(0.25))
+        >>> state = zf.init(zf.sgd(0.25), {"w": torch.zeros(1)})
+        >>> for _ in range(3):
+        ...     state, metrics = step(state, torch.ones(1))
+        >>> state.params["w"], float(metrics["loss"])
+        (tensor([0.8750]), 0.0625)
+
+    Notes:
+        Inside of torch.func a leaf that the loss does not use has a gradient of zeros instead of none. On several ranks
+        the derivative by this rank's batch is that of this rank's loss, as `x.grad` would be.
     """
     check_function("zf.make_step", loss_fn)
     check_flag("make_step", "donate", donate)
     if create_graph is not None:
         check_flag("make_step", "create_graph", create_graph)
     run, called_by_torch_func = _runner(loss_fn, donate), torch_func_check()
-    whole = _whole(PipelineCache(tx), run, create_graph)
+    checked = _checked_step(PipelineCache(tx), run, create_graph)
 
     @begins_uncompiled
     def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
         if keywords:
             check_positional("step(state", keywords)
         if called_by_torch_func():
-            return step_called_by_transforms(whole, state, batch, weight)
+            return step_called_by_transforms(checked, state, batch, weight)
         if torch.compiler.is_compiling():
-            return whole(state, batch, weight)
+            return checked(state, batch, weight)
         mode = torch.is_grad_enabled()
         try:
-            return whole(state, batch, weight)
+            return checked(state, batch, weight)
         except BaseException:
             set_grad_mode(mode)
             raise
 
-    # Each step has code of its own: the compiler keeps graphs by code, and gives up where one code has too many.
-    whole.__code__, run.__code__ = whole.__code__.replace(), run.__code__.replace()
+    # Each step gets a code object of its own: the compiler keeps graphs by code, and gives up after too many for one.
+    checked.__code__, run.__code__ = checked.__code__.replace(), run.__code__.replace()
     return step
 
 
-def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
-    """`run` on a state, after checks; where the compiler cannot have a step in its graph, `run` uncompiled."""
+def _checked_step(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
+    """Check a state, then `run` on it; uncompiled if the compiler cannot have a step in its graph."""
 
     step_is_traced = unrolled_check()
 
-    def whole(state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+    def checked(state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
         check_not_exported()
         tracing = torch.compiler.is_compiling()
         if tracing and not COMPILES_STATES:
-            return step_before_torch_2_13(whole, state, batch, weight)
+            return step_before_torch_2_13(checked, state, batch, weight)
         if tracing:
             step_is_traced()
         pipe = pipes.of(state, tracing)
         if tracing and not pipe.layout.readable:
-            return step_of_other_containers(whole, state, batch, weight)
+            return step_of_other_containers(checked, state, batch, weight)
         if pipe.reads:
             if tracing:
-                return step_with_states_in_views(whole, state, batch, weight)
+                return step_with_states_in_views(checked, state, batch, weight)
             pipe = reading_state(pipe, state, "a step")
         state.check_data("a step")
         numbers_alone = tracing and not create_graph and only_compiled(flatten(state)[0])
         if tracing and pipe.groups:
             if not pipe.traceable:
-                return step_by_own_wire(whole, state, batch, weight)
+                return step_by_own_wire(checked, state, batch, weight)
             if not numbers_alone:
-                return step_over_ranks(whole, state, batch, weight)
+                return step_over_ranks(checked, state, batch, weight)
         if numbers_alone:
             numbers = (*[x for _, x in pipe.numbers], *pipe.numbers_at_places)
             if create_graph is None and any([x.requires_grad for x in numbers]):
-                return step_of_numbers_that_require_grad(whole, state, batch, weight)
-            # As uncompiled, a batch that requires grad keeps no graph from step to step.
+                return step_of_numbers_that_require_grad(checked, state, batch, weight)
+            # As in an uncompiled step, a batch that requires grad does not make a graph from step to step.
             with torch.no_grad():
                 return run(pipe, state, batch, weight, True, {})
         if not tracing:
@@ -133,7 +138,7 @@ def _whole(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
         more = {} if tracing else lost_graphs(pipe, record, create_graph, weight)
         return run(pipe, state, batch, weight, record, more)
 
-    return whole
+    return checked
 
 
 def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
@@ -145,7 +150,8 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
         tracing = torch.compiler.is_compiling()
         aux: dict[str, Any] = {}
         scale = pipe.scale_of(state.transforms) if pipe.factors else None
-        # Where all is recorded the loss is multiplied by the scale, and gradients divided, as anyone would.
+        # If all is recorded, `linearize` multiplies cotangents by the scale and divides gradients, with plain
+        # operations.
         edge = (None if record else scale, pipe.dtypes.output_dtype)
         # New containers, so that `loss_fn` cannot change the caller's.
         inputs = batch if set(map(type, batch)) <= {Tensor} else tree_map(lambda x: x, batch)
@@ -169,16 +175,16 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
             share = share if record or share is None else number(share)
         unit = torch.ones_like(loss)
         with ranged(PHASE, "backward"):
-            # A batch of weight 0 is left out, not multiplied by zero: a mean over no rows is NaN.
+            # A batch of weight 0 is left out, not multiplied by zero: a mean over no rows is NaN, and 0 * NaN is too.
             grads, _ = pull([unit if share is None else (unit * share).to(unit)], share is None or share > 0)
         del pull
         if tracing and donate:
-            # Copies, since it shows only when the graph runs which of them share memory with the state.
+            # Copies: which of them share memory with the state is known only when the graph runs.
             loss, others = loss.clone(), list(map(torch.clone, others))
         if aux:
             aux = {"aux": aux["aux"](others if record else map(Tensor.detach, others))}
         if donate and not tracing:
-            # Gradients too: a backward may return a parameter that it saved.
+            # Copies of what shares memory with the state; gradients too, since a backward may return a saved parameter.
             made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step, **more)
@@ -187,17 +193,17 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
         else:
             with ranged(PHASE, "update"):
                 new, metrics = apply(pipe, grads, state, ctx)
-        # No call from here on, in which Python could deliver Ctrl-C: the caller would not have the new state.
+        # No call from here on: Python could deliver Ctrl-C in it, and the new state would be lost.
         return new, {"loss": loss, **metrics, **aux}
 
     return run
 
 
 def _donated(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
-    """An update that writes into its state. After Ctrl-C in it the state that was given is the new one."""
+    """An update that writes into its state. After Ctrl-C the state that was given becomes the new one."""
     made: tuple[State, Metrics] | None = None
     try:
-        # Marked before it is written, for a save in another thread.
+        # Marked as given away before it is written: another thread may be saving it.
         with interrupts_held(), state.given_away(ctx.written), ranged(PHASE, "update"):
             made = apply(pipe, grads, state, ctx)
     except KeyboardInterrupt:
@@ -208,10 +214,10 @@ def _donated(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple
 
 
 class PipelineCache:
-    """The pipelines of one step, resolved once for each structure of parameters that it meets.
+    """The pipelines of one step, resolved once for each structure of parameters.
 
-    The compiler cannot resolve one. It calls `resolve` while it makes a graph, and takes the number that `resolve`
-    returns for a constant.
+    The compiler cannot resolve one. While it makes a graph it calls `resolve`, and takes the returned number as a
+    constant.
     """
 
     def __init__(self, tx: Transform):
@@ -230,12 +236,12 @@ class PipelineCache:
         self.last: tuple[Any, Any, list[str]] = (None, None, [])
 
     def of(self, state: Any, tracing: bool) -> Pipeline:
-        """The pipeline of a state; while a graph is made, found by its number."""
+        """The pipeline of a state; while the compiler makes a graph, found by its number."""
         if not isinstance(state, State):
             return resolve_for(self.tx, state, "step")  # which raises
         if tracing:
             return self.numbered[self.resolve(state.layout)]
-        # Nearly always it is the layout of the last call. Hashing a layout of many leaves takes long.
+        # Nearly always the layout is that of the last call. Hashing a layout of many leaves is slow.
         layout, pipe, names = self.last
         if state.layout is layout and list(state.transforms) == names:
             return pipe
@@ -247,30 +253,31 @@ class PipelineCache:
 
 
 def _uncompiled_step(why: str) -> Callable[..., tuple[State, Metrics]]:
-    """A function that runs a step uncompiled. Where one whole graph is asked for it is refused for the reason `why`."""
+    """A function that runs a step uncompiled. With `fullgraph=True` the compiler refuses it with the message `why`."""
 
-    def run(whole: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-        return whole(state, batch, weight)
+    def run(checked: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+        return checked(state, batch, weight)
 
     return uncompiled(run, why)
 
 
 step_over_ranks = _uncompiled_step(
-    "A step over several ranks that is differentiated is no graph: the collectives of a graph have no derivative.\n\n"
-    "write: torch.compile(step) without fullgraph; or, where no derivative is wanted, step(state, *batch) outside of\n"
-    "torch.func, of a state that does not require grad"
+    "A differentiated step over several ranks cannot be one graph: collectives in a graph have no derivative.\n\n"
+    "write: torch.compile(step) without fullgraph; or, if no derivative is wanted, step(state, *batch) outside of\n"
+    "torch.func, with a state that does not require grad"
 )
 step_by_own_wire = _uncompiled_step(
-    "A step through a view whose wire is not said to be traceable is no graph.\n\n"
-    "write: zerofn.extend.over_ranks(wire, resident, traceable=True) of a wire that branches on no number: `unpack`\n"
-    "gives a gradient for every leaf where torch.compiler.is_compiling(); or torch.compile(step) without fullgraph"
+    "A step with a wire that is not marked traceable cannot be one graph.\n\n"
+    "write: zerofn.extend.over_ranks(wire, resident, traceable=True), if the wire branches on no number: `unpack`\n"
+    "returns a gradient for every leaf where torch.compiler.is_compiling(); or torch.compile(step) without fullgraph"
 )
 step_with_states_in_views = _uncompiled_step(
-    "A view that reads a state is called by rules of derivatives, where the compiler takes a state for a constant.\n\n"
+    "A step with a view that reads a state cannot be one graph: derivative rules call the view, where the\n"
+    "compiler takes the state as a constant.\n\n"
     "write: zf.make_step(torch.compile(loss_fn, fullgraph=True), tx), or torch.compile(step) without fullgraph"
 )
 step_of_other_containers = _uncompiled_step(
-    "Parameters in a container that torch's own library of trees does not know: the compiler cannot read it.\n\n"
+    "Parameters are in a container that torch's own tree library does not know, so the compiler cannot read it.\n\n"
     "write: torch.utils._pytree.register_dataclass(Weights) beside optree's registration; or parameters in dicts,\n"
     "lists, tuples and named tuples; or torch.compile(step) without fullgraph"
 )
@@ -280,7 +287,7 @@ step_of_numbers_that_require_grad = _uncompiled_step(
     "or create_graph=False, where no derivative is wanted"
 )
 step_before_torch_2_13 = _uncompiled_step(
-    "The compiler of torch before 2.13 cannot read a step: it runs uncompiled, and is no whole graph.\n\n"
+    "The compiler of torch before 2.13 cannot read a step: it runs uncompiled, not as one graph.\n\n"
     "write: torch.compile(step) without fullgraph, or torch 2.13"
 )
 step_called_by_transforms = _uncompiled_step("A compiled step that torch.func calls.")

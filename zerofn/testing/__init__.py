@@ -1,8 +1,9 @@
-"""Laws of a transform as one check, and assertions over trees that report every bad leaf.
+"""The laws of a transform as one check, and assertions over trees that report every bad leaf.
 
->>> import zerofn as zf
->>> from zerofn.testing import check_transform
->>> check_transform(zf.chain(zf.clip_by_value(1.0), zf.adamw(lr=0.1)))
+Examples:
+    >>> import zerofn as zf
+    >>> from zerofn.testing import check_transform
+    >>> check_transform(zf.chain(zf.clip_by_value(1.0), zf.adamw(lr=0.1)))
 """
 
 from ..core.tree import clone

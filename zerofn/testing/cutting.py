@@ -1,4 +1,4 @@
-"""A pipeline over shards in one process."""
+"""A pipeline over shards, run in one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        """So many micro-steps that the accumulation window closes twice and another one is open."""
+        """As many micro-steps as close the accumulation window twice and open it a third time."""
         return 2 * math.prod(t.facts.window for t in self.pipe.members) + 1
 
     @property
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def has_guests(self) -> bool:
-        """Whether a transformation of another library is among them."""
+        """Whether one of the transforms is another library's."""
         return any(t.facts.adds for t in innermost(self.pipe))
 
     @property
@@ -62,7 +62,7 @@ class Case:
         return {t.name for t in self.pipe.members if effect(t).unscaled_by}
 
     def grads(self, state: State, seed: int) -> Tree:
-        """One for each leaf; of a tied one at its first place alone."""
+        """A gradient for each leaf; for a tied leaf at its first place only."""
         return state.layout.join_once(random_like(state.leaves, seed=100 + seed))
 
     def run(self, state: State, grads: Callable[[State, int], Tree] | None = None, steps: int = 0) -> State:
@@ -81,12 +81,12 @@ def inner(t: Transform) -> list[Transform]:
 
 
 def innermost(t: Transform) -> list[Transform]:
-    """Those of `inner` in which nothing is nested."""
+    """Those of `inner` that contain no others."""
     return [x for x in inner(t) if not x.parts]
 
 
 def loss(params: Tree, data: Tree) -> Tensor:
-    """A loss whose gradient depends on data and on parameters, and is not zero in any leaf."""
+    """A loss whose gradient depends on data and parameters, and is zero in no leaf."""
     pairs = zip(flatten(params)[0], flatten(data)[0], strict=True)
     terms = [(p.float() * d.float() + 0.1 * p.float() ** 2).sum() for p, d in pairs if p is not None]
     return torch.stack(terms).sum()
@@ -112,7 +112,7 @@ class AsModel(nn.Module):
 
 
 def completed(tx: Transform) -> Transform:
-    """The pipeline with an optimizer: where it has none, `sgd` at its end, or before what watches parameters."""
+    """The pipeline with an optimizer: if it has none, `sgd` at its end, or before transforms that watch parameters."""
     parts = tx.members
     if any(t.facts.optimizes for t in parts):
         return tx
@@ -121,19 +121,19 @@ def completed(tx: Transform) -> Transform:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions run a pipeline over shards of leaves in one process: what each rank would compute, without ranks.
+# Run a pipeline over shards of leaves in one process: what each rank would compute, without ranks.
 #
-# Numbers of the whole tree (a norm, an overflow) are recorded in the run over full leaves, and returned in the runs
-# over shards in place of a reduction over ranks. So no sum is made in another order.
+# Numbers of the whole tree (a norm, an overflow) are recorded in the run over full leaves. In the runs over shards they
+# replace reductions over ranks, so that no sum is made in another order.
 
 
-# By path: the flat range of a leaf that a rank holds.
+# By path, the flat range of a leaf that a rank holds.
 Spans = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Pieces(Sharding):
-    """A sharding that cuts where it is told, and talks to nobody.
+    """A sharding that cuts where it is told, and communicates with nobody.
 
     Attributes:
         spans: of this rank.
@@ -146,11 +146,11 @@ class Pieces(Sharding):
 
 
 class RecordedNumbers:
-    """A reduction over ranks that are run one after the other.
+    """A reduction over ranks that run one after the other.
 
     Attributes:
-        given: what each call was given, with its name.
-        answers: what each call returns: what was `given` in the run over whole leaves; `None` in that run itself.
+        given: the argument of each call, with its name.
+        answers: the result of each call: what was `given` in the run over full leaves; `None` in that run itself.
     """
 
     def __init__(self, answers: Sequence[tuple[str, Tensor]] | None = None):
@@ -188,11 +188,11 @@ class RecordedNumbers:
 
 @dataclass(frozen=True)
 class Run:
-    """A few micro-steps.
+    """Some micro-steps.
 
     Attributes:
-        states: after each of them.
-        numbers: that were reduced over ranks.
+        states: the state after each of them.
+        numbers: the numbers that were reduced over ranks.
     """
 
     states: list[State]
@@ -200,13 +200,13 @@ class Run:
 
 
 def draw_cut(layout: Layout, ranks: int, seed: int, by_rows: bool = False) -> list[Spans]:
-    """Draw a flat range of every leaf for each rank: uneven ones, empty ones, a whole leaf at one rank.
+    """Draw a flat range of every leaf for each rank: uneven ranges, empty ranges, a whole leaf on one rank.
 
     Args:
         layout: of the parameters.
         ranks: how many.
         seed: of the draw.
-        by_rows: cut between rows of the first dimension only.
+        by_rows: whether to cut only between rows of the first dimension.
     """
     generator = torch.Generator().manual_seed(seed)
     found: list[Spans] = [{} for _ in range(ranks)]
@@ -227,21 +227,21 @@ def run_pieces(
     piece: tuple[int, Sequence[Spans]] | None = None,
     whole: Run | None = None,
 ) -> Run:
-    """Micro-steps over whole leaves, or over one rank's pieces of them.
+    """Micro-steps over full leaves, or over one rank's pieces of them.
 
     Args:
         tx: with an optimizer. Its own layout over ranks is left out.
-        params: whole.
-        gradients: whole, for each micro-step.
+        params: full.
+        gradients: full, for each micro-step.
         step_options: of the context.
         piece: the rank and the cut.
-        whole: the run over whole leaves, for its numbers.
+        whole: the run over full leaves, for its numbers.
     """
     parts = [p for p in tx.members if not effect(p).over_ranks]
     if piece is not None:
         rank, cut = piece
         stage = Pieces(Group(rank, len(cut), tuple(range(len(cut)))), spans=cut[rank])
-        # A name with a dot is one that no transform of a user's can have.
+        # No user's transform can have a name with a dot.
         view = over_ranks(stage, resident=False)
         parts.insert(0, Transform(".pieces", needs="element", view_fn=lambda *_: view, through=as_it_is))
     layout, tensors = make_layout(params)
@@ -250,7 +250,7 @@ def run_pieces(
     numbers = RecordedNumbers(None if whole is None else whole.numbers.given)
     states = []
     for grads in gradients:
-        mine = {leaf.path: _part(pipe, grads[leaf.path], leaf) for leaf in layout.leaves}
+        mine = {leaf.path: _shard_of(pipe, grads[leaf.path], leaf) for leaf in layout.leaves}
         context = replace(pipe.context(micro_step=state.micro_step, **step_options), reduction=numbers)
         state, _ = apply(pipe, mine, state, context)
         states.append(state)
@@ -258,20 +258,20 @@ def run_pieces(
 
 
 def start(pipe: Pipeline, tensors: Leaves) -> State:
-    """The first state of a pipeline, of copies of parameters."""
+    """The first state of a pipeline, from copies of the parameters."""
     stored = {leaf.path: pipe.road.store(tensors[leaf.path], leaf).clone() for leaf in pipe.layout.leaves}
     return first_state(pipe, stored)
 
 
-def _part(pipe: Pipeline, grad: Tensor, leaf: Leaf) -> Tensor:
+def _shard_of(pipe: Pipeline, grad: Tensor, leaf: Leaf) -> Tensor:
     grad = grad.to(pipe.dtypes.gradient(leaf))
     return (grad if pipe.sharding is None else pipe.sharding.store(grad, leaf)).clone()
 
 
 def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any, Any]]:
-    """Entries of a rank's state: (name, what it has, what it should have), its range where the entry is cut.
+    """Entries of a rank's state as (name, actual, expected); the name shows the range if the entry is cut.
 
-    An entry that is no tensor of a leaf is compared only where its shape is the same in both states.
+    An entry that is not a tensor of a leaf is compared only if its shape is the same in both states.
     """
     leaves = {leaf.path: leaf for leaf in whole.layout.leaves}
     theirs = {(e.owner, e.slot, e.path, e.below): e for e in entries(part) if e.owner != ".pieces"}
@@ -318,16 +318,16 @@ def check_cut(
     cut: Sequence[Spans],
     difference: Callable[[Any, Any], str | None],
 ) -> None:
-    """Raise an `AssertionError` where what ranks make of the pieces of a cut is not what one makes of the whole.
+    """Raise an `AssertionError` if ranks with pieces of a cut compute something else than one rank with full leaves.
 
     Args:
-        subject: what the message is about.
+        subject: the transform that the message names.
         tx: the pipeline it stands in.
-        params: whole.
-        gradients: whole, for each micro-step.
+        params: full.
+        gradients: full, for each micro-step.
         step_options: of the context.
         cut: the ranges that each rank holds.
-        difference: tells how two entries of a state differ, if they do.
+        difference: describes how two entries of a state differ, if they do.
     """
     law = f"{subject!r} says needs={subject.needs!r}: {LAW_OF_ROWS if subject.needs == 'row' else LAW} "
     whole = run_pieces(tx, params, gradients, step_options)
@@ -346,7 +346,7 @@ def check_cut(
 
 
 def check_numbers(tx: Transform, whole: Run, pieces: list[Run]) -> None:
-    """What ranks reduce gives the number of the run over whole leaves, but for the order of the sum."""
+    """Check that reducing the ranks' numbers gives that of the run over full leaves, up to the order of the sum."""
     counts = {len(run.numbers.given) for run in (whole, *pieces)}
     assert len(counts) == 1, f"{tx!r}: every rank asks for the same numbers. On pieces they are {sorted(counts)}."
     for i, (kind, expected) in enumerate(whole.numbers.given):
@@ -357,8 +357,10 @@ def check_numbers(tx: Transform, whole: Run, pieces: list[Run]) -> None:
 
 
 def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
-    """What is checked on flat pieces: (transform, its pipeline). All parts that may be handed pieces as one chain;
-    of a part that may not, each transform inside of it that may."""
+    """What is checked on flat pieces, as (transform, its pipeline).
+
+    All parts that may get pieces, as one chain; of a part that may not, each transform inside of it that may.
+    """
     parts = [p for p in tx.members if not effect(p).over_ranks]
     fit = [p for p in parts if p.needs in OF_PIECES]
     casts = [p for p in fit if effect(p).cast_by]
@@ -368,17 +370,19 @@ def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
 
 
 def fit_for_rows(tx: Transform, layout: Layout) -> list[tuple[Transform, Transform]]:
-    """What is checked on rows: each part with `needs="row"`, unless its state of a leaf has another shape than the
-    leaf: then leaves are updated whole, at their owners."""
+    """What is checked on rows: each part with `needs="row"`.
+
+    Except if its state of a leaf has another shape than the leaf: such leaves are updated whole, on their owners.
+    """
     casts = [p for p in tx.members if effect(p).cast_by]
     busy = [p for p in tx.members if p.needs == "row" and not p.idle]
     of_rows = [p for p in busy if states_have_leaf_shapes(p, layout.leaves, layout)]
-    # A view of rows is another law's, and never behind what cuts.
+    # The view is left out: `check_views` checks it, and it never stands behind what cuts.
     return [(p, completed(chain(*casts, replace(p, view_fn=no_view)))) for p in of_rows]
 
 
 def singly(tx: Transform) -> list[tuple[Transform, Transform]]:
-    """Each part of a chain with a pipeline of its own; of a part that holds others, each of those."""
+    """Each part of a chain with a pipeline of its own; for a part that contains others, each of those."""
     casts = [p for p in tx.members if effect(p).cast_by]
     return [(x, completed(chain(*casts, x))) for p in tx.members if p not in casts for x in innermost(p)]
 

@@ -1,4 +1,4 @@
-"""The laws that every transform keeps, as one check."""
+"""The laws that every transform keeps, as one check: `check_transform`."""
 
 from __future__ import annotations
 
@@ -50,22 +50,22 @@ from .cutting import (
 from .trees import assert_trees_close, assert_trees_equal, difference, random_like, sample_params
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `check_facts` compares each of a transform's `Facts` with what its update half returns.
+# `check_facts` compares each of a transform's `Facts` with what its update half does.
 
 
-# How far parameters are moved to tell new parameters, which move along, from gradients, which do not.
+# Parameters are moved by this much: new parameters move along, gradients do not.
 SHIFT = 1.0
-# So many windows are looked at for what a transform keeps in some step.
+# How many windows are searched for memory that a transform keeps.
 WINDOWS = 6
 NO = "keeps=False says that"
 
 
 def check_facts(t: Transform, state: State) -> None:
-    """Raise an `AssertionError` where a transform does other things than its `Facts` say.
+    """Raise an `AssertionError` if a transform does something else than its `Facts` say.
 
     Args:
-        t: no chain, and no guest of another library.
-        state: of a pipeline that it stands in, on whose parameters it is run as they are stored.
+        t: not a chain, and not another library's.
+        state: of a pipeline that contains it; it runs on the stored parameters.
     """
     run = _Run(t, state.layout, state.leaves)
     for why in (_window(run), _parameters(run), _old(run), _reports(run), _settable(run), _weights(run), _keeps(run)):
@@ -75,7 +75,7 @@ def check_facts(t: Transform, state: State) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """A transform by itself, fed with the same gradients again and again."""
+    """A transform by itself, which gets the same gradients again and again."""
 
     t: Transform
     layout: Layout
@@ -90,10 +90,10 @@ class _Run:
         old: float | None = None,
         **given: Any,
     ) -> Iterator[tuple[Leaves | None, TransformState, Mapping[str, Tensor]]]:
-        """What it gives in each micro-step, `None` where it holds, its state then, and the metrics.
+        """For each micro-step: its result (`None` if it holds), its state, and the metrics.
 
-        What its update half is handed goes into `handed` too. With `old` all old parameters are that number, for one
-        that watches.
+        The arguments of its update half are appended to `handed`. With `old`, all old parameters are that number, for a
+        transform that watches.
         """
         params = {p: x + shift if x.is_floating_point() else x for p, x in self.leaves.items()}
         state = self.t.init_fn(params, self.layout)
@@ -113,7 +113,7 @@ class _Run:
             yield (out if prepared.emit else None), state, ctx.metrics
 
     def last(self, **given: Any) -> tuple[Leaves, TransformState, Mapping[str, Tensor]]:
-        """What it gives at the end of a window, its state then, and the metrics of that step."""
+        """Its result at the end of a window, its state then, and the metrics of that step."""
         *_, (out, state, metrics) = self.steps(**given)
         return out or {}, state, metrics
 
@@ -156,7 +156,7 @@ def _settable(run: _Run) -> str:
             return f"rate={facts.rate!r} says that its rate is set from outside. It does not use ctx.lr[ctx.prefix]."
     for name, value in facts.settable:
         numbers = {"": {name: tuple(map(_other, value)) if isinstance(value, tuple) else _other(value)}}
-        # Three steps: a decay of a momentum has an effect on the next one.
+        # Three steps: a momentum's decay takes effect in the next step.
         if _same(run.last(windows=3)[:2], run.last(windows=3, numbers=numbers)[:2]):
             return f"{name!r} is settable from outside. It does not use ctx.numbers[ctx.prefix][{name!r}]."
     return ""
@@ -178,12 +178,12 @@ def _keeps(run: _Run) -> str:
     if why := _kept("first state", first, run.leaves.values()):
         return why
     handed: list[Tensor] = []
-    # A buffer may begin as the gradient itself, and be another one afterwards.
+    # A buffer may begin as the gradient itself, and be a new tensor afterwards.
     for i, (out, state, _) in enumerate(run.steps(windows=WINDOWS, handed=handed), 1):
         made = (out or {}).values() if run.t.facts.optimizes else ()
         if why := _kept(f"state after micro-step {i}", state, (*handed, *made)):
             return why
-        # What it was handed last.
+        # The parameters that it got last.
         params = dict(zip(run.leaves, handed[-len(run.leaves) :], strict=True))
         moved = [x for path, x in (out or {}).items() if x is not params[path]]
         if not memories(moved).isdisjoint(memories(handed if run.t.facts.optimizes else params.values())):
@@ -193,7 +193,7 @@ def _keeps(run: _Run) -> str:
 
 
 def _kept(which: str, state: TransformState, others: Iterable[Tensor]) -> str:
-    """What of memory that is not its own a state has."""
+    """How a state shares memory with other tensors, or with itself; "" if it does not."""
     own = tensors_of(state)
     if not memories(others).isdisjoint(memories(own)):
         return f"{NO} its state shares no memory with what it is handed, or new parameters; its {which} does."
@@ -203,7 +203,7 @@ def _kept(which: str, state: TransformState, others: Iterable[Tensor]) -> str:
 
 
 def _other(value: Any) -> Any:
-    """Another value of a hyperparameter, valid where the first is between 0 and 1."""
+    """Another value of a hyperparameter, valid if it must lie between 0 and 1."""
     return (0.5 if value == 0.25 else 0.25) if isinstance(value, float) else value
 
 
@@ -212,16 +212,16 @@ def _same(a: Tree, b: Tree) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `check_places` and `check_dtypes` compare gradients behind each transform with the `Spec` of the chain's survey.
+# `check_places` and `check_dtypes` compare the gradients after each transform with the `Spec` of the chain's survey.
 
 
 RIGHT = "a `through` that says what its transform does: spec.to(dtype), spec.placed(Shard(0))"
 
 
 def check_places(tx: Transform, params: Tree, ranks: int) -> None:
-    """Raise an `AssertionError` where leaves lie elsewhere than a transform says, on any of so many ranks.
+    """Raise an `AssertionError` if leaves are placed otherwise than a transform says, on any of so many ranks.
 
-    Nothing is sent: a chain is only resolved.
+    Nothing is sent: the chain is only resolved.
     """
     layout, _ = make_layout(params)
     for rank in range(ranks):
@@ -239,7 +239,7 @@ def check_places(tx: Transform, params: Tree, ranks: int) -> None:
 
 
 def _silent_groups(rank: int, size: int) -> Ranks:
-    """Groups of so many ranks in which nothing is ever sent."""
+    """Groups of `size` ranks in which nothing is ever sent."""
 
     def group(function: str, mesh: Any) -> Group:
         return Group(rank, size, tuple(range(size)))
@@ -248,7 +248,7 @@ def _silent_groups(rank: int, size: int) -> Ranks:
 
 
 def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_options: Mapping[str, Any]) -> None:
-    """Raise an `AssertionError` where what an update half gives has another dtype than the station behind it says.
+    """Raise an `AssertionError` if an update half's result has another dtype than the survey says.
 
     Args:
         tx: with an optimizer.
@@ -284,17 +284,18 @@ def _wrong_dtypes(says: Mapping[str, Spec], out: Leaves) -> dict[str, str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `check_views` checks the laws of view halves: law 4, law 11 for views, and that a view without a wire sends nothing.
+# `check_views` checks the laws of view halves: `view` after `store` is the identity, `pull` is the transpose, pieces
+# are seen as in the whole leaf, and a view without a wire sends nothing.
 
 
-# Units in the last place between a view after its store and the identity, and of an inner product that has n terms.
+# Tolerance in units in the last place: of a view after its store, and of an inner product.
 ULPS = 16.0
 
 
 def check_views(tx: Transform, params: Tree) -> None:
-    """Raise an `AssertionError` where a view half of a chain breaks a law, or a transform says what no view does.
+    """Raise an `AssertionError` if a view half of a chain breaks a law, or `through` promises a wire that no view has.
 
-    Wires are not asked: over one process they do nothing.
+    Wires are not checked: on one process they do nothing.
     """
     layout, leaves = make_layout(params)
     for part in tx.members:
@@ -359,7 +360,7 @@ def _check_store(part: Transform, view: View, touched: Sequence[Leaf], leaves: L
 
 
 def _check_pull(part: Transform, view: View, touched: Sequence[Leaf], leaves: Leaves) -> None:
-    """<view(x), g> is <x, pull(g)> where the view is linear; where it is not, `pull` stands for a derivative."""
+    """`<view(x), g> == <x, pull(g)>` for a linear view. For others `pull` stands for a derivative: not checked."""
     cotangents = random_like(leaves, seed=32)
 
     def rows() -> Iterator[tuple[str, str | None]]:
@@ -380,7 +381,7 @@ def _check_pull(part: Transform, view: View, touched: Sequence[Leaf], leaves: Le
 
 
 def _linear(view: View, x: Tensor, leaf: Leaf) -> bool:
-    """Whether the view keeps sums and multiples: on a grid no multiple by such a number is."""
+    """Whether the view keeps sums and multiples; by odd factors, so that rounding to a grid is not linear."""
     y = random_like({"y": x}, seed=31)["y"]
     pairs = [(view.view(x + y, leaf), view.view(x, leaf) + view.view(y, leaf))]
     pairs += [(view.view(by * x, leaf), by * view.view(x, leaf)) for by in (0.3719, 1000.13)]
@@ -409,7 +410,7 @@ def _check_silent(part: Transform, view: View, touched: Sequence[Leaf], leaves: 
 
 
 def _check_pieces(part: Transform, view: View, touched: Sequence[Leaf], layout: Layout, leaves: Leaves) -> None:
-    """Law 11: a view of a piece, or of some rows, is that piece of the view of the whole leaf."""
+    """A view of a piece, or of some rows, is that piece of the view of the full leaf."""
     by_rows = part.needs == "row"
     for ranks in (2, 3, 4):
         for spans in draw_cut(layout, ranks, seed=ranks, by_rows=by_rows):
@@ -457,43 +458,51 @@ def _piece(x: Tensor, leaf: Leaf, spans: Mapping[str, tuple[int, int]], needs: s
 
 
 def check_transform(tx: Any, params: Tree = None) -> None:
-    """Put a transform, or a pipeline, through the laws every transform obeys.
+    """Check a transform, or a pipeline, against the laws that every transform obeys.
 
-    A part of a pipeline is completed by `sgd`. Checked are: it prints, compares and pickles; `init`
-    takes meta tensors; the layout of the state depends on neither values nor hyperparameters nor the
-    number of updates; inputs are not written; strides of gradients do not matter; a leaf without a gradient
-    is left alone; one leaf alone is that leaf in a bigger tree (leafwise transforms); `donate=True` gives the
-    bits of `donate=False`, in metrics too; what stands behind the optimizer is handed the same old and new parameters
-    in an attached model as in a step; `vmap` over stacked states is a loop over states; a held or skipped
-    step changes nothing but its own counters; a transform that says `needs="element"`, or needs one number of the
-    tree, gives on flat pieces of leaves, cut anywhere, what it gives on whole leaves, and one that needs rows gives it
-    on some of the rows; gradients behind it have the dtype and the place that its `through` and its view say; it does
-    what its `Facts` say: holds so many micro-steps, gives parameters, shows its metrics, uses what is set. A view
-    without a wire writes none of its arguments, is the identity after its `store`, has its transpose for `pull` where
-    it is linear, gives on pieces what it gives on whole leaves where it says so, and talks to no other rank. A guest
-    of another library is not asked for `vmap`, meta tensors, missing gradients or pickling.
+    A pipeline without an optimizer is completed by `sgd`. The laws:
 
-    Pieces are compared with wholes within two units in the last place of a number as large as the gradients, for each
-    step: some of torch's kernels (fused Adam, `add` with `alpha` in 16 bits, `sigmoid`, `pow`) round the last
-    elements of a tensor otherwise than those before.
+    * It prints, compares and pickles.
+    * `init` takes meta tensors. The structure of the state depends neither on values, nor on hyperparameters, nor on
+      the number of updates.
+    * No input is written. Strides of gradients do not matter. A leaf without a gradient is left alone.
+    * A leaf alone is updated as in a bigger tree (leafwise transforms).
+    * `donate=True` gives the bits of `donate=False`, in metrics too. `vmap` over stacked states is a loop over states.
+    * In an attached model a transform after the optimizer gets the same old and new parameters as in a step.
+    * A held or skipped step changes nothing but its transform's counters.
+    * With `needs="element"` or `needs="number"`, flat pieces of leaves, cut anywhere, are updated as in full leaves;
+      with `needs="row"`, some rows are.
+    * Gradients after it have the dtype and placement that its `through` and its view say.
+    * It does what its `Facts` say: holds as many micro-steps, returns parameters, reports its metrics, uses what is
+      set.
+    * A view without a wire writes no argument, is the identity after its `store`, has its transpose as `pull` if it is
+      linear, treats pieces as in full leaves if it says so, and communicates with no other rank.
+
+    A transform of another library is not asked for `vmap`, meta tensors, missing gradients or pickling.
 
     Args:
-        tx: what a chain accepts.
+        tx: whatever a chain accepts.
         params: a tree to check it on; by default `sample_params()`.
 
     Raises:
         AssertionError: names the transform, the law, and every leaf that breaks it.
-        ValueError, TypeError: it does what every step refuses, such as to leave out a leaf, or `zf.init`.
+        ValueError, TypeError: it does what `zf.init` or a step refuses, such as leaving out a leaf.
 
-    >>> import torch, zerofn as zf
-    >>> @zf.leafwise
-    ... def doubled(grad, param):
-    ...     return grad.mul_(2)
-    >>> check_transform(doubled())
-    Traceback (most recent call last):
-    ...
-    AssertionError: doubled(): an update writes none of its inputs. The gradients were written.
-    ...
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> @zf.leafwise
+        ... def doubled(grad, param):
+        ...     return grad.mul_(2)
+        >>> check_transform(doubled())
+        Traceback (most recent call last):
+        ...
+        AssertionError: doubled(): an update writes none of its inputs. The gradients were written.
+        ...
+
+    Notes:
+        Pieces and full leaves are compared within two units in the last place of a number as large as the gradients,
+        for each step: some of torch's kernels (fused Adam, `add` with `alpha` in 16 bits, `sigmoid`, `pow`) round the
+        last elements of a tensor differently.
     """
     tx = as_transform(tx)
     case = Case(tx, completed(tx), sample_params() if params is None else params)
@@ -538,7 +547,7 @@ def _layout(case: Case) -> None:
     law = "structure, dtypes and shapes of the state depend on parameters and transforms alone. They changed "
     assert_trees_equal(_skeleton(case.run(state)), expected, case.broken(law + "with an update."))
     layout, leaves = make_layout(case.params)
-    # By leaf, so that tied parameters stay tied.
+    # Leaf by leaf, so that tied parameters stay tied.
     other = init(case.pipe, layout.join(random_like(leaves, seed=8)))
     assert_trees_equal(_skeleton(other), expected, case.broken(law + "with values of parameters."))
     if case.has_guests:
@@ -555,7 +564,7 @@ def _skeleton(tree: Tree) -> Tree:
 
 
 def _perturbed(t: Transform) -> list[Transform]:
-    """The transform with its positive float hyperparameters changed, one after the other."""
+    """The transform with its positive float hyperparameters changed, one at a time."""
     if t.parts and t.in_turn:
         return [chain(*t.parts[:i], new, *t.parts[i + 1 :]) for i, p in enumerate(t.parts) for new in _perturbed(p)]
     found = []
@@ -581,13 +590,13 @@ def _strides(case: Case) -> None:
 
     state = init(case.pipe, case.params)
     law = "strides of a gradient do not matter."
-    # A sum over a leaf is made in the order of memory.
+    # A sum over a leaf follows the order in memory.
     ulps = 0 if case.tx.needs == "element" else 8
     assert_trees_close(case.run(state, transposed), case.run(state), ulps, floor=1.0, what=case.broken(law))
 
 
 def _missing(case: Case) -> None:
-    """A leaf whose gradient never comes keeps its value; weight decay and momentum do not move it either."""
+    """A leaf that never gets a gradient keeps its value; weight decay and momentum do not move it either."""
     if case.has_guests:
         return
     state = init(case.pipe, case.params)
@@ -633,7 +642,7 @@ def _donate(case: Case) -> None:
 
 
 def _attached(case: Case) -> None:
-    """Behind the optimizer a transform is handed the parameters before and after the update, in every route."""
+    """In every route, a transform after the optimizer gets the parameters before and after the update."""
     if not any(t.facts.compares for t in innermost(case.pipe)):
         return
     step, state = make_step(loss, case.pipe), init(case.pipe, case.params)
@@ -647,7 +656,7 @@ def _attached(case: Case) -> None:
         opt.step(**case.weight)
         opt.zero_grad()
         state, metrics = step(state, data, **case.weight)
-        # Leaf by leaf, as the trees of parameters have other containers.
+        # Leaf by leaf, since the two trees have different containers.
         assert_trees_equal(dict(opt.state.leaves), dict(state.leaves), case.broken(f"{law} Parameters differ:"))
         assert_trees_equal(opt.state.transforms, state.transforms, case.broken(f"{law} States differ:"))
         del metrics["loss"]
@@ -662,18 +671,18 @@ def _ensemble(case: Case) -> None:
     seeds = (1, 2)
     states = [init(case.pipe, random_like(case.params, seed=s)) for s in seeds]
     if not all([isinstance(x, Tensor) for x in flatten(states[0])[0]]):
-        # Neither `None` nor a count in Python has a row for each member.
+        # `None` and Python numbers cannot be stacked.
         return
     together = _stack(states)
     for i in range(case.steps):
         batches = [random_like(case.params, seed=10 * s + i) for s in seeds]
         states = [step(s, b, **case.weight)[0] for s, b in zip(states, batches, strict=True)]
-        # A dict by path crosses into torch.func, whose tree library knows no class registered with optree.
+        # A dict by path, since torch.func's tree library does not know classes that are registered with optree.
         rows = torch.vmap(lambda s, leaves: step(s, s.layout.join(leaves), **case.weight)[0])
         together = rows(together, _stack([make_layout(b)[1] for b in batches]))
     law = "vmap over stacked states is a loop over states."
-    # Fused kernels and the formula that vmap runs round differently, once or twice an update; an ulp in fp32
-    # may move a rounding to 16 bits by one unit there.
+    # Fused kernels and the formula under vmap round differently, once or twice an update; an ulp in fp32 may move a
+    # rounding to 16 bits by a unit there.
     assert_trees_close(together, _stack(states), ulps=32, floor=1.0, what=case.broken(law))
 
 
@@ -706,7 +715,7 @@ def _assert_untouched(case: Case, old: State, new: State, own: set[str], law: st
 
 def _cut_anywhere(case: Case, ulps: float = 2.0) -> None:
     def check(subject: Transform, pipe: Transform, by_rows: bool = False) -> None:
-        # Small and large gradients, in case something is done to those above a threshold only.
+        # Small and large gradients, in case a transform treats those above a threshold differently.
         for ranks, size in ((2, 1.0), (3, 30.0), (4, 1e-3)):
             layout, leaves = make_layout(case.params)
             grads = [random_like(leaves, seed=100 * ranks + i) for i in range(case.steps)]
@@ -719,7 +728,7 @@ def _cut_anywhere(case: Case, ulps: float = 2.0) -> None:
         try:
             check(subject, pipe)
         except AssertionError:
-            # Name the one that lies, if it does so alone.
+            # Name the member that breaks the law, if it does so by itself.
             for member, alone in singly(subject):
                 check(member, alone)
             raise
@@ -741,7 +750,7 @@ def _facts(case: Case) -> None:
 
 
 def _views(case: Case) -> None:
-    # What does not fit its leaves is refused here, with words of its own.
+    # `init` refuses views that do not fit their leaves, with messages of its own.
     init(case.pipe, clone(case.params))
     check_views(case.tx, case.params)
 

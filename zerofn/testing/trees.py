@@ -12,16 +12,25 @@ from ..core.tree import Tree, flatten, tree_map, tree_paths
 
 
 def assert_trees_equal(actual: Tree, expected: Tree, what: str = "trees differ") -> None:
-    """Same structure, shapes, dtypes and bits; NaN equals NaN. Every leaf that differs is named.
+    """Assert that two trees have the same structure, shapes, dtypes and bits; NaN equals NaN.
 
-    >>> import torch
-    >>> one, zero = torch.ones(1), torch.zeros(1)
-    >>> assert_trees_equal({"w": one, "b": [one]}, {"w": one, "b": [zero]})
-    Traceback (most recent call last):
-    ...
-    AssertionError: trees differ
-      b.0: 1 of 1 elements differ, the worst by 1 at (0,): 1 instead of 0
-      write: two trees that are equal
+    Args:
+        actual: a tree of tensors.
+        expected: the reference.
+        what: first line of the message.
+
+    Raises:
+        AssertionError: names every leaf that differs.
+
+    Examples:
+        >>> import torch
+        >>> one, zero = torch.ones(1), torch.zeros(1)
+        >>> assert_trees_equal({"w": one, "b": [one]}, {"w": one, "b": [zero]})
+        Traceback (most recent call last):
+        ...
+        AssertionError: trees differ
+          b.0: 1 of 1 elements differ, the worst by 1 at (0,): 1 instead of 0
+          write: two trees that are equal
     """
     _compare(actual, expected, what, None)
 
@@ -29,17 +38,21 @@ def assert_trees_equal(actual: Tree, expected: Tree, what: str = "trees differ")
 def assert_trees_close(
     actual: Tree, expected: Tree, ulps: float, floor: float = 0.0, what: str = "trees differ"
 ) -> None:
-    """Same structure, shapes and dtypes, and `|a - e| <= ulps * eps * max(|e|, floor)` everywhere.
+    """Assert the same structure and shapes, and `|a - e| <= ulps * eps * max(|e|, floor)` for every element.
 
     Args:
         actual: a tree of tensors.
-        expected: the reference; in float64 where it is more exact than what is checked.
-        ulps: how many units in the last place of the actual dtype.
+        expected: the reference; may be in float64, to be more exact than what is checked.
+        ulps: units in the last place of the actual dtype.
         floor: magnitude below which the error is absolute: that of the terms whose sum a small number is.
         what: first line of the message.
 
-    >>> import torch
-    >>> assert_trees_close(torch.tensor(1.0), torch.tensor(1.0 + 1e-7, dtype=torch.float64), ulps=1)
+    Raises:
+        AssertionError: names every leaf that differs.
+
+    Examples:
+        >>> import torch
+        >>> assert_trees_close(torch.tensor(1.0), torch.tensor(1.0 + 1e-7, dtype=torch.float64), ulps=1)
     """
     _compare(actual, expected, what, (ulps, floor))
 
@@ -71,7 +84,7 @@ def difference(a: Any, e: Any, bound: tuple[float, float] | None) -> str | None:
         wrong = (a != e) & ~both_nan
     else:
         room = bound[0] * eps * e.double().abs().clamp(min=bound[1])
-        # Infinities minus each other are NaN, which is within no room: equal ones are right all the same.
+        # `a != e`: equal infinities are right, though their difference is NaN.
         wrong = ~((a.double() - e.double()).abs() <= room) & ~both_nan & (a != e)
     if not wrong.any():
         return None
@@ -86,11 +99,12 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def random_like(tree: Tree, seed: int) -> Tree:
-    """Normal numbers in the shapes and dtypes of `tree`, from a generator of their own.
+    """Normal numbers in the shapes and dtypes of `tree`, from a generator seeded by `seed`.
 
-    >>> import torch
-    >>> random_like({"w": torch.zeros(2), "b": None}, seed=0)
-    {'w': tensor([ 1.5410, -0.2934]), 'b': None}
+    Examples:
+        >>> import torch
+        >>> random_like({"w": torch.zeros(2), "b": None}, seed=0)
+        {'w': tensor([ 1.5410, -0.2934]), 'b': None}
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -103,10 +117,11 @@ def random_like(tree: Tree, seed: int) -> Tree:
 
 
 def sample_params() -> Tree:
-    """Parameters that transforms trip over: nested containers, `None`; 0-d, zero-size and 1-element leaves.
+    """Parameters that are hard for transforms: nested containers, `None`; 0-d, empty and 1-element leaves.
 
-    >>> len(sample_params())
-    5
+    Examples:
+        >>> len(sample_params())
+        5
     """
     empty = {
         "block": [{"weight": torch.zeros(3, 5), "bias": torch.zeros(5)}, (torch.zeros(2, 1, 3), None)],

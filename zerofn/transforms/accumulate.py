@@ -111,17 +111,17 @@ class _Window:
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
         out, sums, seen = {}, {}, {}
-        for path, whole in state["sum"].items():
+        for path, so_far in state["sum"].items():
             before, g = state["seen"][path], grads.get(path)
             begun = ctx.read(before)
             if g is not None:
-                addend = _weighed(g.to(whole.dtype), weight) if self.weighted else g
-                whole = sums[path] = _plus(whole, addend, begun, ctx)
+                addend = _weighed(g.to(so_far.dtype), weight) if self.weighted else g
+                so_far = sums[path] = _plus(so_far, addend, begun, ctx)
             if may(due) and (g is not None or may(begun)):
-                out[path] = ctx.put(torch.div, whole, total)
+                out[path] = ctx.put(torch.div, so_far, total)
                 # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and
                 # without `donate`.
-                sums[path] = where(due, out[path], whole)
+                sums[path] = where(due, out[path], so_far)
             # Setting `seen` to false closes the window, so the buffer need not be zeroed.
             seen[path] = _reset(before if g is None else _true(before, begun), due)
         return (out if may(due) else grads), {"sum": sums, "seen": seen}
