@@ -244,11 +244,12 @@ def floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         TypeError: one is no number, such as a whole batch of them under `vmap`; it is named.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.sgd(0.5)
-    >>> _, metrics = zf.update(tx, {"w": torch.ones(4)}, zf.init(tx, {"w": torch.zeros(4)}))
-    >>> zf.floats(metrics)
-    {'updated': 1.0, 'step': 1.0, 'skipped': 0.0, 'lr': 0.5, 'grad_norm': 2.0}
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.sgd(0.5)
+        >>> _, metrics = zf.update(tx, {"w": torch.ones(4)}, zf.init(tx, {"w": torch.zeros(4)}))
+        >>> zf.floats(metrics)
+        {'updated': 1.0, 'step': 1.0, 'skipped': 0.0, 'lr': 0.5, 'grad_norm': 2.0}
     """
     for name, x in metrics.items():
         if not (isinstance(x, int | float) or (isinstance(x, Tensor) and x.ndim == 0 and not x.is_complex())):

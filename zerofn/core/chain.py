@@ -38,23 +38,24 @@ class GradientTransformation(Protocol):
 
 @made_outside_of_graphs
 def chain(*transforms: Transform | GradientTransformation) -> Transform:
-    """Compose transforms; left to right is the road of a gradient from the model to storage.
+    """Compose transforms, in the order in which a gradient passes from the model to storage.
 
-    Associative: a chain inside a chain is the same as its members. An order without meaning is
-    refused here. Members of one name get a number, so that each has its own state: those of a chain
-    inside are numbered anew, and names given by `named` stay.
+    Associative: a chain inside a chain is the same as its members. An order without meaning is refused here. Members
+    with the same name get a number, so that each has a state of its own: members of inner chains are numbered anew, and
+    names given by `named` stay.
 
     Args:
-        transforms: what `zf` functions return, chains, or objects with `init(params)` and
-            `update(updates, state, params)` such as those of torchopt.
+        transforms: results of `zf` functions, chains, or objects with `init(params)` and `update(updates, state,
+            params)` such as torchopt's.
 
     Raises:
-        TypeError: an argument is no transform.
-        ValueError: the order has no meaning; both transforms, the reason and a right order are named.
+        TypeError: an argument is not a transform.
+        ValueError: the order has no meaning; names both transforms, the reason and a right order.
 
-    >>> import zerofn as zf
-    >>> zf.chain(zf.clip_by_value(1.0), zf.chain(zf.sgd(0.1))) == zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1))
-    True
+    Examples:
+        >>> import zerofn as zf
+        >>> zf.chain(zf.clip_by_value(1.0), zf.chain(zf.sgd(0.1))) == zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1))
+        True
     """
     flat: list[Transform] = []
     for t in transforms:
@@ -167,16 +168,17 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
         ValueError: `needs` is another word. At an update: a leaf has no gradient, or its update is left out, is no real
             tensor, or has another shape or device; every such leaf is named.
 
-    >>> import torch, zerofn as zf
-    >>> class Descent:
-    ...     def init(self, params):
-    ...         return ()
-    ...     def update(self, updates, state, params=None):
-    ...         return {path: -0.5 * g for path, g in updates.items()}, state
-    >>> tx = zf.chain(zf.shard(), zf.guest(Descent(), needs="element"))
-    >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))
-    >>> state.params
-    {'w': tensor([-0.5000])}
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> class Descent:
+        ...     def init(self, params):
+        ...         return ()
+        ...     def update(self, updates, state, params=None):
+        ...         return {path: -0.5 * g for path, g in updates.items()}, state
+        >>> tx = zf.chain(zf.shard(), zf.guest(Descent(), needs="element"))
+        >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))
+        >>> state.params
+        {'w': tensor([-0.5000])}
     """
     if isinstance(transformation, Transform):
         why, right = "it is a transform of this library already", f"chain(..., {transformation.name}(...), ...)"
@@ -249,12 +251,17 @@ def masked(transform: Transform, mask: Any) -> Transform:
         transform: any transform of gradients, or a chain of them.
         mask: a function `path -> bool`, or a tree of bools that may stop above the leaves.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.masked(zf.clip_by_value(1.0), lambda path: path != "b"), zf.sgd(1.0))
-    >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
-    >>> state, _ = zf.update(tx, {"w": torch.full((1,), 5.0), "b": torch.full((1,), 5.0)}, state)
-    >>> state.params
-    {'w': tensor([-1.]), 'b': tensor([-5.])}
+    Raises:
+        TypeError: the mask returns something other than a bool.
+        ValueError: the transform cannot be applied to some leaves only, such as `shard`.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.masked(zf.clip_by_value(1.0), lambda path: path != "b"), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
+        >>> state, _ = zf.update(tx, {"w": torch.full((1,), 5.0), "b": torch.full((1,), 5.0)}, state)
+        >>> state.params
+        {'w': tensor([-1.]), 'b': tensor([-5.])}
     """
     inner = _member(as_transform(transform), "masked")
 
@@ -282,12 +289,13 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
             have the same text.
         TypeError: a label does not hash, or has no text but its address.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.partition({"fast": zf.sgd(1.0), "slow": zf.sgd(0.1)}, lambda p: "slow" if p == "b" else "fast")
-    >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
-    >>> state, _ = zf.update(tx, {"w": torch.ones(1), "b": torch.ones(1)}, state)
-    >>> state.params
-    {'w': tensor([-1.]), 'b': tensor([-0.1000])}
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.partition({"fast": zf.sgd(1.0), "slow": zf.sgd(0.1)}, lambda p: "slow" if p == "b" else "fast")
+        >>> state = zf.init(tx, {"w": torch.zeros(1), "b": torch.zeros(1)})
+        >>> state, _ = zf.update(tx, {"w": torch.ones(1), "b": torch.ones(1)}, state)
+        >>> state.params
+        {'w': tensor([-1.]), 'b': tensor([-0.1000])}
     """
     if not isinstance(transforms, Mapping) or not transforms:
         raise TypeError(f"partition({transforms!r}, labels): give a dict from label to transform.")

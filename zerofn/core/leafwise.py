@@ -89,16 +89,17 @@ def leafwise(
         ValueError: `needs` is no such word; or, at a step, the function returned no real tensor of the leaf's shape
             and device, or a state with other shapes or dtypes than `init` gave. The leaves are named.
 
-    >>> import torch, zerofn as zf
-    >>> @zf.leafwise(optimizer=True, needs="element")
-    ... def biases_faster(grad, param, *, lr, step, path):
-    ...     return param - (1 + 9 * (step > 0) * ("bias" in path)) * lr * grad
-    >>> tx = biases_faster(lr=zf.schedules.constant(0.5))
-    >>> state = zf.init(tx, {"bias": torch.zeros(1)})
-    >>> for _ in range(2):
-    ...     state, _ = zf.update(tx, {"bias": torch.ones(1)}, state)
-    >>> state.params["bias"]
-    tensor([-5.5000])
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> @zf.leafwise(optimizer=True, needs="element")
+        ... def biases_faster(grad, param, *, lr, step, path):
+        ...     return param - (1 + 9 * (step > 0) * ("bias" in path)) * lr * grad
+        >>> tx = biases_faster(lr=zf.schedules.constant(0.5))
+        >>> state = zf.init(tx, {"bias": torch.zeros(1)})
+        >>> for _ in range(2):
+        ...     state, _ = zf.update(tx, {"bias": torch.ones(1)}, state)
+        >>> state.params["bias"]
+        tensor([-5.5000])
     """
     _check(function, init, optimizer, needs)
     if function is not None:

@@ -234,14 +234,20 @@ def all_gather(
 ) -> Tensor:
     """The shards of all ranks, one after the other: (n, ...) -> (sum of n, ...). Adjoint of `reduce_scatter`.
 
-    `n` may differ between ranks and be zero, as in the shards that `zf.shard` makes of a leaf.
-    `dtype` is that of the result (default: that of `x`): an fp32 shard with `dtype=bfloat16` is sent in bf16, and its
-    gradient comes back in fp32. Cotangents are added in `reduce_dtype` (default: their own dtype) and returned in the
-    dtype of `x`; a separate cast before the gather would round them.
-    Raises `ValueError`, on every rank, if dtypes or other dimensions differ between ranks.
+    Args:
+        x: this rank's shard. `n` may differ between ranks and be zero, as in the shards that `zf.shard` makes.
+        group: the ranks.
+        dtype: of the result; by default that of `x`. An fp32 shard with `dtype=torch.bfloat16` is sent in bf16, and its
+            gradient is fp32.
+        reduce_dtype: in which cotangents are added; by default their own. They are returned in the dtype of `x`; a
+            separate cast before the gather would round them.
 
-    >>> all_gather(torch.arange(3.0), Group())
-    tensor([0., 1., 2.])
+    Raises:
+        ValueError: on every rank, if dtypes or other dimensions differ between ranks.
+
+    Examples:
+        >>> all_gather(torch.arange(3.0), Group())
+        tensor([0., 1., 2.])
     """
     if group.size == 1:
         return x.to(dtype or x.dtype)
@@ -263,14 +269,22 @@ def reduce_scatter(
 ) -> Tensor:
     """This rank's rows of the sum over ranks: (size * n, ...) -> (n, ...). Adjoint of `all_gather`.
 
-    Adds in `reduce_dtype` and returns in `dtype` (default of both: the dtype of `x`). From three ranks on, the order
-    in which an element is summed depends on its place in the buffer: two layouts of the same numbers agree to rounding,
-    not bit for bit.
-    Raises `ValueError`, on every rank, if axis 0 does not divide by the number of ranks, or shapes or dtypes differ
-    between ranks.
+    Args:
+        x: of one shape on all ranks.
+        group: the ranks.
+        dtype: of the result; by default that of `x`.
+        reduce_dtype: in which numbers are added; by default the dtype of `x`.
 
-    >>> reduce_scatter(torch.arange(3.0), Group(), dtype=torch.float64)
-    tensor([0., 1., 2.], dtype=torch.float64)
+    Raises:
+        ValueError: on every rank, if axis 0 does not divide by the number of ranks, or shapes or dtypes differ.
+
+    Examples:
+        >>> reduce_scatter(torch.arange(3.0), Group(), dtype=torch.float64)
+        tensor([0., 1., 2.], dtype=torch.float64)
+
+    Notes:
+        From three ranks on, the order in which an element is summed depends on its place in the buffer: two layouts of
+        the same numbers agree to rounding, not bit for bit.
     """
     if group.size == 1:
         return x.to(dtype or x.dtype)
@@ -288,12 +302,18 @@ def scatter(
 
 
 def replicate(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """`x` itself, equal on all ranks; its cotangent is the sum of all ranks' cotangents, added in `reduce_dtype`.
+    """`x` itself, equal on all ranks; its cotangent is the sum over ranks. Adjoint of `all_reduce`.
 
-    It is for a parameter that every rank has and uses on its own data. Adjoint of `all_reduce`.
+    It is for a parameter that every rank has and uses on its own data.
 
-    >>> replicate(torch.ones(2), Group())
-    tensor([1., 1.])
+    Args:
+        x: of any shape, equal on all ranks.
+        group: the ranks.
+        reduce_dtype: in which cotangents are added; by default their own.
+
+    Examples:
+        >>> replicate(torch.ones(2), Group())
+        tensor([1., 1.])
     """
     if group.size == 1:
         return x
@@ -306,8 +326,14 @@ def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = No
     The result is one value that all ranks have, so its cotangent is one value too: every rank must compute the same
     from it, and the cotangent passes through unchanged. (A sum over ranks would count it N times.)
 
-    >>> all_reduce(torch.ones(2), Group())
-    tensor([1., 1.])
+    Args:
+        x: of one shape on all ranks.
+        group: the ranks.
+        reduce_dtype: in which numbers are added; by default the dtype of `x`.
+
+    Examples:
+        >>> all_reduce(torch.ones(2), Group())
+        tensor([1., 1.])
     """
     if group.size == 1:
         return x
@@ -401,10 +427,12 @@ def all_gather_tree(
 ) -> dict[str, Tensor]:
     """`all_gather` of every leaf, (n, ...) -> (sum of n, ...), in one collective per dtype.
 
-    `all_gather_tree(state.params, group)` of a sharded state returns every full leaf, flat.
+    `all_gather_tree(state.params, group)` of a sharded state returns every full leaf, flat. Other arguments and errors
+    are those of `all_gather`.
 
-    >>> all_gather_tree({"a": torch.ones(2), "b": torch.zeros(0)}, Group())
-    {'a': tensor([1., 1.]), 'b': tensor([])}
+    Examples:
+        >>> all_gather_tree({"a": torch.ones(2), "b": torch.zeros(0)}, Group())
+        {'a': tensor([1., 1.]), 'b': tensor([])}
     """
     if group.size == 1:
         return {name: all_gather(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()}
@@ -575,26 +603,28 @@ def all_to_all(
 ) -> Tensor:
     """Gather along `concat_dim` and shard along `split_dim`: chunk `r` of `x` along `split_dim` goes to rank `r`.
 
-    It is its own adjoint, with the dimensions swapped.
-
-    With `split_dim=1` and `concat_dim=2`, (batch, heads, chunk of the sequence, features) becomes (batch, chunk of the
-    heads, sequence, features), the ranks' chunks one after the other. Lengths along `concat_dim` may differ between
-    ranks, and that of `split_dim` need not divide by their number. Each rank sends all but its own chunk: (N - 1) / N
-    of its bytes.
+    It is its own adjoint, with the dimensions swapped. With `split_dim=1` and `concat_dim=2`, (batch, heads, chunk of
+    the sequence, features) becomes (batch, chunk of the heads, sequence, features), the ranks' chunks one after the
+    other. Each rank sends all but its own chunk: (N - 1) / N of its bytes.
 
     Args:
-        x: this rank's tensor. group: the ranks. split_dim: the dimension to shard, negative from the end.
-            concat_dim: the dimension to gather. splits: the length along `split_dim` of each rank; by default those
-            of `torch.tensor_split`. The way back needs them if ranks had other lengths. lengths: a list, which is
-            filled with the length along `concat_dim` of each rank: the `splits` of the way back.
+        x: this rank's tensor. Its length along `concat_dim` may differ between ranks; that along `split_dim` need not
+            divide by the number of ranks.
+        group: the ranks.
+        split_dim: the dimension to shard; negative counts from the end.
+        concat_dim: the dimension to gather.
+        splits: the length along `split_dim` of each rank; by default those of `torch.tensor_split`. The way back needs
+            them if ranks had different lengths.
+        lengths: a list, which is filled with the length along `concat_dim` of each rank: the `splits` of the way back.
 
     Raises:
         ValueError: on every rank, if dtypes, arguments or other dimensions differ between ranks, the dimensions are not
             two of `x`, or `splits` does not add up to the length of `split_dim`.
 
-    >>> all_to_all(torch.ones(2, 3), Group(), 0, 1)
-    tensor([[1., 1., 1.],
-            [1., 1., 1.]])
+    Examples:
+        >>> all_to_all(torch.ones(2, 3), Group(), 0, 1)
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
     """
     split = Split()
     out = exchange(x, group, split_dim, concat_dim, splits, split)

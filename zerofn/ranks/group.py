@@ -71,8 +71,9 @@ class Group:
     Equality is identity: two groups over the same ranks are two channels, and a collective waits for its peers on the
     same channel only. A group of one has no process group and needs no environment.
 
-    >>> Group().size, Group().rank, Group().device
-    (1, 0, device(type='cpu'))
+    Examples:
+        >>> Group().size, Group().rank, Group().device
+        (1, 0, device(type='cpu'))
     """
 
     rank: int = 0

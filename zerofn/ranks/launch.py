@@ -262,25 +262,35 @@ def launch(
     backend: str | None = None,
     init: bool = True,
 ) -> list[Any]:
-    """Run `fn(*args)` on `nproc` local ranks and return their results in rank order.
+    """Run `fn(*args)` on `nproc` local ranks, and return their results in the order of ranks.
 
-    In each rank RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as under torchrun,
-    and the default process group is initialised: NCCL and gloo if there is a GPU per rank, else gloo, or `backend`.
-    With `init=False`, `fn` initialises it. A single rank is a process of its own too.
+    In each rank RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as under torchrun.
+    A single rank is a process of its own too. Output of ranks goes where this process prints. `atexit` handlers do not
+    run in ranks, as in `multiprocessing`.
 
-    Functions of a script, a notebook or another function are sent by value if `cloudpickle` is installed; functions of
-    a module are always sent by name. Tensors in arguments and results are sent by value and arrive on the CPU. Each
-    rank computes with `threads` threads (None: torch's own choice). Output of ranks goes where this process prints.
-    `atexit` handlers do not run in ranks, as in `multiprocessing`.
+    However the call ends, also after an interrupt or a kill of this process, all ranks have ended, and so have the
+    processes that they started, even in sessions of their own. (Outside of Linux, processes that have left their rank's
+    process group stay.)
 
-    timeout: seconds for the whole run, None or infinity for no limit.
+    Args:
+        fn: a function of a module, which is sent by name; or, if `cloudpickle` is installed, a function of a script, a
+            notebook or another function, which is sent by value.
+        nproc: the number of ranks.
+        args: its arguments. Tensors in arguments and results are sent by value, and arrive on the CPU.
+        timeout: seconds for the whole run; None or infinity for no limit.
+        threads: threads of each rank; None for torch's own choice.
+        backend: of the default process group; by default NCCL and gloo if there is a GPU per rank, else gloo.
+        init: whether to initialise the default process group; if not, `fn` does.
 
-    Raises `RankError` when a rank raises or dies, with its rank and traceback, and `RankTimeout` when ranks
-    do not finish in time, with the stack of each. In every case, also after an interrupt or a kill of this process,
-    all ranks have ended afterwards, and so have the processes that they started, even in sessions of their own.
-    (Outside of Linux, processes that have left the group of their rank stay.) `TypeError` and `ValueError` name a
-    wrong argument.
+    Returns:
+        A list of the results, one per rank.
 
+    Raises:
+        RankError: a rank raised or died; with its rank and traceback.
+        RankTimeout: ranks did not finish in time; with the stack of each.
+        TypeError, ValueError: an argument is wrong.
+
+    Examples:
         >>> def hello(greeting):
         ...     import torch.distributed as dist
         ...     return f"{greeting} from rank {dist.get_rank()} of {dist.get_world_size()}"

@@ -671,8 +671,9 @@ def world_group(purpose: Hashable = "") -> Group:
     Equal purposes share a channel. A pipeline passes its own, so that the order of its collectives depends on nothing
     outside of it.
 
-    >>> world_group().size
-    1
+    Examples:
+        >>> world_group().size
+        1
     """
 
     def make() -> Group | None:

@@ -43,16 +43,17 @@ class Checkpoints:
         ValueError: `last` is no positive int, `best` is negative, `largest` is no bool,
             `root` is "".
 
-    >>> import tempfile, torch, zerofn as zf
-    >>> tx = zf.sgd(1.0)
-    >>> state = zf.init(tx, {"w": torch.zeros(1)})
-    >>> with tempfile.TemporaryDirectory() as root:
-    ...     saves = zf.Checkpoints(root, last=2, best=1)
-    ...     for loss in (3.0, 1.0, 2.0, 4.0):
-    ...         state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
-    ...         saves.save(state, score=loss)
-    ...     saves.steps, saves.best, saves.load(like=zf.init(tx, {"w": torch.zeros(1)})).params
-    ([2, 3, 4], 2, {'w': tensor([-4.])})
+    Examples:
+        >>> import tempfile, torch, zerofn as zf
+        >>> tx = zf.sgd(1.0)
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     saves = zf.Checkpoints(root, last=2, best=1)
+        ...     for loss in (3.0, 1.0, 2.0, 4.0):
+        ...         state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+        ...         saves.save(state, score=loss)
+        ...     saves.steps, saves.best, saves.load(like=zf.init(tx, {"w": torch.zeros(1)})).params
+        ([2, 3, 4], 2, {'w': tensor([-4.])})
     """
 
     def __init__(self, root: str | os.PathLike, *, last: int = 3, best: int = 0, largest: bool = False):

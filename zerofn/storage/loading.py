@@ -237,19 +237,20 @@ def load(
         TypeError: `strict=False` with a state and without `tx`, or `tx` without it.
         RuntimeError: only some ranks call it, as for `save`; with `strict=False`, `like` was donated or half written.
 
-    >>> import tempfile, torch, zerofn as zf
-    >>> tx, params = zf.adamw(lr=1e-3), {"w": torch.zeros(2)}
-    >>> longer = zf.chain(tx, zf.ema(0.9))
-    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, params))
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     zf.save(directory, state)
-    ...     loaded = zf.load(directory, like=zf.init(tx, params))
-    ...     _, report = zf.load(directory, like=zf.init(longer, params), strict=False, tx=longer)
-    >>> int(loaded.step), torch.equal(loaded.params["w"], state.params["w"])
-    (1, True)
-    >>> print(report)
-    loaded 7 tensors and numbers
-      made anew: ema/average/w (missing: the checkpoint does not have it)
+    Examples:
+        >>> import tempfile, torch, zerofn as zf
+        >>> tx, params = zf.adamw(lr=1e-3), {"w": torch.zeros(2)}
+        >>> longer = zf.chain(tx, zf.ema(0.9))
+        >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, params))
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     zf.save(directory, state)
+        ...     loaded = zf.load(directory, like=zf.init(tx, params))
+        ...     _, report = zf.load(directory, like=zf.init(longer, params), strict=False, tx=longer)
+        >>> int(loaded.step), torch.equal(loaded.params["w"], state.params["w"])
+        (1, True)
+        >>> print(report)
+        loaded 7 tensors and numbers
+          made anew: ema/average/w (missing: the checkpoint does not have it)
     """
     check_flag("load", "strict", strict)
     opt = like if isinstance(like, Optimizer) else None

@@ -63,13 +63,14 @@ def export_safetensors(
         RuntimeError: only some ranks call it, as for `zf.save`.
         TypeError: the state needs `tx`, because of a view of your own.
 
-    >>> import tempfile, torch, zerofn as zf
-    >>> from safetensors.torch import load_file
-    >>> state = zf.init(zf.adamw(lr=1e-3), {"w": torch.arange(2.0)})
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     zf.export_safetensors(f"{directory}/model.safetensors", state)
-    ...     load_file(f"{directory}/model.safetensors")
-    {'w': tensor([0., 1.])}
+    Examples:
+        >>> import tempfile, torch, zerofn as zf
+        >>> from safetensors.torch import load_file
+        >>> state = zf.init(zf.adamw(lr=1e-3), {"w": torch.arange(2.0)})
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     zf.export_safetensors(f"{directory}/model.safetensors", state)
+        ...     load_file(f"{directory}/model.safetensors")
+        {'w': tensor([0., 1.])}
     """
     save_file = safetensors_function("save_file", "zf.export_safetensors")
     given = state_of(state, "zf.export_safetensors(path, {})")
@@ -203,15 +204,16 @@ def load_safetensors(
         TypeError: `like` is a state, and there is no `tx`.
         RuntimeError: only some ranks call it, as for `zf.load`.
 
-    >>> import tempfile, torch, zerofn as zf
-    >>> tx = zf.chain(zf.shard(), zf.adamw(lr=1e-3))
-    >>> like = zf.init(tx, {"w": torch.empty(2, 2, device="meta")})
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     zf.export_safetensors(f"{directory}/a", zf.init(tx, {"w": torch.eye(2)}))
-    ...     state = zf.load_safetensors(f"{directory}/a", like=like, tx=tx)
-    >>> state.params["w"]
-    tensor([[1., 0.],
-            [0., 1.]])
+    Examples:
+        >>> import tempfile, torch, zerofn as zf
+        >>> tx = zf.chain(zf.shard(), zf.adamw(lr=1e-3))
+        >>> like = zf.init(tx, {"w": torch.empty(2, 2, device="meta")})
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     zf.export_safetensors(f"{directory}/a", zf.init(tx, {"w": torch.eye(2)}))
+        ...     state = zf.load_safetensors(f"{directory}/a", like=like, tx=tx)
+        >>> state.params["w"]
+        tensor([[1., 0.],
+                [0., 1.]])
     """
     safe_open = safetensors_function("safe_open", "zf.load_safetensors")
     state = state_of(like, "zf.load_safetensors(path, like={})")

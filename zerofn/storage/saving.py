@@ -495,14 +495,15 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
             for a late rank as long as they see it compute; for one that does not, they wait 25 seconds (set
             ZEROFN_TOGETHER_TIMEOUT in the environment to change this). Nothing is written.
 
-    >>> import tempfile, torch, zerofn as zf
-    >>> tx = zf.adamw(lr=1e-3)
-    >>> state = zf.init(tx, {"w": torch.arange(3.0)})
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     zf.save(directory, state)
-    ...     loaded = zf.load(directory, like=zf.init(tx, {"w": torch.zeros(3)}))
-    >>> loaded.params["w"]
-    tensor([0., 1., 2.])
+    Examples:
+        >>> import tempfile, torch, zerofn as zf
+        >>> tx = zf.adamw(lr=1e-3)
+        >>> state = zf.init(tx, {"w": torch.arange(3.0)})
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     zf.save(directory, state)
+        ...     loaded = zf.load(directory, like=zf.init(tx, {"w": torch.zeros(3)}))
+        >>> loaded.params["w"]
+        tensor([0., 1., 2.])
     """
     check_flag("save", "wait", wait)
     return write_checkpoint(directory, state, wait, {})

@@ -366,11 +366,12 @@ def describe(state: State | Optimizer) -> Table:
     Args:
         state: of `zf.init`, of a step, or an attached model's `opt`.
 
-    >>> import torch, zerofn as zf
-    >>> state = zf.init(zf.sgd(0.1, momentum=0.9), {"w": torch.zeros(256, 4), "b": torch.zeros(4)})
-    >>> table = zf.describe(state)
-    >>> table.bytes, table.by_transform["params"], table.rows[1].path
-    (8264, 4112, 'w')
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> state = zf.init(zf.sgd(0.1, momentum=0.9), {"w": torch.zeros(256, 4), "b": torch.zeros(4)})
+        >>> table = zf.describe(state)
+        >>> table.bytes, table.by_transform["params"], table.rows[1].path
+        (8264, 4112, 'w')
     """
     buffers: tuple[Row, ...] = ()
     if isinstance(state, Optimizer):
@@ -479,13 +480,15 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
     Raises:
         ValueError: there is no such rank or world, or a transform's first state depends on the parameters' numbers.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.accumulate(4), zf.adamw(lr=1e-3))
-    >>> table = zf.plan(tx, {"w": torch.empty(1_000_000, 1000, device="meta")}, world_size=1)
-    >>> zf.plan(zf.chain(zf.shard(), zf.sgd(0.1)), {"w": torch.empty(6, 2)}, world_size=2).road.stations[1].placements
-    (Shard(0),)
-    >>> round(table.bytes_per_parameter), table.by_transform["accumulate"]
-    (16, 4000000009)
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.accumulate(4), zf.adamw(lr=1e-3))
+        >>> table = zf.plan(tx, {"w": torch.empty(1_000_000, 1000, device="meta")}, world_size=1)
+        >>> sharded = zf.chain(zf.shard(), zf.sgd(0.1))
+        >>> zf.plan(sharded, {"w": torch.empty(6, 2)}, world_size=2).road.stations[1].placements
+        (Shard(0),)
+        >>> round(table.bytes_per_parameter), table.by_transform["accumulate"]
+        (16, 4000000009)
     """
     for name, value, low, high in (("world_size", world_size, 1, 1 << 30), ("rank", rank, 0, world_size)):
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
