@@ -31,7 +31,7 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 def made_outside_of_graphs(fn: Made) -> Made:
-    """`fn`, which makes a transform, not traced by the compiler; with `fullgraph=True` the error names it."""
+    """Keep `fn`, which makes a transform, out of graphs; with `fullgraph=True` the error names it."""
     wrong = f"{fn.__name__}(...) inside of torch.compile(..., fullgraph=True)"
     right = (
         f"tx = ...{fn.__name__}(...), outside of what is compiled; a number that changes between steps is a tensor,\n"
@@ -57,7 +57,7 @@ def check_number(function: str, name: str, value: Any, low: float = 0.0, high: f
 
 
 def misfit(name: str, value: Any, low: float, high: float) -> str | None:
-    """Why `value` is no number in [low, high) that is finite in float32; `None` if it is one."""
+    """Why `value` is not a number in [low, high) that is finite in float32; `None` if it is."""
     if isinstance(value, Tensor) and value.ndim == 0:
         if not concrete(value):
             return None  # a batch of them, or one that is not known before a graph is run
@@ -140,7 +140,7 @@ def check_positional(where: str, keywords: dict[str, Any]) -> None:
 
 
 def weight_of(weight: Any) -> Tensor:
-    """The weight of a micro-batch in float64, on its device; an error for what is no number."""
+    """The weight of a micro-batch in float64, on its device; raises if it is not a number."""
     x = plain(weight)
     if isinstance(x, Tensor):
         good = x.ndim == 0 and x.dtype != torch.bool and not x.is_complex()

@@ -117,9 +117,9 @@ class OneProcess:
 
 @dataclass(frozen=True)
 class WithinBucket:
-    """The reduction of an update half that gets only some of the leaves: it refuses.
+    """The reduction of an update half that gets some of the leaves only: it refuses.
 
-    A number would be of these leaves alone, and ranks would ask for it at different times.
+    A number would cover these leaves only, and ranks would ask for it at different times.
     """
 
     whole: Reduction
@@ -154,7 +154,7 @@ def _of_a_bucket(call: str) -> ValueError:
 
 @dataclass(frozen=True)
 class Context:
-    """What every update half is given besides gradients, state and parameters.
+    """The argument of every update half besides gradients, state and parameters.
 
     Attributes:
         layout: structure of the parameters.
@@ -221,7 +221,7 @@ class Context:
         return old.copy_(new)
 
     def copied(self, old: Tensor, new: Tensor) -> Tensor:
-        """As `into` of a tensor that is somebody else's, such as a gradient: a copy of it where nothing is donated."""
+        """As `into`, for a tensor that belongs to somebody else, such as a gradient: a copy if nothing is donated."""
         if not self.donate:
             # What is recorded is never written, so there it need not be copied.
             return new.to(old.dtype, copy=not self.recorded)
@@ -229,11 +229,11 @@ class Context:
         return old.copy_(new)
 
     def put(self, operation: Callable[..., Tensor], old: Tensor, *given: Any) -> Tensor:
-        """`operation(old, *given)` in the dtype of `old`: in the memory of `old` when donated.
+        """`operation(old, *given)` in the dtype of `old`; in the memory of `old` if it is donated.
 
         Args:
             operation: a function of torch that takes `out=`, such as `torch.add`, or a term such as `plus`.
-            old: its first argument, which the result takes the place of.
+            old: its first argument, which the result replaces.
             given: its other arguments.
         """
         if not self.donate:
@@ -242,7 +242,7 @@ class Context:
         return operation(old, *given, out=old)
 
     def number(self, x: Any) -> Any:
-        """The Python number in a 0-d tensor that is computed with; the tensor itself where that is recorded."""
+        """The Python number in a 0-d tensor; the tensor itself if the computation is recorded."""
         return x if self.recorded or not isinstance(x, Tensor) else x.item()
 
     def read(self, x: Tensor) -> Any:

@@ -733,7 +733,7 @@ def context_of(tx: Transform, state: Any, where: str) -> Context:
         where: what the user has called, for errors.
 
     Raises:
-        TypeError: `state` is no state.
+        TypeError: `state` is not a `State`.
         ValueError: another pipeline, or another number of ranks, has made it.
 
     >>> import torch, zerofn as zf

@@ -76,12 +76,12 @@ def _entry(entry: Any) -> str:
 
 
 def _key(key: Any) -> str:
-    """As `_entry`, of torch's own library: a mapping's key, a sequence's index, an attribute's name."""
+    """As `_entry`, for torch's own tree library: a mapping's key, a sequence's index, an attribute's name."""
     return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
-    """Leaves and structure; `None` is a leaf. In a graph by torch's own library, which the compiler reads."""
+    """Leaves and structure; `None` is a leaf. In a graph by torch's own library, which the compiler can trace."""
     if torch.compiler.is_compiling():
         return pytree.tree_flatten(tree, is_leaf)
     if type(tree) is Tensor:
@@ -93,7 +93,7 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
 
 
 def one_level(node: Tree) -> tuple[list[Any], Any]:
-    """The parts of a container, with its structure for `unflatten`; of a leaf, the leaf itself alone."""
+    """The children of a container, with its structure for `unflatten`; for a leaf, the leaf itself."""
 
     def below(x: Any) -> bool:
         return x is not node
@@ -104,7 +104,7 @@ def one_level(node: Tree) -> tuple[list[Any], Any]:
 
 
 def tensors_of(tree: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors of nested dicts, in no order to rely on, in a third of the time of `flatten`."""
+    """The tensors of nested dicts, in no particular order, in a third of the time of `flatten`."""
     found: list[Any] = []
     todo: list[Mapping[str, Any]] = [tree]
     while todo:
@@ -177,7 +177,7 @@ def unflatten(spec: Any, leaves: list[Any]) -> Tree:
 
 
 def flatten_up_to(spec: Any, tree: Tree) -> list[Any]:
-    """What `tree` has at the leaves of a structure, which may be trees themselves."""
+    """The subtrees of `tree` at the leaves of a structure."""
     try:
         return spec.flatten_up_to(tree)
     except RecursionError as error:
@@ -185,7 +185,7 @@ def flatten_up_to(spec: Any, tree: Tree) -> list[Any]:
 
 
 def parted(tree: Tree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tree]]:
-    """Its tensors, and a function that makes the tree of others in their places."""
+    """The tensors of a tree, and a function that makes the tree with other tensors in their places."""
     leaves, spec = flatten(tree)
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
 
@@ -239,17 +239,17 @@ Numbers = Callable[[Iterable[Tensor]], set[int]]
 
 
 def objects(tensors: Iterable[Tensor]) -> set[int]:
-    """The numbers of these tensors as objects, as `memories` gives those of their storages."""
+    """The ids of these tensors as objects, as `memories` gives those of their storages."""
     return set(map(id, tensors))
 
 
 def apart(tree: Tree, tensors: Iterable[Tensor], numbers: Numbers = memories) -> Tree:
-    """`tree`, with copies of the tensors that share memory with `tensors`, which will be written in place.
+    """`tree`, with copies of tensors that share memory with `tensors`, which will be written in place.
 
     Args:
         tree: of tensors and others.
-        tensors: the others.
-        numbers: what tells that two are one: `memories`, or `objects`, which does not see views.
+        tensors: the tensors that will be written.
+        numbers: identifies tensors that are the same: `memories`, or `objects`, which does not see views.
     """
     if torch.compiler.is_compiling():
         # Addresses cannot be compared while tracing. A compiler that generates code removes copies without a use.
@@ -276,7 +276,7 @@ def register_global(cls: type, flatten_fn: Callable, unflatten_fn: Callable) -> 
 
 
 class Place(Enum):
-    """What a part of a state is to the leaves."""
+    """How a part of a state relates to the leaves."""
 
     SHARED = "of no leaf"
     BY_PATH = "a dict by path"
@@ -297,12 +297,12 @@ def is_by_path(x: Any, paths: Collection[str]) -> bool:
 
 
 def places(state: Any, paths: Collection[str], below: bool = False) -> Places:
-    """Where a state has something of leaves.
+    """Where a state has entries of leaves.
 
     Args:
         state: of a transform, or a part of it.
         paths: of all leaves.
-        below: whether it stands below a name: that of an entry may be that of a leaf.
+        below: whether it stands below a name: the name of an entry may be that of a leaf.
     """
     if isinstance(state, Tensor):
         return Place.SHARED
@@ -320,11 +320,12 @@ def places(state: Any, paths: Collection[str], below: bool = False) -> Places:
 
 
 def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
-    """The same state, of the leaves in `own` alone; what is of no leaf as it is.
+    """The same state with the entries of leaves in `own` only; entries that belong to no leaf stay.
 
-    >>> state = {"opt": {"m": {"w": 1, "b": 2}, "count": 3}}
-    >>> of_leaves(state, places(state, {"w", "b"}), ["b"])
-    {'opt': {'m': {'b': 2}, 'count': 3}}
+    Examples:
+        >>> state = {"opt": {"m": {"w": 1, "b": 2}, "count": 3}}
+        >>> of_leaves(state, places(state, {"w", "b"}), ["b"])
+        {'opt': {'m': {'b': 2}, 'count': 3}}
     """
     if at is Place.BY_PATH:
         return _some(state, own)
@@ -343,12 +344,12 @@ def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
 
 
 def copied(entry: dict[str, Any]) -> dict[str, Any]:
-    """A dict of the same class, with the same entries. The compiler reads no `copy.copy`."""
+    """A dict of the same class with the same entries. The compiler cannot trace `copy.copy`."""
     return dict(entry) if type(entry) is dict else copy(entry)
 
 
 def _some(entry: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """An entry by path of some leaves, in a dict of the same class."""
+    """An entry by path, with some leaves only, in a dict of the same class."""
     if type(entry) is dict:
         return {path: entry[path] for path in own if path in entry}
     found = copied(entry)
@@ -377,7 +378,7 @@ def overlaid(old: Any, new: Any) -> Any:
 
 
 def moved(new: Any, old: Any) -> Any:
-    """Of nested dicts what is not at its place in `old` already; anything else as it is."""
+    """The entries of nested dicts that are not the same object in `old`; other values unchanged."""
     if not isinstance(new, dict) or not isinstance(old, dict):
         return new
     # Of tuples the compiler cannot tell whether they are one object.
@@ -385,9 +386,9 @@ def moved(new: Any, old: Any) -> Any:
 
 
 def map_overlaid(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
-    """`fn(x, was)` of the tensors of a state, and of what the state that it is laid over has there.
+    """`fn(x, was)` over the tensors of a state, where `was` is the tensor at the same place of the state below.
 
-    What is in another form than there stays as it is.
+    An entry that has another structure there stays unchanged.
     """
     if isinstance(new, Tensor):
         return fn(new, old)
@@ -399,7 +400,7 @@ def map_overlaid(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
 
 
 def _by_parts(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
-    """`fn` over the parts of two containers of one class and length; `new` itself of anything else."""
+    """`fn` over the children of two containers of one class and length; for anything else, `new` itself."""
     if type(old) is not type(new):
         return new
     (before, _), (parts, made_of) = _parts(old), _parts(new)
@@ -409,12 +410,12 @@ def _by_parts(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether they are one object. Of tuples the compiler cannot tell; they are made of the same parts."""
+    """Whether they are one object. The compiler cannot tell for tuples, so their elements are compared."""
     return x is y if isinstance(x, dict | Tensor) and isinstance(y, dict | Tensor) else False
 
 
 def _parts(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """What a container has in it, and what makes one of the same class of others; nothing of a leaf."""
+    """The children of a container, and a function that makes a container of the same class; nothing for a leaf."""
     kind = type(x)
     if isinstance(x, tuple | list):
         # A NamedTuple takes its fields one by one.

@@ -26,7 +26,7 @@ Metrics = dict[str, Tensor]
 
 
 def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
-    """Gradients have the shape of what is stored and the dtype that `precision` says."""
+    """Refuse gradients without the shape of the stored parameter or the dtype that `precision` says."""
     bad = []
     for leaf in pipe.layout.leaves:
         g = grads.get(leaf.path)
@@ -48,7 +48,7 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
 
 
 def check_stored(pipe: Pipeline, stored: Tree) -> None:
-    """What a bound function is given has the shapes of what is stored."""
+    """Refuse an argument of a bound function that does not have the shapes of the stored parameters."""
     bad = []
     for i, path, x in pipe.layout.match(stored, "these are not the stored parameters of this state", "state.params"):
         shape = pipe.road.stored_shape(pipe.layout.leaves[i])
@@ -75,10 +75,9 @@ def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]
 
 
 def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
-    """The update halves on leaves by path; writes into the state only where `ctx.donate`.
+    """Run the update halves on leaves by path; writes into the state only if `ctx.donate`.
 
-    Where `ctx.recorded` says so nothing is written, and new tensors are functions of gradients, state and rates to
-    whoever records.
+    If `ctx.recorded`, nothing is written, and new tensors are functions of gradients, state and rates.
     """
     if (not grads and pipe.layout.leaves) or ctx.weight is not None:
         _check_useful(pipe, grads, ctx)
@@ -129,7 +128,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
 
 
 def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
-    """Refuse a step that would have no effect, or a weight that would have none."""
+    """Refuse a step, or a weight, that would have no effect."""
     if not grads and pipe.layout.leaves and not (pipe.road.late and pipe.groups):
         raise ValueError(
             explain(
@@ -149,10 +148,10 @@ def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
 
 
 def _into(level: int | None, old: Any, new: Any) -> Any:
-    """The new tensor, copied into the memory of the old: at the end of a graph, after the choice between new and held.
+    """The new tensor, copied into the memory of the old one at the end of a graph, when new or held is chosen.
 
-    The new tensor itself where the memory cannot be written, since one element stands for several (stride 0): in a
-    state that another rank owns, and under vmap where all members of a batch share a tensor.
+    The new tensor itself if that memory cannot be written because one element stands for several (stride 0): in a state
+    that another rank owns, and under vmap if all members of a batch share a tensor.
     """
     if not isinstance(old, Tensor) or not old.is_floating_point() or not old.ndim or new is old:
         return new

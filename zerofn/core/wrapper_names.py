@@ -52,10 +52,10 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def _submodule(at: Any, name: str) -> nn.Module | None:
-    """The submodule of this name; `None` where there is none."""
+    """The submodule of this name; `None` if there is none."""
     if not isinstance(at, nn.Module) or name not in registered(at)[1]:
         return None
-    # Not `get`: what a module of TorchScript has its submodules in is no dict.
+    # Not `get`: a TorchScript module does not keep its submodules in a dict.
     return registered(at)[1][name]
 
 

@@ -240,7 +240,7 @@ class Norm(Tensor):
     """The norm of a whole, or of several, as `torch.nn.utils.clip_grad_norm_` returns it: the same on all ranks.
 
     FSDP2's is a DTensor, of which programs ask `.full_tensor()`: here that is the number itself, and no collective.
-    What is computed of it otherwise is a plain tensor, and so is what is pickled.
+    Any other computation with it gives a plain tensor, and so does pickling.
     """
 
     @classmethod

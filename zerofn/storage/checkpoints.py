@@ -40,8 +40,7 @@ class Checkpoints:
         largest: whether the best score is the largest, such as an accuracy; by default the smallest, such as a loss.
 
     Raises:
-        ValueError: `last` is no positive int, `best` is negative, `largest` is no bool,
-            `root` is "".
+        ValueError: `last` is not a positive int, `best` is negative, `largest` is not a bool, or `root` is "".
 
     Examples:
         >>> import tempfile, torch, zerofn as zf
@@ -88,7 +87,7 @@ class Checkpoints:
             wait: as for `zf.save`.
 
         Raises:
-            TypeError: `score` is no number.
+            TypeError: `score` is not a number.
         """
         check_flag("Checkpoints.save", "wait", wait)
         step = int(state_of(state, "Checkpoints(root).save({})").step)
