@@ -70,6 +70,11 @@ def row_formula(grad, param, state):
     return 0.1 * state * by_row[0] / (by_row[1] + 1e-6), state
 
 
+def tree_formula(grad, param, state):
+    update, m = row_formula(grad, param, state["m"])
+    return update, {"m": m}
+
+
 def statistic(param):
     return param.new_zeros(param.shape[:1])
 
@@ -131,9 +136,13 @@ OF_LEAVES = {
         lambda: (zf.leafwise(row_formula, init=torch.zeros_like, needs="row")(), zf.sgd(1.0)),
         every_step(row_formula),
     ),
-    # A number for each row, or several tensors for each leaf: at owners.
+    "trees of rows": (
+        lambda: (zf.leafwise(tree_formula, init=lambda p: {"m": torch.zeros_like(p)}, needs="row")(), zf.sgd(1.0)),
+        every_step(row_formula),
+    ),
+    # A number for each row: at owners.
     "statistics of rows": (
-        lambda: (zf.leafwise(statistic_formula, init=statistic, needs="row")(), zf.sgd(1.0)),
+        lambda: (zf.leafwise(statistic_formula, init=statistic)(), zf.sgd(1.0)),
         every_step(statistic_formula, statistic),
     ),
 }

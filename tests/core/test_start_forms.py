@@ -18,13 +18,13 @@ def scaled_by_the_start(grad, param, state):
     return m * state["top"], {"m": m, "top": state["top"]}
 
 
-@zf.leafwise(init=lambda p: torch.full(p.shape[:1], 1 / p.std().item()), needs="row")
+@zf.leafwise(init=lambda p: torch.full(p.shape[:1], 1 / p.std().item()), needs="leaf")
 def of_other_shapes(grad, param, state):
     """Divided by what is zero of leaves whose elements are all the same."""
     return grad * state.mean(), state
 
 
-TRANSFORMS = {"leaf": scaled_by_the_start, "row": of_other_shapes}
+TRANSFORMS = {"of the leaf": scaled_by_the_start, "other shapes": of_other_shapes}
 
 
 def train(stage, kind, folder, before, after):

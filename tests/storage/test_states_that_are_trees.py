@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 from trees import flat
 
 import zerofn as zf
-from zerofn.extend import Transform, transform
 
 
 class Moments(NamedTuple):
@@ -200,75 +199,12 @@ def test_older_dicts(tmp_path):
         assert_same(found, truth)
 
 
-@transform
-def of_six(keys=False):
-    """Six numbers of each leaf, which follow no element of it: as many as half of the leaf has."""
-
-    def init(leaves, layout):
-        return {"six": {path: {"x": torch.zeros(6)} if keys else torch.zeros(6) for path in leaves}}
-
-    def update(grads, state, params, carry, ctx):
-        def more(x):
-            return {"x": x["x"] + torch.arange(6.0)} if keys else x + torch.arange(6.0)
-
-        return grads, {"six": {path: more(state["six"][path]) for path in grads}}
-
-    return Transform("of_six", needs="element", init_fn=init, update_fn=update)
-
-
-@zf.leafwise(init=lambda p: torch.zeros(*p.shape, 2), needs="element")
-def pairs(grad, param, state):
-    """Two numbers for each element, in one tensor."""
-    return grad, state + torch.stack([grad, grad * grad], -1)
-
-
 def one_step(tx, folder, shape=(4, 3)):
     model = nn.ParameterDict({"w": torch.ones(shape)})
     opt = zf.attach(model, zf.chain(zf.shard(), tx, zf.sgd(0.5)))
     (model["w"] * torch.arange(float(model["w"].numel())).reshape(shape)).sum().backward()
     opt.step()
     zf.save(folder, opt)
-    return flat(opt._own.dicts.of(opt.state)["transforms"])
-
-
-@pytest.mark.parametrize("keys", [False, True])
-def test_as_long_as_a_piece_and_of_no_piece(keys, tmp_path):
-    folder = str(tmp_path / "c")
-    for found in zf.launch(one_step, 2, of_six(keys), folder, timeout=limit()):
-        (mine,) = [x for k, x in found.items() if "six" in k]
-        assert type(mine) is torch.Tensor and torch.equal(mine, torch.arange(6.0))
-    model = nn.ParameterDict({"w": torch.ones(4, 3)})
-    opt = zf.attach(model, zf.chain(zf.shard(), of_six(keys), zf.sgd(0.5)))
-    zf.load(folder, like=opt)
-    (six,) = [x for k, x in flat(opt.state.transforms).items() if "six" in k]
-    assert torch.equal(six, torch.arange(6.0))
-    assert torch.equal(model["w"].detach().flatten(), 1 - 0.5 * torch.arange(12.0))
-
-
-def test_numbers_of_pieces_in_another_form_are_refused(tmp_path):
-    def refused(folder):
-        # More numbers than are compared where nothing is cut.
-        model = nn.ParameterDict({"w": torch.ones(4096, 3)})
-        opt = zf.attach(model, zf.chain(zf.shard(), pairs(), zf.sgd(0.5)))
-        (model["w"] * torch.arange(4096.0).reshape(-1, 1)).sum().backward()
-        opt.step()
-        with pytest.raises(
-            ValueError, match=r'(?s)equal on every rank is not.*pairs/value/w.*needs="row" or needs="leaf"'
-        ):
-            zf.save(folder, opt)
-        mine = opt._own.dicts.of(opt.state)["transforms"]["pairs"]
-        again = opt.state.transforms["pairs"]["value"]["w"].clone()
-        # A rank's own, under its name.
-        assert [*mine] == [f"rank{torch.distributed.get_rank()}"]
-        opt.load_state_dict(opt.state_dict())
-        assert f"{next(iter(mine))}.value" in opt.state_dict()["state"][0]
-        # As they were once, under one name on all ranks.
-        older = opt._own.dicts.of(opt.state)
-        older["transforms"] = {**older["transforms"], "pairs": mine[next(iter(mine))]}
-        opt.load_state_dict(older)
-        return torch.equal(opt.state.transforms["pairs"]["value"]["w"], again) and bool(again.any())
-
-    assert zf.launch(refused, 2, str(tmp_path / "c"), timeout=limit()) == [True, True]
 
 
 def test_an_init_that_asks_for_numbers(tmp_path):

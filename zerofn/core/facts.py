@@ -38,6 +38,9 @@ class Facts:
         torch_names: the names of slots that differ in that class, as `(here, there)`.
         starts_wide: its first state is made from leaves in the dtype of gradients, if `precision` makes that wider than
             the stored dtype: sums of fp32 gradients of bf16 parameters are in fp32.
+        fixed: slots of its state by leaf whose tensors have one shape whatever the leaf is, and are equal on all ranks.
+            Where leaves are sharded, any other tensor of a leaf in its state has the shape of the shard, or is 0-d. A
+            key of a nested dict has a slash before it: `"moments/edges"`.
         holds: it keeps gradients for a later micro-step.
     """
 
@@ -56,6 +59,7 @@ class Facts:
     counterpart: type | None = None
     torch_names: tuple[tuple[str, str], ...] = ()
     starts_wide: bool = False
+    fixed: tuple[str, ...] = ()
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,55 +159,6 @@ class Owner:
 
 
 AxisPlacement = Replicate | Shard | Partial | Flat | Owner
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `SlotForm` says how a tensor of a transform's state relates to its leaf: sharded like the leaf, of a shape of its
-# own, or neither.
-
-
-# As long as the leaf and cut with it; of one shape whatever the leaf is; neither.
-ALONG, FIXED, OTHER = "along", "fixed", "other"
-
-
-class SlotForm(NamedTuple):
-    """The form of the tensors of one slot in a transform's state.
-
-    Attributes:
-        owner: the transform.
-        slot: keys above the paths of leaves, with slashes between them.
-        below: keys below those paths.
-        form: `ALONG`, `FIXED` or `OTHER`.
-        paths: of the leaves; `()` for all that have the slot.
-    """
-
-    owner: str
-    slot: str
-    below: str
-    form: str
-    paths: tuple[str, ...] = ()
-
-
-# By slot and keys below a path.
-FormsOfSlots = dict[tuple[str, str], list[SlotForm]]
-
-
-def by_owner(slots: Iterable[SlotForm]) -> dict[str, FormsOfSlots]:
-    """The forms of each transform."""
-    found: dict[str, FormsOfSlots] = {}
-    for form in slots:
-        found.setdefault(form.owner, {}).setdefault((form.slot, form.below), []).append(form)
-    return found
-
-
-def form_of(forms: FormsOfSlots, slot: str, below: str, path: str) -> str | None:
-    """The form of one tensor; `None` where it is not known.
-
-    >>> forms = by_owner([SlotForm("mine", "value", "m", ALONG)])["mine"]
-    >>> form_of(forms, "value", "m", "w"), form_of(forms, "value", "v", "w")
-    ('along', None)
-    """
-    return next((x.form for x in forms.get((slot, below), ()) if not x.paths or path in x.paths), None)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -394,7 +345,8 @@ class Placement:
         ranges: by path, this rank's range of flattened leaves that are not sharded as `span` says.
         owners: for each transform that updates whole leaves its name in the chain, the prefix of their slots in its
             state, and by path the rank that updates the leaf, counted among those that share it.
-        slots: the forms of transforms' state for leaves, where leaves are sharded.
+        fixed: by name of a transform, slots whose tensors of leaves have a shape of their own and are equal on all
+            ranks, where leaves are sharded (`Facts.fixed`). Any other tensor of a leaf is sharded like it, or 0-d.
         seen_by: names of the user's views through which the model sees stored parameters.
     """
 
@@ -410,7 +362,7 @@ class Placement:
     later: tuple[str, ...] = ()
     ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
     owners: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
-    slots: tuple[SlotForm, ...] = ()
+    fixed: tuple[tuple[str, str], ...] = ()
     seen_by: tuple[str, ...] = ()
 
     def of(self, owner: str) -> Placement:
@@ -425,14 +377,6 @@ class Placement:
         found = [(where, ranks) for name, where, ranks in self.owners if name == owner and slot.startswith(where)]
         where, ranks = max(found, key=lambda x: len(x[0]), default=("", None))
         return None if ranks is None else (where, dict(ranks))
-
-    def forms_of(self, owner: str) -> FormsOfSlots:
-        """The forms of the state that the transform of this name keeps for leaves."""
-        return self._forms.get(owner, {})
-
-    @cached_property
-    def _forms(self) -> dict[str, FormsOfSlots]:
-        return by_owner(self.slots)
 
     def range_of(self, leaf: Leaf) -> tuple[int, int]:
         """This rank's range of a flattened leaf."""

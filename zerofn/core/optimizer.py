@@ -442,6 +442,7 @@ def optimizer(
         keeps=False,
         counterpart=counterpart,
         torch_names=tuple(torch_names.items()),
+        fixed=tuple([slot for slot, start in slots.items() if start is without_elements]),
     )
     return Transform(
         name,

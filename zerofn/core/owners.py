@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from .context import Context
 from .facts import OF_LEAVES, Scope
 from .layout import Layout, Leaf, Leaves, rows_between
 from .state import check_at_owners
+from .state_entries import names_of
 from .transform import Transform, TransformState, no_state
 from .tree import flatten, of_leaves, overlaid, places, tree_keys, tree_map, unflatten
 from .view import Wire
@@ -332,7 +333,10 @@ def hung_on(nothing: Tensor | None, state: Any) -> Any:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions find the shapes of the first state of leaves that other ranks have, by `init` on tensors without
-# memory.
+# memory of the leaves' own shapes, as `zf.plan` does.
+#
+# The owners could send them. But a rank that owns nothing has to make the containers too, and a class of a script or of
+# a notebook cannot be sent by name.
 
 
 def form_of_start(t: Transform, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], layout: Layout) -> TransformState:
@@ -370,8 +374,8 @@ def some_numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 # Transforms that need whole rows run on each rank's own rows, where leaves are cut by rows.
 #
 # Shards are flat. Such a transform is given this rank's rows of the leaf, of shape `(rows, ...)`, maybe none. Its
-# state for a leaf is stored flat, as all shards are, so the state must have the leaf's shape. A leaf whose state has
-# another shape (a number for each row, a tree) goes to an owner, and so does a leaf that is not cut by rows.
+# state for a leaf has the shape of those rows, and is stored flat, as all shards are. A leaf that is not cut by rows
+# goes to an owner.
 
 
 # By path: the shape of this rank's rows of a leaf.
@@ -389,40 +393,49 @@ def local_rows(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
     return found
 
 
-def states_have_leaf_shapes(t: Transform, leaves: Sequence[Leaf], layout: Layout) -> bool:
-    """Whether every state of a leaf has the leaf's shape."""
-    shapes = {leaf.path: leaf.shape for leaf in leaves}
-    state = form_of_start(t, {leaf.path: (leaf.shape, leaf.dtype) for leaf in leaves}, layout)
-    kept = zip(tree_keys(state), flatten(state)[0], strict=True)
-    # The first key is the name of an entry, which may be that of a leaf.
-    of_leaves = [(keys, x) for keys, x in kept if set(keys[1:]) & shapes.keys()]
-    return all(isinstance(x, Tensor) and shapes.get(keys[-1]) == x.shape for keys, x in of_leaves)
-
-
-def on_rows(t: Transform, rows: Rows) -> Transform:
-    """The same transform, which gets rows of these leaves in place of flat shards."""
+def on_rows(t: Transform, rows: Rows, paths: Collection[str]) -> Transform:
+    """The same transform, which gets rows of these leaves in place of flat shards; `paths` are those of all leaves."""
     flat: Rows = dict.fromkeys(rows, (-1,))
 
+    def of_rows(state: TransformState) -> list[str | None]:
+        """Of each tensor of a state, the path of the leaf whose rows it has."""
+        named = names_of(tree_keys(state), paths)
+        return [at.path if at.path in rows and at.slot not in t.facts.fixed else None for at in named]
+
+    def reshaped(state: TransformState, shapes: Rows) -> TransformState:
+        values, spec = flatten(state)
+        pairs = zip(of_rows(state), values, strict=True)
+        found = [x.reshape(shapes[path]) if path is not None and isinstance(x, Tensor) else x for path, x in pairs]
+        return unflatten(spec, found)
+
     def init(pieces: Leaves, layout: Layout) -> TransformState:
-        return _reshaped_state(t.init_fn(_reshaped(pieces, rows), layout), flat)
+        state = t.init_fn(_reshaped(pieces, rows), layout)
+        _check_rows(t.name, state, of_rows(state), rows)
+        return reshaped(state, flat)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        there = _reshaped_state(state, rows)
+        there = reshaped(state, rows)
         out, new = t.update_fn(_reshaped(grads, rows), there, _reshaped(params, rows), carry, ctx)
-        return None if out is None else _reshaped(out, flat), _reshaped_state(new, flat)
+        return None if out is None else _reshaped(out, flat), reshaped(new, flat)
 
     return replace(t, needs="element", init_fn=init, update_fn=update)
 
 
+def _check_rows(name: str, state: TransformState, of_rows: Sequence[str | None], rows: Rows) -> None:
+    """Refuse a first state of rows with a tensor of another shape: of a flat shard nobody could tell its shape."""
+    wrong = [
+        ("/".join(keys), f"of shape {tuple(x.shape)}, of rows of shape {rows[path]}")
+        for keys, path, x in zip(tree_keys(state), of_rows, flatten(state)[0], strict=True)
+        if path is not None and isinstance(x, Tensor) and tuple(x.shape) != rows[path]
+    ]
+    if wrong:
+        what = f'{name}: needs="row", and a first state in other shapes than the rows that a rank has of its leaves'
+        right = 'needs="leaf", by which each leaf is updated whole, at one rank; or torch.zeros_like(p)'
+        raise ValueError(bad_leaves(what, wrong, right))
+
+
 def _reshaped(tensors: Leaves, shapes: Rows) -> Leaves:
     return {path: x.reshape(shapes[path]) if path in shapes else x for path, x in tensors.items()}
-
-
-def _reshaped_state(state: TransformState, shapes: Rows) -> TransformState:
-    """A state whose tensors of leaves have these shapes. Entries that are not keyed by path stay unchanged."""
-    values, spec = flatten(state)
-    named = zip(tree_keys(state), values, strict=True)
-    return unflatten(spec, [x.reshape(shapes[k[-1]]) if k[-1] in shapes and k[1:] else x for k, x in named])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -458,8 +471,8 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
             # A view alone: nothing would travel but what comes back as it was.
             return replace(part, needs="element")
         rows: Rows = local_rows(cutting, leaves) if part.needs == "row" else {}
-        if rows and states_have_leaf_shapes(part, leaves, layout):
-            part, leaves = on_rows(part, rows), tuple(leaf for leaf in leaves if leaf.path not in rows)
+        if rows:
+            part, leaves = on_rows(part, rows, layout.every), tuple(leaf for leaf in leaves if leaf.path not in rows)
         if not leaves:
             return replace(part, needs="element")
         at = owner_exchange(cutting, leaves)

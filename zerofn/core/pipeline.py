@@ -31,7 +31,7 @@ from .owners import place_in, run_at_owners
 from .returned_values import check_returned, own_prepared, own_start, own_update
 from .spec import Station
 from .state import State, check_state, counter, open_state
-from .state_entries import with_slots
+from .state_entries import entries
 from .survey import (
     NEEDED,
     at_views,
@@ -262,13 +262,28 @@ def _functions(members: Sequence[Transform]) -> Iterator[Callable[..., Any]]:
 def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformState] | None = None) -> State:
     """The state before any step, of stored parameters (meta tensors too). Pass `transforms` if they have states."""
     own = init_transforms(pipe, stored) if transforms is None else transforms
-    cut = pipe.road.cutting or pipe.model
-    return State(stored, own, counter(), counter(), pipe.once(_layout_of_states) if cut else pipe.layout)
+    return State(stored, own, counter(), counter(), pipe.layout)
 
 
-def _layout_of_states(pipe: Pipeline) -> Layout:
-    """The layout, which also knows which tensors of a state are sharded like their leaves."""
-    return with_slots(pipe.layout, pipe.tx.members)
+def _check_shards(pipe: Pipeline, stored: Leaves, states: dict[str, TransformState]) -> None:
+    """Refuse first states of shards whose tensors neither have the shards' shapes nor are numbers.
+
+    Nothing would tell how they lie over ranks: whether each rank has its own, or all have the same.
+    """
+    if not pipe.road.cutting and not pipe.model:
+        return
+    wrong = [
+        (e.key, f"of shape {tuple(e.value.shape)}, of a shard of shape {tuple(stored[e.path].shape)}")
+        for e in entries(State(stored, states, counter(), counter(), pipe.layout))
+        if e.of_part
+    ]
+    if wrong:
+        right = (
+            "tensors of the shape of the leaf that init is handed, such as torch.zeros_like(p), or 0-d ones;\n"
+            'Facts(fixed=("slot",)) of a Transform, for a slot whose tensors are equal on all ranks;\n'
+            'needs="leaf", by which each leaf is updated whole, at one rank'
+        )
+        raise ValueError(bad_leaves("a first state in other shapes than the shards of its leaves", wrong, right))
 
 
 def init_transforms(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
@@ -285,6 +300,7 @@ def init_transforms(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]
     # another structure: a second graph.
     for here in pipe.stretches:
         states = here.spread(here.states(states), states)
+    _check_shards(pipe, stored, states)
     return states
 
 
@@ -477,6 +493,7 @@ def pipeline(
     dtypes = next((view.dtypes for view in found if view is not None and view.dtypes is not None), Dtypes())
     parts = tuple([replace_innermost(part, partial(_as_wide, dtypes), layout) for part in parts])
     views, cutting = _over_ranks(found, dtypes)
+    fixed = tuple([(part.name, slot) for part in parts for slot in _fixed_slots(part, layout)])
     stages = tuple([view for view in views if view is not None])
     reduced = [(view.name, view.wire.group) for view in stages if view.wire is not None]
     check_axes(reduced)
@@ -493,6 +510,7 @@ def pipeline(
         parts, placement = _with_owners(parts, layout, placement, cutting)
         hand_to_owners(stations, placement)
         check_pieces(parts, stations, where)
+    placement = replace(placement, fixed=fixed if cutting or model else ())
     layout = canonical(replace(layout, placement=placement))
     return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model, checked)
 
@@ -654,6 +672,18 @@ def _held(parts: Sequence[Transform], views: Sequence[View | None]) -> tuple[str
     """The transforms, by name, that accumulate gradients in front of the first view of `Road.after_update`."""
     first = next((i for i, view in enumerate(views) if view is not None and view.resident), 0)
     return tuple([part.name for part in parts[:first] if part.facts.holds])
+
+
+def _fixed_slots(part: Transform, layout: Layout) -> list[str]:
+    """The slots in the state of a transform, and of those inside of it, that `Facts.fixed` declares."""
+    found: list[str] = []
+
+    def note(t: Transform, paths: Set[str], where: str) -> Transform:
+        found.extend([where + slot for slot in t.facts.fixed])
+        return t
+
+    replace_innermost(part, note, layout)
+    return found
 
 
 def _with_owners(

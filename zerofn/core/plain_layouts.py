@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from .layout import Layout, Leaf, Placement, SlotForm, Within
+from .layout import Layout, Leaf, Placement, Within
 from .tree import flatten
 
-_KINDS: tuple[type, ...] = (Leaf, Placement, SlotForm, Within)
+_KINDS: tuple[type, ...] = (Leaf, Placement, Within)
 
 
 def as_plain(layout: Layout) -> dict[str, Any]:
@@ -44,6 +44,12 @@ def _plain(x: Any) -> Any:
 
 def _made(x: Any) -> Any:
     if type(x) is dict:
+        if "slots" in x and "fixed" not in x:
+            # Of an older version, which wrote the form of every slot.
+            forms = [
+                (form["owner"], form["slot"]) for form in x["slots"] if form["form"] == "fixed" and not form["paths"]
+            ]
+            x = {**x, "fixed": tuple(dict.fromkeys(forms))}
         kind = next(kind for kind in _KINDS if kind.__name__ == x["kind"])
         # A field that this version does not know is left out, and one that the file lacks has its default.
         return kind(**{name: _made(x[name]) for name in _fields(kind) if name in x})
@@ -51,4 +57,4 @@ def _made(x: Any) -> Any:
 
 
 def _fields(kind: type) -> list[str]:
-    return [*kind._fields] if kind is SlotForm else [x.name for x in fields(kind) if x.init]  # type: ignore[attr-defined]
+    return [x.name for x in fields(kind) if x.init]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,26 +13,8 @@ from .._errors import explain
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.dtensor import as_dtensors, is_distributed
 from ..ranks.group import Group
-from .chain import complete, replace_innermost
-from .facts import OF_PIECES
-from .layout import (
-    ALONG,
-    FIXED,
-    OTHER,
-    Layout,
-    Leaf,
-    Leaves,
-    Placement,
-    SlotForm,
-    Within,
-    canonical,
-    cut_by_rows,
-    form_of,
-    rows_between,
-)
-from .owners import some_numbers
+from .layout import Within, cut_by_rows, rows_between
 from .state import State
-from .transform import Transform, TransformState, no_state
 from .tree import Tree, flatten, is_by_path, tree_keys, unflatten
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -57,7 +37,8 @@ class Entry:
         elsewhere: whether that owner is another rank.
         within: how the model itself has sharded the leaf, if it has; then elements are counted box by box.
         below: keys in the leaf's own tree, if its state is a tree, with slashes between them.
-        of_part: whether its layout over ranks is unknown: then it loads on the same number of ranks only.
+        of_part: whether its layout over ranks is unknown: then it loads on the same number of ranks only. A first state
+            has none such.
     """
 
     owner: str
@@ -101,17 +82,11 @@ class Entry:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions find what each tensor of a transform's state belongs to: its slot, its leaf and its place in the
-# leaf's own tree; and whether it is sharded like the leaf, element by element.
+# leaf's own tree. A name follows from the keys on the way to the tensor alone.
 #
-# They ask `init`, which they call on leaves of two lengths, the long ones without memory: a tensor that is as long as
-# the leaf both times belongs to it element by element. This rank's state alone would tell less, because any tensor may
-# happen to be as long as a shard.
-
-
-# A length that no other tensor is likely to have; few rows of a wide leaf.
-SHORT = 11
-# How much longer the second leaf is: more than a block of elements that share a number.
-LONG = 2**20
+# The containers of a state stay as its transform made them. They are not flattened into slots where a state enters:
+# a state may come from a file or from another process to a pipeline that has made none, and its transform is handed the
+# containers that it knows. So they have to be in the state.
 
 
 class Name(NamedTuple):
@@ -128,24 +103,26 @@ class Name(NamedTuple):
     below: str = ""
 
 
-def names_in(owner: str, own: Tree, paths: Collection[str], placement: Placement) -> list[Name]:
-    """The names of the tensors in a transform's state, in the order of `flatten`.
+def names_of(keys: Sequence[tuple[str, ...]], paths: Collection[str]) -> list[Name]:
+    """The names of a state's tensors, from the keys on the way to each (`tree_keys`) and the paths of all leaves.
 
     A leaf's path stands below at least one key. The first key may be a leaf's path too, if all its neighbours are.
 
-    >>> own = {"value": {"w": {"m": 1, "w": 2}}, "step": 3}
-    >>> [tuple(name) for name in names_in("mine", own, {"w"}, Placement())]
+    >>> keys = tree_keys({"value": {"w": {"m": 1, "w": 2}}, "step": 3})
+    >>> [tuple(name) for name in names_of(keys, {"w"})]
     [('step', None, ''), ('value', 'w', 'm'), ('value', 'w', 'w')]
     """
-    if (found := _names_by_path(own, paths)) is not None:
-        return found
-    keys = tree_keys(own)
     beside: dict[tuple[str, ...], bool] = {}
     for here in keys:
         for i in range(1, len(here)):
             beside[here[:i]] = beside.get(here[:i], True) and here[i] in paths
-    known = placement.forms_of(owner)
-    return [_name(here, paths, beside, known) for here in keys]
+    return [_name(here, paths, beside) for here in keys]
+
+
+def names_in(own: Tree, paths: Collection[str]) -> list[Name]:
+    """The names of the tensors in a transform's state, in the order of `flatten`. It is not for a graph."""
+    found = _names_by_path(own, paths)
+    return names_of(tree_keys(own), paths) if found is None else found
 
 
 def _names_by_path(own: Tree, paths: Collection[str]) -> list[Name] | None:
@@ -164,123 +141,12 @@ def _names_by_path(own: Tree, paths: Collection[str]) -> list[Name] | None:
     return found
 
 
-def _name(
-    keys: tuple[str, ...], paths: Collection[str], beside: dict[tuple[str, ...], bool], known: Collection
-) -> Name:
-    found = [(i, Name("/".join(keys[:i]), keys[i], "/".join(keys[i + 1 :]))) for i in range(1, len(keys))]
-    found = [(i, name) for i, name in found if keys[i] in paths]
-    for _, name in found:
-        if (name.slot, name.below) in known:
-            return name
-    for i, name in found:
+def _name(keys: tuple[str, ...], paths: Collection[str], beside: dict[tuple[str, ...], bool]) -> Name:
+    for i in range(1, len(keys)):
         # A name among others that are no paths, as of a leaf's own dict, is a path at the end alone.
-        if beside[keys[:i]] or i == len(keys) - 1:
-            return name
+        if keys[i] in paths and (beside[keys[:i]] or i == len(keys) - 1):
+            return Name("/".join(keys[:i]), keys[i], "/".join(keys[i + 1 :]))
     return Name("/".join(keys))
-
-
-def with_slots(layout: Layout, members: Sequence[Transform]) -> Layout:
-    """The same layout with the forms of the state that transforms keep for leaves."""
-    found: list[tuple[str, Transform, Set[str], str]] = []
-    for t in complete(tuple(members)):
-
-        def note(inner: Transform, paths: Set[str], where: str, name: str = t.name) -> Transform:
-            if inner.init_fn is not no_state:
-                found.append((name, inner, paths, where))
-            return inner
-
-        replace_innermost(t, note, layout)
-    slots = tuple([form for name, t, paths, where in found for form in _forms(name, t, paths, where, layout)])
-    return canonical(replace(layout, placement=replace(layout.placement, slots=slots)))
-
-
-def _forms(owner: str, t: Transform, paths: Set[str], where: str, layout: Layout) -> list[SlotForm]:
-    """The forms of the slots of one transform; none if it makes no state of such leaves."""
-    leaves = [leaf for leaf in layout.trainable if leaf.path in paths]
-    # A tensor without memory takes torch fifty times as long to make as a small one.
-    short = _tried(t, leaves, layout, "cpu", SHORT) or _tried(t, leaves, layout, "meta", SHORT)
-    if short is None or set(map(type, short.state.values())) == {Tensor}:
-        # What it raises of the leaves themselves is raised where their state is made; counters are of no leaf.
-        return []
-    kinds: dict[Any, list[str]] = {}
-    for leaf in leaves:
-        kinds.setdefault((leaf.shape, leaf.dtype, short.of_leaf(leaf.path)), []).append(leaf.path)
-    # Many leaves are of few kinds: one of each is asked for, all where `init` needs another one.
-    firsts = {of_kind[0]: of_kind for of_kind in kinds.values()}
-    long = _tried(t, [leaf for leaf in leaves if leaf.path in firsts], layout, "meta", LONG)
-    if long is None:
-        firsts = {leaf.path: [leaf.path] for leaf in leaves}
-        # Of an `init` that asks for the numbers.
-        long = _tried(t, leaves, layout, "meta", LONG) or _tried(t, leaves, layout, "cpu", 2 * SHORT)
-    return [] if long is None else _compared(owner, where, short, long, firsts)
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """The state of leaves of one length.
-
-    Attributes:
-        leaves: the leaves by path.
-        state: theirs.
-        shapes: of each tensor of a leaf.
-    """
-
-    leaves: Leaves
-    state: TransformState
-    shapes: dict[Name, tuple[int, ...] | None]
-
-    @cached_property
-    def _by_path(self) -> dict[str | None, list[tuple[str, str, tuple[int, ...] | None]]]:
-        found: dict[str | None, list[tuple[str, str, tuple[int, ...] | None]]] = {}
-        for name, shape in self.shapes.items():
-            found.setdefault(name.path, []).append((name.slot, name.below, shape))
-        return found
-
-    def of_leaf(self, path: str) -> tuple[Any, ...]:
-        """The slots of a leaf, with their shapes."""
-        return tuple(self._by_path.get(path, ()))
-
-
-def _tried(t: Transform, leaves: Sequence[Leaf], layout: Layout, device: str, length: int) -> _Tried | None:
-    """The first state of leaves of another length; `None` where `init` raises."""
-    given = {leaf.path: _sample(leaf, t, length, device) for leaf in leaves}
-    try:
-        # What is made without a word on its device has no memory either.
-        with torch.random.fork_rng(devices=[]), torch.device(device) if device == "meta" else nullcontext():
-            state = t.init_fn(dict(given), layout)
-    except Exception:
-        return None
-    names = names_in("", state, given.keys(), Placement())
-    return _Tried(given, state, {name: _shape_or_none(x) for name, x in zip(names, flatten(state)[0], strict=True)})
-
-
-def _sample(leaf: Leaf, t: Transform, length: int, device: str) -> Tensor:
-    """A leaf of another length, in a form that `init` may get for a shard: flat, or with more rows."""
-    flat = t.needs in OF_PIECES
-    n, row = (leaf.numel, ()) if flat or not leaf.shape else (leaf.shape[0], leaf.shape[1:])
-    shape = 2 * n + LONG if length == LONG else length, *row
-    return torch.empty(shape, dtype=leaf.dtype, device=device) if device == "meta" else some_numbers(shape, leaf.dtype)
-
-
-def _compared(owner: str, where: str, short: _Tried, long: _Tried, alike: dict[str, list[str]]) -> list[SlotForm]:
-    """The forms of slots; `alike` are the leaves that each of the long ones represents."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for name, shape in short.shapes.items():
-        if name.path in alike:
-            shapes = [shape, long.shapes.get(name)]
-            of_leaf = [tuple(given.leaves[name.path].shape) for given in (short, long)]
-            form = ALONG if shapes == of_leaf else FIXED if shapes[0] == shapes[1] else OTHER
-            found.setdefault((where + name.slot, name.below), {}).update(dict.fromkeys(alike[name.path], form))
-    forms = []
-    for (slot, below), by_path in found.items():
-        for form in dict.fromkeys(by_path.values()):
-            of_form = tuple([path for path, x in by_path.items() if x == form])
-            forms.append(SlotForm(owner, slot, below, form, () if len(of_form) == len(by_path) else of_form))
-    return forms
-
-
-def _shape_or_none(x: Any) -> tuple[int, ...] | None:
-    return tuple(x.shape) if isinstance(x, Tensor) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -313,7 +179,7 @@ def entries(state: State) -> list[Entry]:
 
 def _names(state: State, owner: str) -> list[Name]:
     """The names of what a transform keeps, in the order of `flatten`."""
-    return names_in(owner, state.transforms[owner], state.layout.every, state.layout.placement)
+    return names_in(state.transforms[owner], state.layout.every)
 
 
 def _slot(state: State, owner: str, slot: str, below: str, values: Mapping[str | None, Any]) -> list[Entry]:
@@ -336,23 +202,18 @@ def _parted(
 
 def _of_pieces(state: State, owner: str, slot: str, below: str, values: Mapping[str | None, Any]) -> list[Entry]:
     placement = state.layout.placement.of(owner)
-    leaves = [leaf for leaf in state.layout.leaves if leaf.path in values]
-    spans = {leaf.path: placement.range_of(leaf) for leaf in leaves}
-    flat = {path for path, span in spans.items() if _flat(values[path], *span)}
-    forms = state.layout.placement.forms_of(owner)
+    fixed = (owner, slot) in state.layout.placement.fixed
     rows = []
-    for leaf in leaves:
-        x, form = values[leaf.path], form_of(forms, slot, below, leaf.path)
-        # Of what makes no state of other leaves: a slot is cut if everything in it is as long as this rank's shard.
-        along = leaf.path in flat and (form == ALONG if form else len(flat) == len(leaves))
-        sharded = placement.size > 1 and along
+    for leaf in [leaf for leaf in state.layout.leaves if leaf.path in values]:
+        x, (low, high) = values[leaf.path], placement.range_of(leaf)
+        sharded = placement.size > 1 and not fixed and isinstance(x, Tensor) and tuple(x.shape) == (high - low,)
         e = Entry(owner, slot, leaf.path, x, tuple(leaf.shape) if sharded else _shape(x), below=below)
         if sharded:
-            e = replace(e, offset=spans[leaf.path][0])
-        within = leaf.within if leaf.within is not None and leaf.within.cut and form != FIXED else None
+            e = replace(e, offset=low)
+        within = leaf.within if leaf.within is not None and leaf.within.cut and not fixed else None
         e = e if within is None else _of_part(e, leaf.shape, within)
         cut = placement.size > 1 or within is not None
-        rows.append(replace(e, of_part=cut and e.offset is None and form != FIXED and _is_array(x)))
+        rows.append(replace(e, of_part=cut and e.offset is None and not fixed and _is_array(x)))
     if None in values:
         rows.append(Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False))
     return rows
@@ -402,10 +263,6 @@ def held_by_owners(state: State) -> Iterator[tuple[str, str, Tensor, int]]:
             rank = None if owned is None or name.path is None else owned[1].get(name.path)
             if rank is not None and name.path is not None and rank != placement.rank and isinstance(x, Tensor):
                 yield name.slot, name.path, x, rank
-
-
-def _flat(x: Any, low: int, high: int) -> bool:
-    return isinstance(x, Tensor) and tuple(x.shape) == (high - low,)
 
 
 def _shape(x: Any) -> tuple[int, ...]:

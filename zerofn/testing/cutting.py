@@ -14,7 +14,6 @@ from .._errors import bad_leaves
 from ..core.chain import chain
 from ..core.facts import OF_PIECES
 from ..core.layout import Layout, Leaf, Leaves, make_layout
-from ..core.owners import states_have_leaf_shapes
 from ..core.pipeline import Pipeline, first_state, pipeline
 from ..core.spec import as_it_is
 from ..core.state import State
@@ -273,7 +272,6 @@ def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any
 
     An entry that is not a tensor of a leaf is compared only if its shape is the same in both states.
     """
-    leaves = {leaf.path: leaf for leaf in whole.layout.leaves}
     theirs = {(e.owner, e.slot, e.path, e.below): e for e in entries(part) if e.owner != ".pieces"}
     for e in entries(whole):
         mine = theirs.pop((e.owner, e.slot, e.path, e.below), None)
@@ -283,20 +281,17 @@ def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any
         elif not (isinstance(e.value, Tensor) and isinstance(mine.value, Tensor)):
             yield name, mine.value, e.value
         else:
-            yield from _of_leaf(name, e, mine.value, leaves, spans)
+            yield from _of_leaf(name, e, mine, spans)
     for key, mine in theirs.items():
         yield "/".join(key), mine.value, "nothing"
 
 
-def _of_leaf(
-    name: str, e: Entry, mine: Tensor, leaves: Mapping[str, Leaf], spans: Spans
-) -> Iterator[tuple[str, Any, Any]]:
+def _of_leaf(name: str, e: Entry, mine: Entry, spans: Spans) -> Iterator[tuple[str, Any, Any]]:
     if e.of_leaf:
         low, high = spans[e.path]
-        cut = e.value.shape == leaves[e.path].shape and tuple(mine.shape) == (high - low,)
-        yield name, mine, e.value.reshape(-1)[low:high] if cut else e.value
-    elif mine.shape == e.value.shape:
-        yield name, mine, e.value
+        yield name, mine.value, e.value if mine.offset is None else e.value.reshape(-1)[low:high]
+    elif mine.value.shape == e.value.shape:
+        yield name, mine.value, e.value
 
 
 LAW = (
@@ -369,14 +364,10 @@ def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
     return together + [(x, completed(chain(*casts, x))) for x in inside]
 
 
-def fit_for_rows(tx: Transform, layout: Layout) -> list[tuple[Transform, Transform]]:
-    """What is checked on rows: each part with `needs="row"`.
-
-    Except if its state of a leaf has another shape than the leaf: such leaves are updated whole, on their owners.
-    """
+def fit_for_rows(tx: Transform) -> list[tuple[Transform, Transform]]:
+    """What is checked on rows: each part with `needs="row"`, and its pipeline."""
     casts = [p for p in tx.members if effect(p).cast_by]
-    busy = [p for p in tx.members if p.needs == "row" and not p.idle]
-    of_rows = [p for p in busy if states_have_leaf_shapes(p, layout.leaves, layout)]
+    of_rows = [p for p in tx.members if p.needs == "row" and not p.idle]
     # The view is left out: `check_views` checks it, and it never stands behind what cuts.
     return [(p, completed(chain(*casts, replace(p, view_fn=no_view)))) for p in of_rows]
 

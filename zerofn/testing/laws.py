@@ -732,7 +732,7 @@ def _cut_anywhere(case: Case, ulps: float = 2.0) -> None:
             for member, alone in singly(subject):
                 check(member, alone)
             raise
-    for subject, pipe in fit_for_rows(case.tx, make_layout(case.params)[0]):
+    for subject, pipe in fit_for_rows(case.tx):
         check(subject, pipe, by_rows=True)
 
 
