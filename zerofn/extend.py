@@ -64,6 +64,7 @@ from zerofn.core.wrapper_names import buffers_in
 from zerofn.kernels.adam import adam_, adam_operator, adam_update, alike, has_kernel, implementation_for, plain, typed
 from zerofn.kernels.fused_adam import fused_operator, fused_update, many_for_fused
 from zerofn.kernels.norms import length, not_finite, squared_norm
+from zerofn.kernels.packing import flagged, flat_to_sum, over, remembered, row_of, rows_to_sum, wholes_of
 from zerofn.kernels.recording import (
     at_most,
     certain,
@@ -167,6 +168,8 @@ __all__ = [
     "direction",
     "entries",
     "explain",
+    "flagged",
+    "flat_to_sum",
     "flatten",
     "fused_operator",
     "fused_update",
@@ -194,6 +197,7 @@ __all__ = [
     "of_members",
     "once",
     "optimizer",
+    "over",
     "over_ranks",
     "plain",
     "plus",
@@ -203,7 +207,10 @@ __all__ = [
     "rebuild",
     "recorded",
     "reduce_scatter_into",
+    "remembered",
     "root",
+    "row_of",
+    "rows_to_sum",
     "scaled",
     "select",
     "span",
@@ -223,6 +230,7 @@ __all__ = [
     "watches_parameters",
     "weight_of",
     "where",
+    "wholes_of",
     "width",
     "without_elements",
 ]

@@ -9,9 +9,10 @@ import torch
 import zerofn as zf
 from zerofn.extend import Context, may, towards, where
 
-# Wires are run by themselves, and pack into buffers where nothing is compiled.
-FILES = sorted(p for p in (Path(zf.__file__).parent / "transforms").glob("*.py") if p.name != "wires.py")
+FILES = sorted((Path(zf.__file__).parent / "transforms").glob("*.py"))
 ASKS = {"recorded", "donate", "donate_to_kernels", "concrete", "certain", "differentiated", "is_compiling"}
+
+COUNTS = {"count", "counts", "step", "form", "emit", "due"}
 
 
 def questions(tree: ast.AST) -> list[str]:
@@ -24,6 +25,11 @@ def questions(tree: ast.AST) -> list[str]:
             for op, x in zip(node.ops, node.comparators, strict=True):
                 if isinstance(op, ast.Is | ast.IsNot) and isinstance(x, ast.Constant) and isinstance(x.value, bool):
                     found.append(f"line {node.lineno}: is {x.value}")
+        # In a graph and in a batch a count, or a number of the state, is a tensor.
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            of = ast.unparse(node.args[0]).rpartition(".")[2]
+            if of in COUNTS and "Tensor" in ast.unparse(node.args[1]):
+                found.append(f"line {node.lineno}: is {of} a tensor")
     return found
 
 
@@ -33,8 +39,8 @@ def test_a_transform_does_not_ask_how_it_is_run(path):
 
 
 def test_questions_are_found():
-    text = "if ctx.recorded or due is False or concrete(x): pass"
-    assert len(questions(ast.parse(text))) == 3
+    text = "if ctx.recorded or due is False or concrete(x) or isinstance(group.count, Tensor): pass"
+    assert len(questions(ast.parse(text))) == 4
 
 
 LAYOUT = zf.init(zf.sgd(0.1), {"w": torch.zeros(1)}).layout

@@ -400,6 +400,7 @@ def optimizer(
     settable: Mapping[str, Any] = NONE,
     derived: Derived | None = None,
     operator: Operator | None = None,
+    graph_kernel: Kernel | None = None,
     pulled: Pulled | None = None,
     counterpart: type | None = None,
     torch_names: Mapping[str, str] = NONE,
@@ -424,8 +425,10 @@ def optimizer(
         derived: takes the count of updates, the rate and the hyperparameters, and returns further numbers of the
             formula by name, `at.derived`: bias corrections. It is computed once for leaves with equal counts; if counts
             cannot be read, once for all, on tensors of the shape `(leaves,)`. Tensors come in float64.
-        operator: whether the kernel of these leaves may stand in a compiled graph: there it calls an operator that
-            `torch.library` knows, and `count` is a tensor. Otherwise, and for derivatives, the formula runs.
+        operator: whether `graph_kernel` runs on these leaves in a compiled graph. Otherwise, and for derivatives, the
+            formula does.
+        graph_kernel: the kernel in a compiled graph, if it is another one: it calls an operator that `torch.library`
+            knows, `count` is a tensor of the shape `(leaves,)`, and numbers may be tensors.
         pulled: the hand-written derivative of the formula, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`. It
             takes cotangents of the new parameter and slots, the old parameter, the gradient and the new slots, and
             returns cotangents of the old ones. With it the kernel runs in steps that are differentiated in reverse
@@ -433,7 +436,9 @@ def optimizer(
         counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
         torch_names: the names of slots that differ in that class.
     """
-    update = _OptimizerUpdate(name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, operator, pulled)
+    kernel_of_graph = graph_kernel or kernel
+    in_graph = None if operator is None or kernel_of_graph is None else (operator, kernel_of_graph)
+    update = _OptimizerUpdate(name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, in_graph, pulled)
     facts = Facts(
         optimizes=True,
         rate=lr,
@@ -467,7 +472,7 @@ class _OptimizerUpdate:
     numbers: dict[str, Any]
     shared: dict[str, Callable[[], Tensor]]
     derived: Derived | None
-    operator: Operator | None
+    in_graph: tuple[Operator, Kernel] | None
     pulled: Pulled | None
 
     def __post_init__(self) -> None:
@@ -502,8 +507,9 @@ class _OptimizerUpdate:
         kernel, pulled, derived = self.kernel, self.pulled, self.derived
         if kernel is not None and not ctx.recorded:
             new, own = _in_place(kernel, by_count(counts).items(), given)
-        elif kernel is not None and (groups := _groups(self.operator, given)) is not None:
-            new, own = _in_place(kernel, groups, given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels)))
+        elif self.in_graph is not None and (groups := _groups(self.in_graph[0], given)) is not None:
+            there = given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels))
+            new, own = _in_place(self.in_graph[1], groups, there)
         elif kernel is not None and pulled is not None and _pulled_back(given):
             new, own = _with_derivative(kernel, pulled, derived, given)
         elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
@@ -513,9 +519,9 @@ class _OptimizerUpdate:
         return new, {**own, "count": counts}
 
 
-def _groups(operator: Operator | None, given: Given) -> list[tuple[Any, list[str]]] | None:
+def _groups(operator: Operator, given: Given) -> list[tuple[Any, list[str]]] | None:
     """Counts and paths of the leaves on which a graph calls the operator; `None` if it computes the formula."""
-    if operator is None or not given.counts:
+    if not given.counts:
         return None
     leaves = _listed(list(given.grads), None, given._replace(ctx=replace(given.ctx, donate=True)))
     tensors = *leaves.params, *leaves.grads, *(x for column in leaves.slots.values() for x in column)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,22 +154,23 @@ def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, A
     return {"down": -lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
 
 
-def _kernel(decoupled: bool) -> Callable[[LeafList], None]:
-    """torch's fused kernel over lists of one dtype and device; in a compiled graph, the operator that calls it."""
+def _lists(group: LeafList) -> tuple[list[Tensor], ...]:
+    return group.params, group.grads, group.slots["exp_avg"], group.slots["exp_avg_sq"]
 
-    def kernel(group: LeafList) -> None:
-        lists = group.params, group.grads, group.slots["exp_avg"], group.slots["exp_avg_sq"]
-        how: Any = dict(step=group.count, decoupled=decoupled, lr=group.lr)
-        if isinstance(group.count, Tensor):
-            fused_operator(*lists, **how, **group.numbers)
-        elif alike(group.params):
-            how |= {name: float(x) for name, x in group.numbers.items()}
-            fused_update(*lists, norms=group.norms, **how)
-        else:
-            for kind in {(p.dtype, p.device) for p in group.params}:
-                kernel(group.where([(p.dtype, p.device) == kind for p in group.params]))
 
-    return kernel
+def _kernel(decoupled: bool, group: LeafList) -> None:
+    """torch's fused kernel over lists of one dtype and device."""
+    if not alike(group.params):
+        for kind in {(p.dtype, p.device) for p in group.params}:
+            _kernel(decoupled, group.where([(p.dtype, p.device) == kind for p in group.params]))
+        return
+    numbers: Any = {name: float(x) for name, x in group.numbers.items()}
+    fused_update(*_lists(group), step=group.count, decoupled=decoupled, lr=group.lr, norms=group.norms, **numbers)
+
+
+def _graph_kernel(decoupled: bool, group: LeafList) -> None:
+    """The operator that calls torch's fused kernel."""
+    fused_operator(*_lists(group), step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
 
 
 def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
@@ -209,4 +211,5 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
     like_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
     more: Any = dict(settable=settable, derived=_corrections, pulled=pulled, counterpart=like_torch)
     more["operator"] = lambda group: many_for_fused(group.params, group.grads)
-    return with_moment_check(optimizer(name, lr, slots, formula, _kernel(decoupled), numbers, **more))
+    kernel, more["graph_kernel"] = partial(_kernel, decoupled), partial(_graph_kernel, decoupled)
+    return with_moment_check(optimizer(name, lr, slots, formula, kernel, numbers, **more))

@@ -103,6 +103,7 @@ def low_precision_adam(
         shared,
         settable,
         operator=how.operator,
+        graph_kernel=how.graph_kernel,
         counterpart=torch.optim.AdamW,
     )
     return _checked(built, how)
@@ -120,14 +121,16 @@ class _Rounded:
         return torch.zeros_like(x, dtype=self.state_dtype)
 
     def kernel(self, group: LeafList) -> None:
-        lists = [group.params, group.grads, *group.slots.values()]
-        how: Any = dict(rounding=self.rounding, seed=self.seed, form=_format(group.shared), offsets=group.offsets)
-        how["keys"] = [leaf_key(p) for p in group.paths]
-        if isinstance(group.count, Tensor):
-            adam_operator(*lists, step=group.count, lr=group.lr, **group.numbers, **how)
-        else:
-            plain = {key: float(x) for key, x in group.numbers.items()}
-            adam_(*lists, step=group.count, lr=group.lr, norms=group.norms, **plain, **how)
+        numbers = {key: float(x) for key, x in group.numbers.items()}
+        adam_(*_lists(group), step=group.count, lr=group.lr, norms=group.norms, **numbers, **self.draws(group))
+
+    def graph_kernel(self, group: LeafList) -> None:
+        adam_operator(*_lists(group), step=group.count, lr=group.lr, **group.numbers, **self.draws(group))
+
+    def draws(self, group: LeafList) -> dict[str, Any]:
+        """How the random bits of these leaves are drawn."""
+        keys, form = [leaf_key(path) for path in group.paths], _format(group.shared)
+        return dict(rounding=self.rounding, seed=self.seed, form=form, offsets=group.offsets, keys=keys)
 
     def operator(self, group: LeafList) -> bool:
         return has_kernel(group.params, group.grads, group.slots["exp_avg"], self.rounding)
@@ -139,6 +142,10 @@ class _Rounded:
         return x, dict(zip(slots, made, strict=True))
 
 
+def _lists(group: LeafList) -> list[list[Tensor]]:
+    return [group.params, group.grads, *group.slots.values()]
+
+
 def _checked(built: Transform, how: _Rounded) -> Transform:
     """`built`; leaves that cannot be rounded are refused, and states of an unknown format of random bits."""
 
@@ -147,27 +154,30 @@ def _checked(built: Transform, how: _Rounded) -> Transform:
         return built.init_fn(leaves, layout)
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        _format(state)
+        if FORMAT_ENTRY in state:
+            form = state[FORMAT_ENTRY]
+            ctx.check(form, lambda x: x in known_formats(), lambda: _unknown_format(form))
         return built.prepare_fn(state, grads, params, ctx)
 
     return replace(built, init_fn=init, prepare_fn=prepare)
 
 
-def _format(state: TransformState) -> Any:
+def _format(shared: TransformState) -> Any:
     """How the state's random bits are drawn: a number, or a tensor under `torch.func.vmap`.
 
     A state without one has the first format: it was pickled when there was no other.
     """
-    form = number(state[FORMAT_ENTRY]) if FORMAT_ENTRY in state else FIRST_FORMAT
-    if not isinstance(form, Tensor) and form not in known_formats():
-        raise ValueError(
-            explain(
-                f"a state of low_precision_adam with {FORMAT_ENTRY} {form}",
-                f"random bits are drawn by formats {known_formats()} here: a newer zerofn made it, or it is damaged",
-                "an update of zerofn; or begin anew: zf.init(tx, zf.full_params(tx, state))",
-            )
+    return number(shared[FORMAT_ENTRY]) if FORMAT_ENTRY in shared else FIRST_FORMAT
+
+
+def _unknown_format(form: Tensor) -> Exception:
+    return ValueError(
+        explain(
+            f"a state of low_precision_adam with {FORMAT_ENTRY} {form.item()}",
+            f"random bits are drawn by formats {known_formats()} here: a newer zerofn made it, or it is damaged",
+            "an update of zerofn; or begin anew: zf.init(tx, zf.full_params(tx, state))",
         )
-    return form
+    )
 
 
 def _check_arguments(state_dtype: torch.dtype, rounding: str, seed: int) -> None:

@@ -1,0 +1,60 @@
+"""Leaves in the buffer of a collective: written in place and concatenated in a graph, with the same bits."""
+
+import pytest
+import torch
+
+from zerofn.extend import flagged, flat_to_sum, row_of, rows_to_sum, span, wholes_of, width
+
+SHAPES = [(5, 3), (4,), (1,), (0, 2), (), (2, 3)]
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+
+
+def both(fn, *given):
+    """What `fn` gives outside of a graph, and within one."""
+    torch._dynamo.reset()
+    return fn(*given), torch.compile(fn, backend="eager", fullgraph=True)(*given)
+
+
+def leaves(dtype, tail=()):
+    torch.manual_seed(0)
+    return [torch.randn(torch.Size(s).numel(), *tail).to(dtype) for s in SHAPES]
+
+
+@pytest.mark.parametrize("tail", [(), (2,)], ids=["plain", "a batch"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_rows_of_shards_are_whole_leaves_again(size, tail):
+    given, widths = leaves(torch.float32, tail), [width(s, size) for s in SHAPES]
+    numels = [torch.Size(s).numel() for s in SHAPES]
+    for graph in (0, 1):
+        rows = []
+        for rank in range(size):
+            shards = [x[slice(*span(s, rank, size))] for s, x in zip(SHAPES, given, strict=True)]
+            rows.append(both(lambda parts, into: row_of(parts, widths, into), shards, torch.zeros(sum(widths), *tail)))
+        every = torch.stack([row[graph] for row in rows])
+        for found in both(lambda x: wholes_of(x, widths, numels), every):
+            assert all(torch.equal(a, b) for a, b in zip(found, given, strict=True))
+        into = [torch.full_like(x, torch.nan) for x in given]
+        wholes_of(every, widths, numels, into)
+        assert all(torch.equal(a, b) for a, b in zip(into, given, strict=True))
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_to_be_summed_is_the_same_in_a_graph(size, dtypes):
+    given, widths = leaves(dtypes[0]), [width(s, size) for s in SHAPES]
+    numels = [x.numel() for x in given]
+    grads = [None if i in (1, 5) else x for i, x in enumerate(given)]
+    kind, cpu = dtypes[1], torch.device("cpu")
+    here, there = both(lambda xs: rows_to_sum(xs, widths, numels, size, kind, cpu), grads)
+    assert here.dtype == kind and here.shape == (size, sum(widths) + len(SHAPES)) and torch.equal(here, there)
+    # Divided in the wider of the two dtypes.
+    means = [
+        torch.zeros(n, dtype=kind) if x is None else (x.to(torch.promote_types(x.dtype, kind)) / size).to(kind)
+        for x, n in zip(grads, numels, strict=True)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(wholes_of(here[:, : sum(widths)], widths, numels), means, strict=True))
+    flat, in_graph = both(lambda xs: flat_to_sum(xs, numels, size, kind, cpu), grads)
+    assert torch.equal(flat, in_graph) and torch.equal(flat[: sum(numels)], torch.cat(means))
+    for flags in (here[0, sum(widths) :], flat[sum(numels) :]):
+        assert flagged(flags) == [x is not None for x in grads]
+    assert both(flagged, flat[sum(numels) :])[1] == [True] * len(SHAPES)

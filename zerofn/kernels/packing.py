@@ -1,0 +1,190 @@
+"""Leaves in the buffer of a collective: written in place, and concatenated in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._compat.tensors import foreach_copy_
+
+# Outside of graphs leaves are written into a buffer, in one pass over memory. In a graph that is slow: for each write
+# the compiler copies the whole buffer, or proves that it need not, so that the cost grows with the square of the number
+# of leaves. There they are packed by `torch.cat`. The numbers are the same either way.
+#
+# The mean over ranks is divided *before* it is summed, so that a sum in fp16 does not overflow.
+
+
+T = TypeVar("T")
+
+
+def remembered(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, whose results are kept by its arguments; in a graph computed, since the compiler guards on a cache.
+
+    >>> double = remembered(lambda n: 2 * n)
+    >>> double(3)
+    6
+    """
+    known = cache(function)
+
+    def call(*args: Any) -> T:
+        return function(*args) if torch.compiler.is_compiling() else known(*args)
+
+    return call
+
+
+def row_of(parts: Sequence[Tensor], widths: Sequence[int], into: Tensor) -> Tensor:
+    """Shards (n, ...) of leaves end to end, each of its width in the row, written into `into`.
+
+    What is beyond the end of a shard is padding, which nobody reads. A graph returns another tensor than `into`.
+
+    >>> row_of([torch.ones(2), torch.ones(1)], [2, 1], torch.empty(3))
+    tensor([1., 1., 1.])
+    """
+    if torch.compiler.is_compiling():
+        return torch.cat([_filled(x, each) for x, each in zip(parts, widths, strict=True)])
+    places = [place[: x.shape[0]] for x, place in zip(parts, into.split_with_sizes(list(widths)), strict=True)]
+    foreach_copy_(places, list(parts))
+    return into
+
+
+def wholes_of(
+    rows: Tensor, widths: Sequence[int], numels: Sequence[int], into: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """The inverse of `row_of`, from the rows of all ranks: full flat leaves (numel, ...).
+
+    Args:
+        rows: (ranks, sum of widths, ...).
+        widths: of each leaf in a row.
+        numels: the elements of each leaf.
+        into: flat tensors to write to; new ones by default.
+
+    >>> wholes_of(torch.tensor([[0.0, 1.0, 5.0], [2.0, 0.0, 6.0]]), [2, 1], [3, 2])
+    [tensor([0., 1., 2.]), tensor([5., 6.])]
+    """
+    tail = rows.shape[2:]
+    blocks = rows.split_with_sizes(list(widths), dim=1)
+    if into is None and torch.compiler.is_compiling():
+        return [x.reshape(-1, *tail)[:n] for x, n in zip(blocks, numels, strict=True)]
+    fulls = into or [rows.new_empty((n, *tail)) for n in numels]
+    places, found = [], []
+    for full, block, each in zip(fulls, blocks, widths, strict=True):
+        n = full.shape[0]
+        whole = n // each if each else 0
+        rest = n - whole * each
+        places.append((full[: whole * each] if rest else full).view(whole, each, *tail))
+        found.append(block[:whole])
+        if rest:
+            places.append(full[whole * each :])
+            found.append(block[whole, :rest])
+    foreach_copy_(places, found)
+    return list(fulls)
+
+
+def rows_to_sum(
+    grads: Sequence[Tensor | None],
+    widths: Sequence[int],
+    numels: Sequence[int],
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Full flat leaves (numel, ...) divided by `size`, cut into `size` rows, with a flag for each leaf at their ends.
+
+    Args:
+        grads: the leaves; `None` of one without a gradient, which is zeros, and whose flag is zero.
+        widths: of each leaf in a row, padding included.
+        numels: the elements of each leaf.
+        size: the number of rows, one for each rank.
+        dtype: of the sum.
+        device: of the sum.
+
+    >>> rows_to_sum([torch.tensor([2.0, 4.0, 6.0]), None], [2, 1], [3, 2], 2, torch.float32, torch.device("cpu"))
+    tensor([[1., 2., 0., 1., 0.],
+            [3., 0., 0., 1., 0.]])
+    """
+    tail = next((x.shape[1:] for x in grads if x is not None), torch.Size())
+    if torch.compiler.is_compiling():
+        one = torch.ones((size, 1, *tail), dtype=dtype, device=device)
+        blocks = [
+            one.new_zeros((size, each, *tail)) if x is None else _filled(over(x, size, dtype), size * each)
+            for x, each in zip(grads, widths, strict=True)
+        ]
+        cut = [x.reshape(size, each, *tail) for x, each in zip(blocks, widths, strict=True)]
+        return torch.cat([*cut, *(torch.zeros_like(one) if x is None else one for x in grads)], dim=1)
+    rows = torch.empty((size, sum(widths) + len(grads), *tail), dtype=dtype, device=device)
+    *blocks, flags = rows.split_with_sizes([*widths, len(grads)], dim=1)
+    for x, numel, each, block in zip(grads, numels, widths, blocks, strict=True):
+        whole = numel // each if each else 0
+        if x is None:
+            block.zero_()
+            continue
+        _divide_into(x[: whole * each].reshape(whole, each, *tail), size, block[:whole])
+        if whole < size:
+            block[whole:] = 0
+            rest = numel - whole * each
+            _divide_into(x[whole * each :], size, block[whole, :rest])
+    _write_flags(flags, grads)
+    return rows
+
+
+def flat_to_sum(
+    grads: Sequence[Tensor | None], numels: Sequence[int], size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Leaves divided by `size`, end to end, with a flag for each leaf at the end.
+
+    >>> flat_to_sum([torch.tensor([2.0, 4.0]), None], [2, 1], 2, torch.float32, torch.device("cpu"))
+    tensor([1., 2., 0., 1., 0.])
+    """
+    if torch.compiler.is_compiling():
+        one = torch.ones(1, dtype=dtype, device=device)
+        parts = [one.new_zeros(n) if x is None else over(x, size, dtype) for x, n in zip(grads, numels, strict=True)]
+        return torch.cat([*parts, *(torch.zeros_like(one) if x is None else one for x in grads)])
+    flat = torch.empty(sum(numels) + len(grads), dtype=dtype, device=device)
+    *blocks, flags = flat.split_with_sizes([*numels, len(grads)])
+    for x, block in zip(grads, blocks, strict=True):
+        _ = block.zero_() if x is None else _divide_into(x, size, block)
+    _write_flags(flags.unsqueeze(0), grads)
+    return flat
+
+
+def flagged(flags: Tensor) -> list[bool]:
+    """Which of the summed flags of leaves (leaves, ...) are set: whether any rank had a gradient.
+
+    A graph cannot branch on a number: there all are, and a leaf without a gradient on any rank has one of zeros.
+
+    >>> flagged(torch.tensor([2.0, 0.0]))
+    [True, False]
+    """
+    if torch.compiler.is_compiling():
+        return [True] * len(flags)
+    # Flags are never NaN: an overflow in a leaf does not reach its flag.
+    return (flags.reshape(len(flags), -1)[:, 0] > 0).tolist() if len(flags) else []
+
+
+def over(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """`x / size` in `dtype`, divided in the wider of the two dtypes."""
+    wide = torch.promote_types(x.dtype, dtype) == x.dtype
+    return (x / size).to(dtype) if wide else x.to(dtype) / size
+
+
+def _filled(x: Tensor, length: int) -> Tensor:
+    return torch.cat([x, x.new_zeros((length - len(x), *x.shape[1:]))]) if len(x) < length else x
+
+
+def _divide_into(x: Tensor, size: int, out: Tensor) -> None:
+    """`x / size` into `out`: divided in the wider of the two dtypes, in one pass over memory."""
+    if torch.promote_types(x.dtype, out.dtype) == x.dtype:
+        torch.div(x, size, out=out)
+    else:
+        out.copy_(x).div_(size)
+
+
+def _write_flags(flags: Tensor, fulls: Sequence[Tensor | None]) -> None:
+    flags.fill_(1.0)
+    for i, x in enumerate(fulls):
+        if x is None:
+            flags[:, i] = 0.0
