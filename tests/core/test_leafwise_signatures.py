@@ -75,7 +75,7 @@ REFUSED = {
     "a state by keyword, with init": (by_keyword, {"init": ZEROS}, "its third argument", "(grad, param, state): ..."),
     "one argument": (of_one, {}, "called with (grad, param)", "def of_one(grad, param): ..."),
     "a class": (Scales, {}, "makes an object", "leafwise(Scales(...))"),
-    "of C": (torch.sign, {}, "tells nobody its arguments", "def mine(grad, param): return ..."),
+    "of C": (torch.sign, {}, "Python cannot tell the arguments of a C function", "def mine(grad, param): return ..."),
     "a generator": (generates, {}, "a generator", "def generates(grad, param): ..."),
     "a coroutine": (awaited, {}, "something to await", "def awaited(grad, param): ..."),
     "init without arguments": (of_three, {"init": lambda: 0}, "init is called with one", "init=torch.zeros_like"),

@@ -307,7 +307,7 @@ def test_what_must_see_more_is_refused_by_name():
                 assert NESTED[name][1] in text
             assert 'zf.leafwise(needs="element") or zf.guest(transformation, needs="element")' in text
             cut = "shard" if "shard" in front else "reduce_scatter"
-            assert f"under {cut} each rank has one flat piece" in text and f"zf.all_reduce() in place of {cut}" in text
+            assert f"under {cut} each rank has a flat shard" in text and f"zf.all_reduce() in place of {cut}" in text
 
 
 @pytest.mark.parametrize("route", ["eager", "pure"])

@@ -178,7 +178,7 @@ def knots():
 @pytest.mark.parametrize(("tree", "where"), list(knots()))
 def test_trees_that_hold_themselves(tree, where):
     state = zf.init(SGD, params())
-    told = ["a tree that holds itself, at ", where, "none of which lies inside itself"]
+    told = ["a tree that contains itself, at ", where, "none of which contains itself"]
     for call in (
         lambda: zf.init(SGD, tree),
         lambda: zf.plan(SGD, tree),

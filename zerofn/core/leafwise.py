@@ -136,7 +136,7 @@ def _check_signature(function: Any, init: Any) -> None:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        why = "a function of C tells nobody its arguments, and none of its own can be set"
+        why = "Python cannot tell the arguments of a C function, so none of its own could be set"
         right = f"@zf.leafwise\ndef mine({', '.join(given)}): return ..."
         raise TypeError(explain(f"leafwise({name})", why, right)) from None
     keywords = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]

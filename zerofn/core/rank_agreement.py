@@ -556,7 +556,7 @@ def made_by(init: Init, like: Tensor, path: str, seed: int, device: torch.device
     with seeded(seed, path, device), torch.no_grad():
         init(path, x)
     if unset(x, before):
-        why = "what it is given is to be written in place, every element of it, and it left some as they were"
+        why = "init must write every element of x in place, and it left some as they were"
         raise ValueError(explain(f"init({path!r}, x of shape {tuple(x.shape)})", why, INIT))
     return x
 

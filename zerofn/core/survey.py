@@ -111,12 +111,12 @@ def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where:
     raise ValueError(
         explain(
             f"{where} with chain({', '.join(p.name for p in parts)}) and leaves cut over {ranks} ranks",
-            f"{told}, and under {cut} each rank has one flat piece of every leaf: a norm, a mean, a sort, a matrix "
-            "product or the shape of a piece is another one, and the update would be wrong without a word",
+            f"{told}, and under {cut} each rank has a flat shard of every leaf, whose norm, mean, order, matrix "
+            "products and shape are not those of the leaf: the update would be wrong without an error",
             'zf.leafwise(needs="element") or zf.guest(transformation, needs="element") where it is made, if each '
             "element of the update comes from the same element of gradient, parameter and state alone;\n"
-            f"zf.all_reduce() in place of {cut} if not: data parallel, nothing is cut. What needs a whole leaf and "
-            "is written with zf.leafwise is run at one rank for each leaf.",
+            f"else zf.all_reduce() in place of {cut}: data parallel, nothing is sharded. A transform that needs whole "
+            "leaves and is written with zf.leafwise runs on one rank for each leaf.",
         )
     )
 

@@ -149,9 +149,9 @@ def _endless(tree: Tree, error: RecursionError) -> Exception:
     found = _inside_itself(tree)
     if found is None:
         return error
-    why = "a tree is flattened to its leaves, of which there would be no end"
-    right = "containers of tensors, none of which lies inside itself"
-    return ValueError(explain(f"a tree that holds itself, at {'.'.join(found)}", why, right))
+    why = "flattening it to its leaves would never end"
+    right = "containers of tensors, none of which contains itself"
+    return ValueError(explain(f"a tree that contains itself, at {'.'.join(found)}", why, right))
 
 
 def _inside_itself(tree: Tree) -> list[str] | None:

@@ -167,7 +167,7 @@ def _refuse_hidden(value: Any, where: str) -> None:
             raise TypeError(
                 explain(
                     f"{where} is a {kind} with a tensor in .{name}",
-                    "the boundary that scales and casts gradients cannot see inside, so they would be wrong in silence",
+                    "the boundary that scales and casts gradients cannot see inside, so they would silently be wrong",
                     f"a tuple, list, dict or dataclass{own}",
                 )
             )
