@@ -1,4 +1,4 @@
-"""Leaves in the buffer of a collective: written in place, and concatenated in a graph."""
+"""Packs leaves into the buffer of a collective: in place, or by `torch.cat` in a compiled graph."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor
 
 from .._compat.tensors import foreach_copy_
 
-# Outside of graphs leaves are written into a buffer, in one pass over memory. In a graph that is slow: for each write
-# the compiler copies the whole buffer, or proves that it need not, so that the cost grows with the square of the number
-# of leaves. There they are packed by `torch.cat`. The numbers are the same either way.
+# Outside of graphs leaves are written into a buffer in place, in one pass over memory. In a graph that is slow: for
+# each write the compiler copies the buffer, or proves that it need not, so the cost grows with the square of the number
+# of leaves. There `torch.cat` packs them. The numbers are the same.
 #
-# The mean over ranks is divided *before* it is summed, so that a sum in fp16 does not overflow.
+# For the mean over ranks gradients are divided *before* they are summed, so that a sum in fp16 does not overflow.
 
 
 T = TypeVar("T")
 
 
 def remembered(function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, whose results are kept by its arguments; in a graph computed, since the compiler guards on a cache.
+    """Cache `function` by its arguments. A graph computes it, since the compiler would guard on the cache.
 
-    >>> double = remembered(lambda n: 2 * n)
-    >>> double(3)
-    6
+    Examples:
+        >>> double = remembered(lambda n: 2 * n)
+        >>> double(3)
+        6
     """
     known = cache(function)
 
@@ -37,12 +38,13 @@ def remembered(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def row_of(parts: Sequence[Tensor], widths: Sequence[int], into: Tensor) -> Tensor:
-    """Shards (n, ...) of leaves end to end, each of its width in the row, written into `into`.
+    """Shards (n, ...) end to end, each padded to its width, written into `into`: this rank's row of a buffer.
 
-    What is beyond the end of a shard is padding, which nobody reads. A graph returns another tensor than `into`.
+    Padding is not written, and nobody reads it. A graph returns a new tensor instead of `into`.
 
-    >>> row_of([torch.ones(2), torch.ones(1)], [2, 1], torch.empty(3))
-    tensor([1., 1., 1.])
+    Examples:
+        >>> row_of([torch.ones(2), torch.ones(1)], [2, 1], torch.empty(3))
+        tensor([1., 1., 1.])
     """
     if torch.compiler.is_compiling():
         return torch.cat([_filled(x, each) for x, each in zip(parts, widths, strict=True)])
@@ -54,16 +56,17 @@ def row_of(parts: Sequence[Tensor], widths: Sequence[int], into: Tensor) -> Tens
 def wholes_of(
     rows: Tensor, widths: Sequence[int], numels: Sequence[int], into: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
-    """The inverse of `row_of`, from the rows of all ranks: full flat leaves (numel, ...).
+    """Full flat leaves (numel, ...) from the rows of all ranks; the inverse of `row_of`.
 
     Args:
         rows: (ranks, sum of widths, ...).
         widths: of each leaf in a row.
         numels: the elements of each leaf.
-        into: flat tensors to write to; new ones by default.
+        into: flat tensors to write into; new ones by default.
 
-    >>> wholes_of(torch.tensor([[0.0, 1.0, 5.0], [2.0, 0.0, 6.0]]), [2, 1], [3, 2])
-    [tensor([0., 1., 2.]), tensor([5., 6.])]
+    Examples:
+        >>> wholes_of(torch.tensor([[0.0, 1.0, 5.0], [2.0, 0.0, 6.0]]), [2, 1], [3, 2])
+        [tensor([0., 1., 2.]), tensor([5., 6.])]
     """
     tail = rows.shape[2:]
     blocks = rows.split_with_sizes(list(widths), dim=1)
@@ -92,19 +95,20 @@ def rows_to_sum(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Full flat leaves (numel, ...) divided by `size`, cut into `size` rows, with a flag for each leaf at their ends.
+    """Full flat gradients (numel, ...) divided by `size`, cut into `size` rows; at the end of each row a flag per leaf.
 
     Args:
-        grads: the leaves; `None` of one without a gradient, which is zeros, and whose flag is zero.
+        grads: `None` for a leaf without a gradient: it is sent as zeros, with the flag zero.
         widths: of each leaf in a row, padding included.
         numels: the elements of each leaf.
         size: the number of rows, one for each rank.
         dtype: of the sum.
         device: of the sum.
 
-    >>> rows_to_sum([torch.tensor([2.0, 4.0, 6.0]), None], [2, 1], [3, 2], 2, torch.float32, torch.device("cpu"))
-    tensor([[1., 2., 0., 1., 0.],
-            [3., 0., 0., 1., 0.]])
+    Examples:
+        >>> rows_to_sum([torch.tensor([2.0, 4.0, 6.0]), None], [2, 1], [3, 2], 2, torch.float32, torch.device("cpu"))
+        tensor([[1., 2., 0., 1., 0.],
+                [3., 0., 0., 1., 0.]])
     """
     tail = next((x.shape[1:] for x in grads if x is not None), torch.Size())
     if torch.compiler.is_compiling():
@@ -134,10 +138,11 @@ def rows_to_sum(
 def flat_to_sum(
     grads: Sequence[Tensor | None], numels: Sequence[int], size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Leaves divided by `size`, end to end, with a flag for each leaf at the end.
+    """Gradients divided by `size`, end to end; at the end a flag per leaf.
 
-    >>> flat_to_sum([torch.tensor([2.0, 4.0]), None], [2, 1], 2, torch.float32, torch.device("cpu"))
-    tensor([1., 2., 0., 1., 0.])
+    Examples:
+        >>> flat_to_sum([torch.tensor([2.0, 4.0]), None], [2, 1], 2, torch.float32, torch.device("cpu"))
+        tensor([1., 2., 0., 1., 0.])
     """
     if torch.compiler.is_compiling():
         one = torch.ones(1, dtype=dtype, device=device)
@@ -152,12 +157,13 @@ def flat_to_sum(
 
 
 def flagged(flags: Tensor) -> list[bool]:
-    """Which of the summed flags of leaves (leaves, ...) are set: whether any rank had a gradient.
+    """For each of the summed flags (leaves, ...), whether any rank had a gradient.
 
-    A graph cannot branch on a number: there all are, and a leaf without a gradient on any rank has one of zeros.
+    A graph cannot branch on a number: there all are true, and a leaf that has a gradient on no rank gets one of zeros.
 
-    >>> flagged(torch.tensor([2.0, 0.0]))
-    [True, False]
+    Examples:
+        >>> flagged(torch.tensor([2.0, 0.0]))
+        [True, False]
     """
     if torch.compiler.is_compiling():
         return [True] * len(flags)
@@ -176,7 +182,7 @@ def _filled(x: Tensor, length: int) -> Tensor:
 
 
 def _divide_into(x: Tensor, size: int, out: Tensor) -> None:
-    """`x / size` into `out`: divided in the wider of the two dtypes, in one pass over memory."""
+    """Write `x / size` into `out`: divided in the wider of the two dtypes, in one pass over memory."""
     if torch.promote_types(x.dtype, out.dtype) == x.dtype:
         torch.div(x, size, out=out)
     else:

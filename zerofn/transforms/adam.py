@@ -1,4 +1,4 @@
-"""`adam` and `adamw`: torch.optim's arithmetic, through torch's own fused kernels or their bits in C."""
+"""`adam` and `adamw`: the arithmetic of torch.optim, by torch's fused kernels or by C with the same bits."""
 
 from __future__ import annotations
 
@@ -47,23 +47,9 @@ def adam(
 ) -> Transform:
     """Adam (Kingma & Ba, 2015); `weight_decay` is added to the gradient, as in `torch.optim.Adam`.
 
-    `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`,
-    `p -= lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)`. The same bits as
-    `torch.optim.Adam(fused=True)`. Moments have the stored dtype of the parameters; for 16-bit
-    parameters use `low_precision_adam`, whose rounding keeps small updates.
-
-    The bits are the same under `torch.func.vmap`. They are the same where autograd or `torch.func.grad` records, in
-    fp32 and fp64 and with numbers that are no tensors: the derivative of the formula stands beside torch's kernel. The
-    formula is computed operation by operation in batches of derivatives, in forward mode, for derivatives by numbers,
-    and in a compiled graph of fewer than 32 leaves. In fp32 that is the same to 3e-7 of the largest term in each
-    update, since torch's kernel fuses products with sums. There numbers may be 0-d tensors that differ along a batch
-    or are differentiated, `adam(lr=rate)`. An element whose gradient has always been zero has the derivative that its
-    neighbours tend to, `lr / eps` at the first update. The root of a second moment below 1e-38 counts as 1e-19 in
-    derivatives and in the formula, which shows beside an `eps` below 1e-10.
-
-    A leaf that is cut over ranks has the bits of the whole leaf, except near the ends of pieces: torch's kernel rounds
-    the last elements of a tensor, fewer than a vector has, otherwise than those before, by about one unit in the last
-    place of a moment in each update.
+    `g += weight_decay * p`; `m = b1 m + (1 - b1) g`; `v = b2 v + (1 - b2) g^2`;
+    `p -= lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)`. The moments have the stored dtype of the parameters. For
+    16-bit parameters use `low_precision_adam`, whose rounding keeps small updates.
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
@@ -71,12 +57,37 @@ def adam(
         eps: added to the root of the second moment.
         weight_decay: L2 penalty.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.adam(lr=0.1)
-    >>> state = zf.init(tx, {"w": torch.zeros(1)})
-    >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
-    >>> state.params["w"]
-    tensor([-0.1000])
+    Raises:
+        ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
+
+    Warns:
+        UserWarning: when the state is made or planned, a parameter is stored in bf16.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.adam(lr=0.1)
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+        >>> state.params["w"]
+        tensor([-0.1000])
+
+    Notes:
+        The bits are those of `torch.optim.Adam(fused=True)`, also under `torch.func.vmap`. They are the same where
+        autograd or `torch.func.grad` records, in fp32 and fp64, if the hyperparameters are plain numbers: then torch's
+        kernel runs, with the formula's derivative beside it.
+
+        The formula is computed operation by operation in batches of derivatives, in forward mode, for derivatives by
+        hyperparameters, and in a compiled graph of fewer than 32 leaves. Hyperparameters may then be 0-d tensors that
+        differ along a batch or are differentiated, `adam(lr=rate)`. In fp32 the formula agrees with the kernel, which
+        fuses products with sums, to 3e-7 of the largest term in each update.
+
+        An element whose gradient has always been zero has the derivative that its neighbours tend to, `lr / eps` at the
+        first update. In derivatives and in the formula the root of a second moment below 1e-38 counts as 1e-19, which
+        shows only with an `eps` below 1e-10.
+
+        A shard has the bits of the full leaf, except near the ends of shards: torch's kernel rounds the last elements
+        of a tensor, fewer than a vector has, differently, by about one unit in the last place of a moment in each
+        update.
     """
     return adam_of("adam", lr, betas, eps, weight_decay, decoupled=False)
 
@@ -88,24 +99,44 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
 ) -> Transform:
-    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019): `p *= 1 - lr * weight_decay` first.
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019).
 
-    The same bits as `torch.optim.AdamW(fused=True)`, whose defaults it shares. See `adam`. Parameters and moments that
-    are stored in 16 bits are rounded to nearest, as torch rounds them: an update below half a unit in the last place
-    changes nothing, and with bf16 parameters and a rate of 1e-5 that is every update. Use `low_precision_adam` there;
-    a `UserWarning` says so when such a state is made or planned.
+    `p *= 1 - lr * weight_decay`, then the update of `adam` without its L2 penalty.
 
-    >>> import torch, zerofn as zf
-    >>> zf.adamw(learning_rate=1e-3)
-    Traceback (most recent call last):
-    ...
-    TypeError: adamw() has no keyword 'learning_rate'. Did you mean lr=? It takes: lr, betas, eps, weight_decay.
+    With bf16 parameters an update below half a unit in the last place changes nothing, as in torch; at a rate of 1e-5
+    that is every update. Use `low_precision_adam` there.
+
+    Args:
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled from the gradient, multiplied by `lr`.
+
+    Raises:
+        ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
+
+    Warns:
+        UserWarning: when the state is made or planned, a parameter is stored in bf16.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.adamw(lr=0.1, weight_decay=0.5)
+        >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))
+        >>> state.params["w"]  # 1 * (1 - 0.1 * 0.5) - 0.1
+        tensor([0.8500])
+        >>> zf.adamw(learning_rate=1e-3)
+        Traceback (most recent call last):
+        ...
+        TypeError: adamw() has no keyword 'learning_rate'. Did you mean lr=? It takes: lr, betas, eps, weight_decay.
+
+    Notes:
+        The bits are those of `torch.optim.AdamW(fused=True)`, with the exceptions that `adam` lists.
     """
     return adam_of("adamw", lr, betas, eps, weight_decay, decoupled=True)
 
 
 def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
-    """Refuse hyperparameters of Adam that are no numbers, or out of range."""
+    """Refuse hyperparameters of Adam that are not numbers, or out of range."""
     check_lr(function, lr)
     check_betas(function, betas)
     check_number(function, "eps", eps)
@@ -113,7 +144,7 @@ def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) 
 
 
 def with_moment_check(built: Transform) -> Transform:
-    """`built`; when its state is made, moments in fp16 are refused, and moments in bf16 are warned of."""
+    """`built`, which refuses moments in fp16 and warns of moments in bf16 when its state is made."""
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         _check_moments(built.name, leaves)
@@ -131,7 +162,7 @@ def _check_moments(name: str, leaves: Leaves) -> None:
         raise ValueError(bad_leaves(what, narrow, "zf.low_precision_adam(...), whose moments are bf16 or fp32"))
     rounded = [p for p, x in leaves.items() if x.dtype == torch.bfloat16]
     if rounded:
-        # A warning and no refusal: it is torch's own arithmetic, and whoever compares with torch wants it.
+        # A warning instead of an error: it is torch's arithmetic, which a comparison with torch needs.
         more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
         why = (
             "bf16 has 8 bits, and plain Adam rounds to nearest: an update of less than a 512th of a parameter\n"
@@ -146,7 +177,7 @@ def _check_moments(name: str, leaves: Leaves) -> None:
 
 
 def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Bias corrections, in float64: minus the rate, and epsilon, each times the corrections of both moments.
+    """Bias corrections, in float64: minus the rate, and epsilon, each multiplied by the corrections of both moments.
 
     Two numbers, so that the root of the second moment is not divided by a third (Kingma & Ba, 2015, end of section 2).
     """
@@ -159,7 +190,7 @@ def _lists(group: LeafList) -> tuple[list[Tensor], ...]:
 
 
 def _kernel(decoupled: bool, group: LeafList) -> None:
-    """torch's fused kernel over lists of one dtype and device."""
+    """torch's fused kernel, called once for each dtype and device."""
     if not alike(group.params):
         for kind in {(p.dtype, p.device) for p in group.params}:
             _kernel(decoupled, group.where([(p.dtype, p.device) == kind for p in group.params]))
@@ -169,7 +200,7 @@ def _kernel(decoupled: bool, group: LeafList) -> None:
 
 
 def _graph_kernel(decoupled: bool, group: LeafList) -> None:
-    """The operator that calls torch's fused kernel."""
+    """The operator that calls torch's fused kernel in a compiled graph."""
     fused_operator(*_lists(group), step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
 
 
@@ -199,7 +230,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         root = moment_root(v)
         below = dp / (root + small)
         dm = plus(dslots["exp_avg"], down, below)
-        # What is below the smallest normal number is a constant to the root: see `moment_root`.
+        # `moment_root` is constant below the smallest normal number.
         dv = torch.where(v < torch.finfo(v.dtype).tiny, 0.0, below * m / (root + small) / root)
         dv = plus(dslots["exp_avg_sq"], down / -2, dv)
         seen = g if decoupled or not decay else plus(g, decay, p)

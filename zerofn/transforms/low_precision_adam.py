@@ -1,4 +1,4 @@
-"""`low_precision_adam`: AdamW whose parameters and moments are kept in 16 bits without losing small updates."""
+"""`low_precision_adam`: AdamW with parameters and moments in 16 bits, without losing small updates."""
 
 from __future__ import annotations
 
@@ -50,39 +50,43 @@ def low_precision_adam(
     rounding: str = "stochastic",
     seed: int = 0,
 ) -> Transform:
-    """AdamW (decoupled weight decay) on 16-bit states: fp32 arithmetic, one rounding where a number is stored.
+    """AdamW on 16-bit states: fp32 arithmetic, and one rounding for each stored number.
 
-    A bf16 number has 8 bits: an update below half a unit in the last place is lost when rounded to nearest, and most
-    late updates are. Worse, with `betas[1] = 0.999` a bf16 second moment never decays under nearest rounding, since the
-    change by a thousandth is below half a unit; it ratchets upwards. So by default parameters and second moment are
-    rounded *stochastically*: up or down with the probabilities that make the mean right. Draws come from a counter of
-    seed, update, path and global element index, hence do not depend on sharding, buckets or resuming. The state's entry
-    `rounding_format` says how they are drawn from it: a run goes on, bit for bit, as it began.
-
-    Inside of torch.func and where autograd records, values are the same, bit for bit. Derivatives pass straight through
-    each rounding, as through the identity (Bengio et al., 2013), and cotangents of 16-bit states have 16 bits; under
-    `"kahan"` what rounding withholds has the derivative zero.
+    The formula is that of `adamw`. A bf16 number has 8 significant bits, so rounding to nearest loses an update below
+    half a unit in the last place, as most late updates are. Worse, with `betas[1] = 0.999` a bf16 second moment would
+    never fall: its decay by a thousandth is below half a unit. So by default parameters and second moments are rounded
+    *stochastically*: up or down, with the probabilities that make the mean right.
 
     Args:
-        lr: a non-negative number, or a function of the optimizer step.
-        betas: decay of the two moments.
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
+        betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the second moment.
-        weight_decay: decoupled, times lr.
+        weight_decay: decoupled from the gradient, multiplied by `lr`.
         state_dtype: dtype of both moments, bf16 or fp32.
-        rounding: of 16-bit parameters: `"stochastic"`; `"kahan"`, which keeps the lost low bits in a
-            buffer of the parameter's dtype (Kahan, 1965; 2 more bytes per parameter); `"nearest"`.
-        seed: of the stochastic rounding.
+        rounding: of 16-bit parameters: `"stochastic"`; `"kahan"`, which keeps the lost low bits in a buffer of the
+            parameter's dtype (Kahan, 1965; 2 more bytes per parameter); or `"nearest"`.
+        seed: of the stochastic rounding, an int of 64 bits.
 
     Raises:
-        ValueError: fp16 moments (their range ends at 6e-8, far above squared gradients), an unknown
-            rounding, or, when the state is made, a rounding without effect: every stored number is fp32.
+        ValueError: an argument is out of range; fp16 moments, whose range ends at 6e-8, far above squared gradients; an
+            unknown rounding. When the state is made: parameters in float64; a rounding without effect, because every
+            stored number is fp32.
 
-    >>> import torch, zerofn as zf
-    >>> tx = zf.chain(zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(lr=0.1))
-    >>> state = zf.init(tx, {"w": torch.zeros(2)})
-    >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, state)
-    >>> state.params["w"].dtype
-    torch.bfloat16
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(lr=0.1))
+        >>> state = zf.init(tx, {"w": torch.zeros(2)})
+        >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, state)
+        >>> state.params["w"].dtype
+        torch.bfloat16
+
+    Notes:
+        Random bits depend on seed, update, path and global element index, not on sharding, buckets or resuming. The
+        state's entry `rounding_format` is the format of the draws: a run goes on, bit for bit, as it began.
+
+        Inside of torch.func and under autograd values have the same bits. Derivatives pass straight through each
+        rounding, as through the identity (Bengio et al., 2013); cotangents of 16-bit states have 16 bits. Under
+        `"kahan"` what rounding loses has the derivative zero.
     """
     check_adam("low_precision_adam", lr, betas, eps, weight_decay)
     _check_arguments(state_dtype, rounding, seed)
@@ -111,7 +115,7 @@ def low_precision_adam(
 
 @dataclass(frozen=True)
 class _Rounded:
-    """The kernel on lists of leaves and the formula on one, which round parameters and moments when they store them."""
+    """The kernel on lists of leaves and the formula on one; both round parameters and moments when they store them."""
 
     rounding: str
     seed: int
@@ -128,7 +132,7 @@ class _Rounded:
         adam_operator(*_lists(group), step=group.count, lr=group.lr, **group.numbers, **self.draws(group))
 
     def draws(self, group: LeafList) -> dict[str, Any]:
-        """How the random bits of these leaves are drawn."""
+        """The arguments that determine the random bits of these leaves."""
         keys, form = [leaf_key(path) for path in group.paths], _format(group.shared)
         return dict(rounding=self.rounding, seed=self.seed, form=form, offsets=group.offsets, keys=keys)
 
@@ -147,7 +151,7 @@ def _lists(group: LeafList) -> list[list[Tensor]]:
 
 
 def _checked(built: Transform, how: _Rounded) -> Transform:
-    """`built`; leaves that cannot be rounded are refused, and states of an unknown format of random bits."""
+    """`built`, which refuses leaves that cannot be rounded, and states with an unknown format of random bits."""
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         _check_leaves(leaves, how.rounding, how.state_dtype)
@@ -163,9 +167,9 @@ def _checked(built: Transform, how: _Rounded) -> Transform:
 
 
 def _format(shared: TransformState) -> Any:
-    """How the state's random bits are drawn: a number, or a tensor under `torch.func.vmap`.
+    """The format of the state's random bits: a number, or a tensor under `torch.func.vmap`.
 
-    A state without one has the first format: it was pickled when there was no other.
+    A state without one has the first format: it was pickled before there was another.
     """
     return number(shared[FORMAT_ENTRY]) if FORMAT_ENTRY in shared else FIRST_FORMAT
 
@@ -174,8 +178,8 @@ def _unknown_format(form: Tensor) -> Exception:
     return ValueError(
         explain(
             f"a state of low_precision_adam with {FORMAT_ENTRY} {form.item()}",
-            f"random bits are drawn by formats {known_formats()} here: a newer zerofn made it, or it is damaged",
-            "an update of zerofn; or begin anew: zf.init(tx, zf.full_params(tx, state))",
+            f"this zerofn knows the formats {known_formats()}: a newer one made the state, or it is damaged",
+            "an update of zerofn; or start with new moments: zf.init(tx, zf.full_params(tx, state))",
         )
     )
 
@@ -198,13 +202,13 @@ def _check_arguments(state_dtype: torch.dtype, rounding: str, seed: int) -> None
             )
         )
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
-        # The draws of a longer seed would be those of its low bits.
+        # A longer seed would draw the same as its low 64 bits.
         why = "a seed is an int of 64 bits, as for torch.manual_seed"
         raise ValueError(explain(f"low_precision_adam(seed={seed!r})", why, "low_precision_adam(seed=0)"))
 
 
 def _check_leaves(leaves: Leaves, rounding: str, state_dtype: torch.dtype) -> None:
-    """float64 is refused; and a setting without effect is an error: fp32 numbers are not rounded."""
+    """Refuse float64, and a rounding without effect because all stored numbers are fp32."""
     wide = [(p, f"stored in {x.dtype}; it computes in float32") for p, x in leaves.items() if x.dtype == torch.float64]
     if wide:
         right = "zf.precision(store_dtype=torch.bfloat16) before it, or zf.adamw(...)"

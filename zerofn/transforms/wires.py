@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and all-reduce as wires."""
+"""The wires of `shard`, `reduce_scatter` and `all_reduce`: all-gather, reduce-scatter and all-reduce of many leaves."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from ..extend import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Wires send leaves over ranks: all-gather and reduce-scatter of flat shards, and all-reduce of whole leaves.
+# `Sharding` all-gathers and reduce-scatters flat shards; `Averaging` all-reduces full leaves.
 #
-# Each leaf is cut by itself, by rows of its first dimension; the last ranks' shards may be shorter or empty. So a
-# shard depends on the leaf and the number of ranks alone. No padding is stored: norms, checkpoints and rounding see
+# Each leaf is sharded by itself, by rows of its first dimension; the last ranks' shards may be shorter or empty. So a
+# shard depends only on the leaf and the number of ranks. No padding is stored: norms, checkpoints and rounding see
 # exactly the leaf's elements, laid out flat.
 #
-# Gradients are averaged over ranks, since each rank's loss is the mean over its own part of the batch.
+# Gradients are averaged over ranks, since each rank's loss is the mean over its own samples.
 
 
 class Cuts(NamedTuple):
-    """How leaves lie in the buffer of one collective. Each list has one entry for each leaf.
+    """Where leaves are in the buffer of one collective. Each list has one entry per leaf.
 
     Attributes:
-        widths: the elements of the leaf in each rank's row, padding included.
-        numels: the elements of the whole leaf.
+        widths: elements of the leaf in each rank's row, padding included.
+        numels: elements of the full leaf.
         spans: this rank's flat range of the leaf.
     """
 
@@ -52,7 +52,7 @@ class Cuts(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-# Of leaves that travel together, which every step asks for several times; and of each by itself, while it is attached.
+# Remembered, since every step asks several times for the cuts of leaves that travel together.
 @remembered
 def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int) -> Cuts:
     widths, spans = [width(x, size) for x in shapes], [span(x, rank, size) for x in shapes]
@@ -61,11 +61,11 @@ def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int) -> Cuts:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The wire of `shard` and `reduce_scatter`: an all-gather; its transpose, reduce-scatter of the mean over ranks.
+    """The wire of `shard` and `reduce_scatter`: an all-gather; its transpose reduce-scatters the mean over ranks.
 
     Attributes:
         group: the ranks that share a leaf.
-        reduce_dtype: dtype in which gradients are summed; by default the one they arrive in.
+        reduce_dtype: dtype in which gradients are summed; by default their own.
     """
 
     group: Group
@@ -108,10 +108,10 @@ class Sharding:
 
         Args:
             parts: shards of this rank.
-            leaves: what they are shards of.
-            async_op: return before the rows of other ranks have arrived.
+            leaves: the leaves that they are shards of.
+            async_op: whether to return before the rows of other ranks have arrived.
         """
-        # Each rank's row holds its range of every leaf, so a leaf is a block of columns over all rows.
+        # Each rank's row has its range of every leaf, so a leaf is a block of columns over all rows.
         tail, widths = parts[0].shape[1:], self._cut(leaves).widths
         rank, size, each = self.group.rank, self.group.size, sum(widths)
         every = parts[0].new_empty((size * each, *tail))
@@ -119,12 +119,12 @@ class Sharding:
         return all_gather_into(every, mine, self.group, async_op), every.reshape(size, each, *tail)
 
     def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Full flat leaves (numel, ...) from rows of all ranks.
+        """Full flat leaves (numel, ...) from the rows of all ranks.
 
         Args:
-            rows: of `send_parts`, whose work handle has been waited for.
+            rows: from `send_parts`, whose work handle has been waited for.
             leaves: what is in them.
-            into: flat tensors to write to; new ones by default.
+            into: flat tensors to write into; new ones by default.
         """
         widths, numels, _ = self._cut(leaves)
         return wholes_of(rows, widths, numels, into)
@@ -137,20 +137,20 @@ class Sharding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Full flat leaves, divided by the number of ranks, as rows (ranks, widths + flags, ...) to be summed.
+        """Full flat gradients, divided by the number of ranks, as rows (ranks, widths + flags, ...) to be summed.
 
-        A leaf without a gradient is sent as zeros. One flag for each leaf tells whether any rank has a gradient.
+        A leaf without a gradient is sent as zeros. One flag per leaf tells whether any rank has a gradient.
         """
         widths, wholes, _ = self._cut(leaves)
         return rows_to_sum(grads, widths, wholes, self.group.size, dtype, device)
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
-        """Sum the rows over ranks; (work handle, this rank's row)."""
+        """Reduce-scatter the rows: (work handle, this rank's row of the sum)."""
         mine = buffer.new_empty(buffer.shape[1:])
         return reduce_scatter_into(mine, buffer.reshape(-1, *buffer.shape[2:]), self.group, async_op), mine
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
-        """This rank's shard of every leaf; `None` where no rank had a gradient."""
+        """This rank's shard of every gradient; `None` if no rank had one."""
         widths, _, spans = self._cut(leaves)
         *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
         return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, flagged(flags), strict=True)]
@@ -158,9 +158,9 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Averaging:
-    """The wire of `all_reduce`: the identity; its transpose, the mean over ranks.
+    """The wire of `all_reduce`: the identity; its transpose is the mean over ranks.
 
-    Leaves may be full or shards of another axis of the mesh: shapes are those of the tensors given.
+    Leaves may be full, or shards along another axis of the mesh: shapes are those of the given tensors.
     """
 
     group: Group
@@ -171,7 +171,7 @@ class Averaging:
         return replace(self, group=group, reduce_dtype=reduce_dtype)
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
-        """All of it."""
+        """All of the leaf."""
         return 0, leaf.numel
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
@@ -181,7 +181,7 @@ class Averaging:
         return x
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
-        # A gradient without a batch has the shape of the leaf, or is a flat part of it.
+        # A gradient without a batch dimension has the shape of the leaf, or is a flat shard of it.
         if g.shape != leaf.shape and (g.ndim != 1 or not leaf.shape):
             plain = g.shape[g.ndim - len(leaf.shape) :] == leaf.shape
             check_batch(g.shape[: g.ndim - len(leaf.shape) if plain else -1], leaf.path, self.group)
@@ -190,11 +190,11 @@ class Averaging:
         return mean
 
     def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
-        """What every rank has already."""
+        """Nothing is sent: every rank has all of it."""
         return None, torch.cat([x.reshape(-1) for x in parts])
 
     def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """What every rank has already."""
+        """The leaves, which every rank has already."""
         fulls = list(rows.split_with_sizes([leaf.numel for leaf in leaves]))
         return fulls if into is None else [full.copy_(x) for full, x in zip(into, fulls, strict=True)]
 
@@ -206,14 +206,14 @@ class Averaging:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Leaves end to end as this rank has them, divided by the number of ranks, and one flag for each."""
+        """Gradients end to end as this rank has them, divided by the number of ranks, and one flag for each."""
         return flat_to_sum(grads, numels, self.group.size, dtype, device)
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
-        """Sum the buffer over ranks, in place."""
+        """All-reduce the buffer, in place."""
         return all_reduce_(buffer, self.group, async_op=async_op), buffer
 
     def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
-        """The mean of every leaf; `None` where no rank had a gradient."""
+        """The mean of every gradient; `None` if no rank had one."""
         *blocks, flags = mine.split_with_sizes([*numels, len(leaves)])
         return [b if u else None for b, u in zip(blocks, flagged(flags), strict=True)]
