@@ -176,6 +176,9 @@ def constant(value: float) -> Constant:
     Args:
         value: the rate; not negative.
 
+    Raises:
+        ValueError: a number is out of range.
+
     Examples:
         >>> constant(0.1)(5)
         0.1
@@ -191,6 +194,9 @@ def linear(start: float, end: float, steps: int) -> Linear:
         end: the rate from step `steps` on.
         steps: positive.
 
+    Raises:
+        ValueError: a number is out of range.
+
     Examples:
         >>> linear(1.0, 0.0, 4)(1)
         0.75
@@ -204,6 +210,9 @@ def warmup(peak: float, steps: int) -> Linear:
     Args:
         peak: the rate from step `steps - 1` on.
         steps: positive.
+
+    Raises:
+        ValueError: a number is out of range.
 
     Examples:
         >>> [warmup(1.0, 4)(s) for s in (0, 3, 9)]
@@ -225,6 +234,9 @@ def cosine(peak: float, steps: int, end: float = 0.0) -> Cosine:
         peak: the rate at step 0.
         steps: positive.
         end: the rate from step `steps` on.
+
+    Raises:
+        ValueError: a number is out of range.
 
     Examples:
         >>> round(cosine(1.0, 10)(5), 6)
@@ -268,6 +280,9 @@ def step(value: float, every: int, gamma: float = 0.1) -> Step:
         every: steps from one drop to the next.
         gamma: the factor of each drop.
 
+    Raises:
+        ValueError: a number is out of range.
+
     Examples:
         >>> step(1.0, 10, 0.5)(25)
         0.25
@@ -285,6 +300,9 @@ def layer_keep(theta: float = 0.5, gamma: float = 0.001) -> LayerKeep:
     Args:
         theta: in (0, 1].
         gamma: speed of the decay, not negative; with 0 nothing is dropped. The paper takes 100 / steps of a run.
+
+    Raises:
+        ValueError: a number is out of range.
 
     Examples:
         >>> keep = layer_keep(0.5, 0.1)

@@ -279,7 +279,7 @@ def spectrum(
     are a quadrature of the density of eigenvalues as the start vector sees it (Golub and Meurant, 1994).
 
     Args:
-        loss_fn: as in `max_eigenvalue`, like `tx`, `state`, `batch` and `blocks`.
+        loss_fn, tx, state, batch, blocks: as in `max_eigenvalue`.
         steps: products, at most one per parameter. As many vectors of the parameters' size are kept in memory.
         seed: of the start vector.
 
@@ -344,7 +344,7 @@ def trace(
     Hutchinson's estimator (1990). If the Hessian is diagonal it is exact, with an error of 0.
 
     Args:
-        loss_fn: as in `max_eigenvalue`, like `tx`, `state`, `batch` and `blocks`.
+        loss_fn, tx, state, batch, blocks: as in `max_eigenvalue`.
         samples: vectors, at least 2; one product each.
         seed: of the vectors.
 

@@ -565,10 +565,12 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
                      Names begin with the class of the outermost module. For the update, by transform. Recomputation by
                      activation checkpointing counts as backward.
     `transforms`     seconds in each transform's update, without those of transforms inside of it.
-    `read`           bytes of state that each transform's update reads; `"params"` are the parameters an optimizer
-    reads. `written`        bytes of state and parameters that it writes. Both count this rank's leaves with a gradient.
-    `sent`           bytes that this rank sends, by collective, counted as for a ring. `calls`          number of
-    collectives. `waited`         seconds that this rank waits for them. On a GPU, those in forward and update only.
+    `read`           bytes of state that each transform's update reads; `"params"`: the parameters that an optimizer
+                     reads.
+    `written`        bytes of state and parameters that it writes. Both count this rank's leaves with a gradient.
+    `sent`           bytes that this rank sends, by collective, counted as for a ring.
+    `calls`          number of collectives.
+    `waited`         seconds that this rank waits for them. On a GPU, those in forward and update only.
     ===============  ================================================================================================
 
     A number that was not measured, such as the seconds of a backward that did not run, raises a `KeyError` that says

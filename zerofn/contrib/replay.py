@@ -52,7 +52,8 @@ def replay(step: Callable[..., tuple[State, Any]], state: State, *batch: Tree, *
         step: from `zf.make_step`. torch's random generators are restored after each run, so that a loss that draws from
             them draws the same numbers.
         state: the state before the step. It is not written, even if the step donates.
-        batch: the step's other arguments; `keywords` are its keyword arguments, such as `weight=`.
+        batch: the step's other arguments.
+        keywords: the step's keyword arguments, such as `weight=`.
 
     Returns:
         `None` if all bits agree, else the first `Difference`: states of transforms in the order of the chain, then

@@ -227,9 +227,13 @@ def select(pred: bool | Tensor, new: Any, old: Any) -> Any:
 def clone(tree: Tree) -> Tree:
     """A tree of copies.
 
-    >>> import torch
-    >>> clone({"w": torch.ones(1)})
-    {'w': tensor([1.])}
+    Args:
+        tree: its tensors are copied; other leaves stay.
+
+    Examples:
+        >>> import torch
+        >>> clone({"w": torch.ones(1)})
+        {'w': tensor([1.])}
     """
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 

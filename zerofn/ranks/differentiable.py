@@ -427,8 +427,15 @@ def all_gather_tree(
 ) -> dict[str, Tensor]:
     """`all_gather` of every leaf, (n, ...) -> (sum of n, ...), in one collective per dtype.
 
-    `all_gather_tree(state.params, group)` of a sharded state returns every full leaf, flat. Other arguments and errors
-    are those of `all_gather`.
+    `all_gather_tree(state.params, group)` of a sharded state returns every full leaf, flat.
+
+    Args:
+        tree: a dict of tensors.
+        group: the ranks.
+        dtype, reduce_dtype: as in `all_gather`.
+
+    Raises:
+        ValueError: on every rank, if leaves do not match between ranks.
 
     Examples:
         >>> all_gather_tree({"a": torch.ones(2), "b": torch.zeros(0)}, Group())
@@ -443,7 +450,20 @@ def all_gather_tree(
 def reduce_scatter_tree(
     tree: Tree, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """`reduce_scatter` of every leaf, (size * n, ...) -> (n, ...), in one collective per dtype."""
+    """`reduce_scatter` of every leaf, (size * n, ...) -> (n, ...), in one collective per dtype.
+
+    Args:
+        tree: a dict of tensors.
+        group: the ranks.
+        dtype, reduce_dtype: as in `reduce_scatter`.
+
+    Raises:
+        ValueError: on every rank, if leaves do not match between ranks.
+
+    Examples:
+        >>> reduce_scatter_tree({"a": torch.ones(2)}, Group())
+        {'a': tensor([1., 1.])}
+    """
     if group.size == 1:
         return {
             name: reduce_scatter(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()
@@ -503,14 +523,37 @@ class _ReduceTree(_TreeCollective):
 
 
 def replicate_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """`replicate` of every leaf, of any shape; one collective per dtype in backward."""
+    """`replicate` of every leaf, of any shape; one collective per dtype in backward.
+
+    Args:
+        tree: a dict of tensors, equal on all ranks.
+        group: the ranks.
+        reduce_dtype: as in `replicate`.
+
+    Examples:
+        >>> replicate_tree({"a": torch.ones(2)}, Group())
+        {'a': tensor([1., 1.])}
+    """
     if group.size == 1 or not tree:
         return dict(tree)
     return dict(zip(tree, _ReplicateTree.apply(group, reduce_dtype, _split_of(tree), *tree.values()), strict=True))  # type: ignore[arg-type]
 
 
 def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """`all_reduce` of every leaf, of any shape, in one collective per dtype."""
+    """`all_reduce` of every leaf, of any shape, in one collective per dtype.
+
+    Args:
+        tree: a dict of tensors, of the same shapes on all ranks.
+        group: the ranks.
+        reduce_dtype: as in `all_reduce`.
+
+    Raises:
+        ValueError: on every rank, if leaves do not match between ranks.
+
+    Examples:
+        >>> all_reduce_tree({"a": torch.ones(2)}, Group())
+        {'a': tensor([1., 1.])}
+    """
     if group.size == 1:
         return dict(tree)
     if not tree:

@@ -319,7 +319,13 @@ def finished(failed: bool = False) -> None:
 
 
 def opened() -> list[Group]:
-    """The groups of several ranks that are open in this process; `group.traffic` counts what was sent over each."""
+    """The groups of several ranks that are open in this process; `group.traffic` counts what was sent over each.
+
+    Examples:
+        >>> from zerofn import collectives
+        >>> {group.size: group.traffic for group in collectives.opened()}  # one process opens no group
+        {}
+    """
     return [g for g in registry.current().values() if g is not None and g.pg is not None]
 
 
@@ -668,8 +674,9 @@ def world_group(purpose: Hashable = "") -> Group:
     never does. A default group that the user initialised is only used to make new groups. Every rank must call this in
     the same order, as `dist.new_group`.
 
-    Equal purposes share a channel. A pipeline passes its own, so that the order of its collectives depends on nothing
-    outside of it.
+    Args:
+        purpose: calls with equal purposes share a group. A pipeline passes its own, so that the order of its
+            collectives depends on nothing outside of it.
 
     Examples:
         >>> world_group().size
@@ -775,8 +782,14 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
     rank has made, and with one call missing two groups get the same name. (`use_local_synchronization` counts the
     groups that a rank *belongs* to: a group that the user made for some ranks only makes the next one hang.)
 
-    Raises `ValueError` on a mesh that is not one-dimensional, an axis that it does not have, and ranks that the world
-    does not have; `TypeError` if it is no mesh.
+    Args:
+        mesh: the mesh.
+        axis: the name of its axis, if it has several.
+        purpose: calls with equal purposes share a group.
+
+    Raises:
+        TypeError: it is not a mesh.
+        ValueError: the mesh is not one-dimensional, has no such axis, or has ranks that the world does not have.
     """
     mesh = raw.mesh_axis(mesh, axis)
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))

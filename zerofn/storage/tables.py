@@ -360,11 +360,14 @@ class Table:
 def describe(state: State | Optimizer) -> Table:
     """A table of a state: every tensor's path, shapes, dtype, device and bytes, by transform.
 
-    When printed, leaves that differ in numbers only (`blocks.0.weight` ... `blocks.11.weight`) share a line, and
-    the last leaves of a wide tree are only counted. `rows` has every tensor.
+    When printed, leaves that differ in numbers only (`blocks.0.weight` ... `blocks.11.weight`) share a line, and the
+    last leaves of a wide tree are only counted. `rows` has every tensor.
 
     Args:
         state: of `zf.init`, of a step, or an attached model's `opt`.
+
+    Raises:
+        TypeError: it is none of these.
 
     Examples:
         >>> import torch, zerofn as zf

@@ -99,7 +99,11 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def random_like(tree: Tree, seed: int) -> Tree:
-    """Normal numbers in the shapes and dtypes of `tree`, from a generator seeded by `seed`.
+    """Normal numbers in the shapes and dtypes of `tree`.
+
+    Args:
+        tree: of tensors; other leaves stay.
+        seed: of a generator of its own.
 
     Examples:
         >>> import torch
