@@ -321,11 +321,12 @@ def test_on_one_process_nothing_is_cut_and_all_is_right(name, front, route):
 
 
 @pytest.mark.parametrize("front", CUT)
-def test_what_needs_rows_keeps_them_where_they_lie(front):
+@pytest.mark.parametrize("name", ["rows", "trees of rows"])
+def test_what_needs_rows_keeps_them_where_they_lie(name, front):
     """Cut by rows as parameters are; the one leaf of fewer rows than ranks is at an owner."""
-    tx = zf.chain(*FRONTS[front](), *OF_LEAVES["rows"][0]())
+    tx = zf.chain(*FRONTS[front](), *OF_LEAVES[name][0]())
     plans = [zf.plan(tx, UnevenLeaves(), world_size=4, rank=rank) for rank in range(4)]
-    kept = [{r.path: r.bytes for r in plan.rows if r.transform == "row_formula"} for plan in plans]
+    kept = [{r.path: r.bytes for r in plan.rows if r.transform in ("row_formula", "tree_formula")} for plan in plans]
     # 7 rows of 5 are 2, 2, 2 and 1 of them.
     assert [x["layers.0.weight"] for x in kept] == [80, 80, 80, 40]
     assert [x["layers.0.bias"] for x in kept] == [16, 16, 16, 8]
@@ -334,7 +335,7 @@ def test_what_needs_rows_keeps_them_where_they_lie(front):
 
 
 @pytest.mark.parametrize("front", CUT)
-@pytest.mark.parametrize("name", [name for name in OF_LEAVES if name != "rows"])
+@pytest.mark.parametrize("name", [name for name in OF_LEAVES if name not in ("rows", "trees of rows")])
 def test_a_plan_shows_states_at_their_owners(name, front):
     tx = zf.chain(*FRONTS[front](), *OF_LEAVES[name][0]())
     others = ("params", "state", "sgd", "accumulate")
