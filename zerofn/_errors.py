@@ -46,7 +46,14 @@ def explain(wrong: str, why: str, right: str) -> str:
 
 
 def bad_leaves(what: str, leaves: Iterable[tuple[str, str]], right: str) -> str:
-    """A message that lists every offending leaf with its path."""
+    """A message that lists every offending leaf with its path.
+
+    Examples:
+        >>> print(bad_leaves("muon is for matrices", [("bias", "of shape (3,)")], "zf.partition(...)"))
+        muon is for matrices
+          bias: of shape (3,)
+          write: zf.partition(...)
+    """
     rows = "\n".join(f"  {path or '<root>'}: {reason}" for path, reason in leaves)
     return f"{what}\n{rows}\n  write: {right}"
 
@@ -83,7 +90,12 @@ def kind_of(x: Any) -> str:
 
 
 def unknown_keyword(function: str, given: str, known: Iterable[str]) -> str:
-    """The message for an unknown keyword, with a hint by synonym first and by spelling second."""
+    """The message for an unknown keyword, with a hint by synonym first and by spelling second.
+
+    Examples:
+        >>> unknown_keyword("adam", "learning_rate", ["lr", "betas"])
+        "adam() has no keyword 'learning_rate'. Did you mean lr=? It takes: lr, betas."
+    """
     known = list(known)
     hint = SYNONYMS.get(given)
     if hint not in known:

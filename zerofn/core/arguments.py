@@ -51,7 +51,22 @@ def plain(value: Any) -> Any:
 
 
 def check_number(function: str, name: str, value: Any, low: float = 0.0, high: float = math.inf) -> None:
-    """Raise a ValueError unless `value` is a number in [low, high), as `misfit` says."""
+    """Raise a ValueError unless `value` is a number in [low, high) that is finite in float32, or a 0-d tensor.
+
+    Args:
+        function: the function that has the argument, for the message.
+        name: the argument's name.
+        value: its value.
+        low, high: its range.
+
+    Examples:
+        >>> check_number("mine", "decay", 1.5, high=1.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: mine(decay=1.5)
+          why:   decay must lie in [0, 1)
+          write: mine(decay=0.9)
+    """
     if why := misfit(name, value, low, high):
         raise ValueError(explain(f"{function}({name}={value!r})", why, f"{function}({name}={_example(low, high)})"))
 

@@ -322,7 +322,7 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
 
 
 def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
-    """The same `masked`, `partition` or group of one's own with `fn` of each member in the member's place.
+    """The same `masked`, `partition` or group of your own, with `fn(member)` in place of each member.
 
     Its members are the transforms among its arguments, by themselves or in a dict.
     """
@@ -371,14 +371,14 @@ def labels_by_path(
     """The label of each leaf by path, from a function of paths or from a tree that may stop above the leaves.
 
     Args:
-        given: the function, or the tree. A tuple in it that is among `known` is a label, and no node.
+        given: the function, or the tree. A tuple in it that is among `known` is a label, not a node.
         layout: of the parameters.
-        known: all labels, where they are known.
-        only: the paths of leaves that are asked for.
+        known: all labels, if they are known.
+        only: the paths that are asked for; by default all.
 
     Raises:
-        TypeError: a label that cannot be the key of a dict; every such leaf is named.
-        ValueError: another label at two places of one tensor.
+        TypeError: a label cannot be the key of a dict; every such leaf is named.
+        ValueError: a tied tensor has different labels at its places.
     """
     return values_by_path(given, layout, "labels", None, only, known)
 
@@ -438,12 +438,12 @@ def values_by_path(
         layout: of the parameters.
         what: the values, for messages.
         kind: of each value; `None` for whatever may be the key of a dict.
-        only: the paths of leaves that are asked for.
-        known: values, where they are known.
+        only: the paths that are asked for; by default all.
+        known: all values, if they are known.
 
     Raises:
-        TypeError: of another kind; every such leaf is named.
-        ValueError: another value at two places of one tensor.
+        TypeError: a value is of another kind; every such leaf is named.
+        ValueError: a tied tensor has different values at its places.
     """
     leaf_at, found = dict(zip(layout.paths, layout.at, strict=True)), {}
     if callable(given):

@@ -44,8 +44,9 @@ from .wrapper_names import unwrapped_names, without_wrappers
 def width(shape: Sequence[int], size: int) -> int:
     """How many elements of a leaf the first of `size` ranks has; the others have as many, or fewer at the end.
 
-    >>> width((5, 3), 2), width((2, 3), 4), width((), 2)
-    (9, 2, 1)
+    Examples:
+        >>> width((5, 3), 2), width((2, 3), 4), width((), 2)
+        (9, 2, 1)
     """
     numel = prod(shape)
     if not cut_by_rows(shape, size):
@@ -56,8 +57,9 @@ def width(shape: Sequence[int], size: int) -> int:
 def span(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
     """The range of the flattened leaf that a rank holds.
 
-    >>> [span((5, 3), rank, 2) for rank in range(2)], [span((2, 3), rank, 4) for rank in range(4)]
-    ([(0, 9), (9, 15)], [(0, 2), (2, 4), (4, 6), (6, 6)])
+    Examples:
+        >>> [span((5, 3), rank, 2) for rank in range(2)], [span((2, 3), rank, 4) for rank in range(4)]
+        ([(0, 9), (9, 15)], [(0, 2), (2, 4), (4, 6), (6, 6)])
     """
     each, numel = width(shape, size), prod(shape)
     return min(rank * each, numel), min((rank + 1) * each, numel)

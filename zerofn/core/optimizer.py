@@ -435,6 +435,16 @@ def optimizer(
             mode, but not by their numbers.
         counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
         torch_names: the names of slots that differ in that class.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> def formula(p, g, slots, at):
+        ...     m = at.scalar(at.numbers["beta"], p) * slots["m"] + g
+        ...     return p - at.scalar(at.lr, p) * m, {"m": m}
+        >>> tx = optimizer("heavy_ball", 0.5, {"m": like}, formula, numbers={"beta": 0.9})
+        >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))
+        >>> state.params["w"]
+        tensor([0.5000])
     """
     kernel_of_graph = graph_kernel or kernel
     in_graph = None if operator is None or kernel_of_graph is None else (operator, kernel_of_graph)
@@ -620,6 +630,16 @@ def direction(
         formula: as for `optimizer`, but its first result is the direction; `at.lr` is `None`.
         numbers: hyperparameters of the formula, by name.
         derived: as of `optimizer`; the rate is `None`.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> def formula(p, g, slots, at):
+        ...     m = at.scalar(at.numbers["beta"], p) * slots["m"] + g
+        ...     return m.sign(), {"m": m}
+        >>> tx = zf.chain(direction("sign", {"m": like}, formula, numbers={"beta": 0.9}), zf.scale_by_lr(0.5))
+        >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))
+        >>> state.params["w"]
+        tensor([0.5000])
     """
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:

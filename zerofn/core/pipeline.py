@@ -766,10 +766,11 @@ def context_of(tx: Transform, state: Any, where: str) -> Context:
         TypeError: `state` is not a `State`.
         ValueError: another pipeline, or another number of ranks, has made it.
 
-    >>> import torch, zerofn as zf
-    >>> state = zf.init(zf.sgd(0.1), {"w": torch.tensor([3.0, 4.0])})
-    >>> ctx = context_of(zf.sgd(0.1), state, "squares")
-    >>> ctx.offsets.get("w", 0), ctx.reduction.sum((state.leaves["w"] ** 2).sum())
-    (0, tensor(25.))
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> state = zf.init(zf.sgd(0.1), {"w": torch.tensor([3.0, 4.0])})
+        >>> ctx = context_of(zf.sgd(0.1), state, "squares")
+        >>> ctx.offsets.get("w", 0), ctx.reduction.sum((state.leaves["w"] ** 2).sum())
+        (0, tensor(25.))
     """
     return resolve_for(tx, state, where).context()

@@ -30,16 +30,16 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
 def kept_out_of_graphs(why: str, right: str, name: str | None = None) -> Callable[[Fn], Fn]:
-    """A decorator: the compiler leaves the function alone, so that a graph ends before each call of it.
+    """A decorator that keeps a function out of graphs: a graph ends before each call of it.
 
-    With `fullgraph=True` the call is refused by the name of the function, and not by a line inside of it. Left to the
-    compiler such a function is cut into many graphs at what the compiler cannot read, and autograd refuses the graphs
-    of a pullback, which may be called again.
+    With `fullgraph=True` the error names the function instead of a line inside of it. Otherwise the compiler would cut
+    such a function into many graphs, at whatever it cannot trace, and autograd refuses to run the graphs of a pullback
+    twice.
 
     Args:
-        why: it can be in no graph.
-        right: what to write.
-        name: what the user has called; by default `zf.` and the name of the function.
+        why: why it cannot be in a graph.
+        right: the right code.
+        name: what the user called; by default `zf.` and the name of the function.
     """
 
     def decorate(fn: Fn) -> Fn:

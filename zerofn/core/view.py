@@ -269,7 +269,17 @@ class IncompleteWire(TypeError):
 
 
 def over_ranks(wire: Wire, resident: bool, traceable: bool = False) -> View:
-    """The view of a wire."""
+    """The view of a wire.
+
+    Args:
+        wire: the wire.
+        resident: whether the model keeps full leaves between steps (`reduce_scatter`), instead of gathering on use
+            (`shard`).
+        traceable: whether the compiler may trace the wire: it branches on no number.
+
+    Raises:
+        IncompleteWire: the wire lacks a function.
+    """
     known = dir(wire)
     if missing := [name for name in WIRE if name not in known]:
         raise IncompleteWire(type(wire).__name__, missing)

@@ -455,7 +455,12 @@ def not_wrapped(tensors: Sequence[Tensor]) -> bool:
 
 
 def alike(tensors: list[Tensor]) -> bool:
-    """Whether a fused kernel can take the tensors together: one dtype and device."""
+    """Whether a fused kernel can take the tensors together: one dtype and device.
+
+    Examples:
+        >>> alike([torch.ones(2), torch.ones(3)]), alike([torch.ones(2), torch.ones(2).double()])
+        (True, False)
+    """
     return len(set(map(_DTYPE, tensors))) == 1 and (all(map(_IS_CPU, tensors)) or len(set(map(_DEVICE, tensors))) == 1)
 
 

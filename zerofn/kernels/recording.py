@@ -49,7 +49,12 @@ def recorded(values: Iterable[Any] = ()) -> bool:
 
 
 def differentiated(*values: Any) -> bool:
-    """Whether a derivative by `values` may be asked for: as `recorded`, but false for a `vmap` or a graph alone."""
+    """Whether a derivative by `values` may be asked for: as `recorded`, but false for a `vmap` or a graph alone.
+
+    Examples:
+        >>> differentiated(torch.ones(2)), differentiated(torch.ones(2, requires_grad=True))
+        (False, True)
+    """
     return differentiating() or _requires_grad(values)
 
 
@@ -93,7 +98,12 @@ def concrete(x: Any) -> bool:
 
 
 def number(x: Tensor) -> Any:
-    """The Python number in a 0-d tensor; the tensor itself if Python cannot read it."""
+    """The Python number in a 0-d tensor; the tensor itself if Python cannot read it.
+
+    Examples:
+        >>> number(torch.tensor(3)), torch.vmap(lambda x: number(x) + 1)(torch.tensor([1, 2]))
+        (3, tensor([2, 3]))
+    """
     return x.item() if concrete(x) else x
 
 
@@ -228,22 +238,42 @@ def once(*numbers: Any) -> tuple[Any, ...]:
 
 
 def times(x: Tensor, factor: Any) -> Tensor:
-    """`factor * x` in the dtype of `x`; the factor is a number, or a 0-d tensor on any device."""
+    """`factor * x` in the dtype of `x`; the factor is a number, or a 0-d tensor on any device.
+
+    Examples:
+        >>> times(torch.ones(2, dtype=torch.bfloat16), torch.tensor(3.0))
+        tensor([3., 3.], dtype=torch.bfloat16)
+    """
     return (x * factor.to(x.device)).to(x.dtype) if isinstance(factor, Tensor) else x * factor
 
 
 def plus(x: Tensor, factor: Any, y: Tensor) -> Tensor:
-    """`x + factor * y`."""
+    """`x + factor * y`, where the factor is a number or a 0-d tensor.
+
+    Examples:
+        >>> plus(torch.ones(2), 0.5, torch.tensor([2.0, 4.0]))
+        tensor([2., 3.])
+    """
     return x + factor * y if isinstance(factor, Tensor) else x.add(y, alpha=factor)
 
 
 def plus_product(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
-    """`x + factor * a * b`."""
+    """`x + factor * a * b`, where the factor is a number or a 0-d tensor.
+
+    Examples:
+        >>> plus_product(torch.ones(2), 0.5, torch.tensor([2.0, 4.0]), torch.tensor([3.0, 3.0]))
+        tensor([4., 7.])
+    """
     return x + factor * a * b if isinstance(factor, Tensor) else x.addcmul(a, b, value=factor)
 
 
 def plus_quotient(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
-    """`x + factor * a / b`."""
+    """`x + factor * a / b`, where the factor is a number or a 0-d tensor.
+
+    Examples:
+        >>> plus_quotient(torch.ones(2), 0.5, torch.tensor([2.0, 4.0]), torch.tensor([2.0, 2.0]))
+        tensor([1.5000, 2.0000])
+    """
     return x + factor * a / b if isinstance(factor, Tensor) else x.addcdiv(a, b, value=factor)
 
 
@@ -252,6 +282,10 @@ def at_most(norm: Tensor, most: Any) -> Tensor | None:
 
     Without the multiplication no bit of a gradient or a derivative changes. If nothing records and the norm is on the
     CPU it is read, and most steps compute nothing. On a GPU reading it would synchronise.
+
+    Examples:
+        >>> at_most(torch.tensor(5.0), 1.0), at_most(torch.tensor(0.5), 1.0)
+        (tensor(0.2000), None)
     """
     read = norm.is_cpu and not recorded((norm, most))
     if read and norm.item() * 1.001 + 1e-5 < most:
@@ -267,6 +301,10 @@ def scaled(tensors: dict[str, Tensor], factor: Tensor | None) -> dict[str, Tenso
     """Each tensor times a 0-d factor, which is rounded to its dtype first; one call for all if nothing records.
 
     `None` is a factor of one.
+
+    Examples:
+        >>> scaled({"w": torch.ones(2)}, torch.tensor(0.5))
+        {'w': tensor([0.5000, 0.5000])}
     """
     if factor is None:
         return tensors
@@ -277,7 +315,12 @@ def scaled(tensors: dict[str, Tensor], factor: Tensor | None) -> dict[str, Tenso
 
 
 def towards(x: Tensor, y: Tensor, weight: Any, out: Tensor | None = None) -> Tensor:
-    """`x + weight * (y - x)` in the dtype of `x`; into `out` if that is given and the weight is a number."""
+    """`x + weight * (y - x)` in the dtype of `x`; into `out` if that is given and the weight is a number.
+
+    Examples:
+        >>> towards(torch.zeros(2), torch.ones(2), 0.25)
+        tensor([0.2500, 0.2500])
+    """
     y = y.to(x.dtype)
     return x + (y - x) * weight.to(x) if isinstance(weight, Tensor) else torch.lerp(x, y, weight, out=out)
 

@@ -98,6 +98,12 @@ def stride_of(form: int | Tensor) -> Any:
 
 
 def known_formats() -> tuple[int, ...]:
+    """The formats of random draws that this version knows.
+
+    Examples:
+        >>> known_formats()
+        (1, 2)
+    """
     return tuple(_STRIDES)
 
 
