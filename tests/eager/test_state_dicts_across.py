@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from stages import FIRST
 from time_limits import limit
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import zerofn as zf
 
@@ -27,18 +29,33 @@ AT_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 KINDS = [*FIRST, "torch", "fsdp2"]
-FORMS = ["full", "first", "parts", "flat", "dcp", "flat dcp", "file"]
+FORMS = ["full", "first", "parts", "flat", "dcp", "flat dcp", "file", "by hand"]
+
+
+def wrapped(how, model):
+    """A model as wrappers make it, whose names have their prefixes."""
+    if how == "compiled":
+        return torch.compile(model, backend="eager")
+    if how == "compiled blocks":
+        model[0], model[2] = (torch.compile(block, backend="eager") for block in (model[0], model[2]))
+    if how == "checkpoint":
+        model[0], model[2] = checkpoint_wrapper(model[0]), checkpoint_wrapper(model[2])
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    return fully_shard(model) if how == "fsdp2" else model
 
 
 def made(kind, steps=0):
-    """Five rows and one: two and three ranks share neither evenly."""
+    """Five rows and one: two and three ranks share neither evenly. A kind is a stage or torch, behind a wrapper."""
+    *wrapper, engine = kind.split(", ")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-    if kind in FIRST:
-        opt = zf.attach(model, zf.chain(FIRST[kind](), zf.adamw(0.1)))
+    model = wrapped(wrapper[0] if wrapper else engine, model)
+    if engine in FIRST:
+        opt = zf.attach(model, zf.chain(FIRST[engine](), zf.adamw(0.1)))
     else:
-        model = fully_shard(model) if kind == "fsdp2" else model
-        opt = torch.optim.AdamW(model.parameters(), 0.1)
+        # With names of its own, which torch's DCP asks of every checkpoint that is loaded into it.
+        opt = torch.optim.AdamW(model.named_parameters() if engine == "named" else model.parameters(), 0.1)
     for i in range(steps):
         # The same on all ranks, since torch alone averages nothing.
         model(torch.randn(4, 3, generator=torch.Generator().manual_seed(i))).square().mean().backward()
@@ -53,13 +70,20 @@ def whole(model, opt):
 
 
 def cut(kind):
-    return kind in ("fsdp2", "reduce_scatter", "shard")
+    return kind.split(", ")[-1] in ("fsdp2", "reduce_scatter", "shard")
+
+
+def ours(kind):
+    return kind.split(", ")[-1] in FIRST
 
 
 def sent(form, source, target, folder):
     if form in ("full", "first"):
         given = get_optimizer_state_dict(*source, options=FULL if form == "full" else AT_FIRST)
         set_optimizer_state_dict(*target, copy.deepcopy(given), options=FULL if form == "full" else FROM_FIRST)
+        return
+    if form == "by hand":
+        target[1].load_state_dict(copy.deepcopy(source[1].state_dict()))
         return
     how = FLAT if "flat" in form else StateDictOptions()
     given = {"o": get_optimizer_state_dict(*source, options=how)}
@@ -78,21 +102,23 @@ def sent(form, source, target, folder):
     set_optimizer_state_dict(*target, read["o"], options=how)
 
 
-def table(folder, sources):
+def has_no_form(a, b, form):
+    """Whether torch itself cannot take the form, as one of its own optimizers."""
+    # Torch's own optimizers take what is placed as their parameters alone; and by their numbers in a file.
+    placed = form in ("parts", "flat") and (cut(a) is not cut(b) or dist.get_world_size() == 1)
+    return not ours(b) and (not ours(a) or placed or form in ("file", "by hand"))
+
+
+def table(folder, cells):
     wrong = {}
-    for a, b, form in itertools.product(sources, KINDS, FORMS):
-        if a not in FIRST and b not in FIRST:
-            continue
-        if b not in FIRST and form in ("parts", "flat") and (cut(a) is not cut(b) or dist.get_world_size() == 1):
-            # Torch's own optimizers take what is placed as their parameters alone.
-            continue
-        if b not in FIRST and form == "file":
-            # Torch tells parameters by their numbers there.
+    torch._dynamo.reset()
+    for i, (a, b, form) in enumerate(cells):
+        if has_no_form(a, b, form):
             continue
         source, target = made(a, 2), made(b)
         want = whole(*source)
         try:
-            sent(form, source, target, f"{folder}/{a}-{b}-{form}".replace(" ", "-"))
+            sent(form, source, target, f"{folder}/{i}")
             got = whole(*target)
             bad = [k for k in want.keys() | got.keys() if k not in want or k not in got or not want[k].equal(got[k])]
             if isinstance(target[1], zf.Optimizer) and int(target[1].state.step) != 2:
@@ -107,6 +133,11 @@ def table(folder, sources):
     return wrong
 
 
+def check(ranks, folder, cells, seconds=300):
+    for wrong in zf.launch(table, ranks, str(folder), cells, timeout=limit(seconds)):
+        assert not wrong, "\n".join(map(str, wrong.items()))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.distributed", "ignore:TypedStorage is deprecated", "ignore:.*barrier")
 @pytest.mark.parametrize(
     ("ranks", "sources"),
@@ -116,8 +147,33 @@ def table(folder, sources):
     ],
 )
 def test_the_same_moments_and_counts(ranks, sources, tmp_path):
-    for wrong in zf.launch(table, ranks, str(tmp_path), sources, timeout=limit(300)):
-        assert not wrong, "\n".join(map(str, wrong.items()))
+    check(ranks, tmp_path, list(itertools.product(sources, KINDS, FORMS)))
+
+
+# What wraps the modules of the source, of the target, or of both.
+WRAPPED = [
+    ("compiled, shard", "shard"),
+    ("reduce_scatter", "compiled, shard"),
+    ("compiled blocks, shard", "checkpoint, reduce_scatter"),
+    ("checkpoint, shard", "compiled blocks, shard"),
+    ("compiled, named", "checkpoint, shard"),
+    ("ddp, named", "shard"),
+    ("shard", "ddp, torch"),
+    ("ddp, named", "compiled, reduce_scatter"),
+]
+FEW = [(*pair, form) for pair in WRAPPED for form in ("first", "by hand")]
+MANY = [(*pair, form) for pair in WRAPPED for form in FORMS]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed", "ignore:TypedStorage is deprecated", "ignore:.*barrier")
+@pytest.mark.filterwarnings("ignore:.*differ by what wrappers add")
+@pytest.mark.parametrize(
+    ("ranks", "cells"),
+    [(2, FEW), *[pytest.param(ranks, MANY, marks=pytest.mark.slow) for ranks in (1, 2, 3)]],
+    ids=["2-few", "1-many", "2-many", "3-many"],
+)
+def test_wrapped_modules(ranks, cells, tmp_path):
+    check(ranks, tmp_path, cells)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")

@@ -42,6 +42,11 @@ def by_path(pipe: Pipeline, state: State, groups: list[dict[str, Any]], parts: b
     }
 
 
+def is_path_form(d: Any) -> bool:
+    """Whether a state dict is by transform and path."""
+    return isinstance(d, dict) and "transforms" in d
+
+
 def pairs(
     own: dict[str, Any], given: dict[str, Any], groups: Sequence[Group], control: Group | None
 ) -> list[tuple[Any, Any]]:
@@ -74,6 +79,8 @@ def pairs(
     on_all_ranks(check_ranks, control)
     if isinstance(given, dict) and given.get("format") == FLAT_CUTS:
         theirs = {k: placed_like(x, mine[k]) if _cut_flat(mine.get(k), x) else x for k, x in theirs.items()}
+    # What ranks have had of leaves of few rows was flat; in one file of all ranks it is so still.
+    theirs = {k: x.view(mine[k].shape) if _flat_whole(mine.get(k), x) else x for k, x in theirs.items()}
     for k, x in mine.items():
         if k not in theirs and _is_format(k, mine):
             # A state dict of before there were formats.
@@ -129,6 +136,17 @@ def _under_names_of(mine: dict[str, Any], theirs: dict[str, Any], rank: str) -> 
 def _cut_flat(mine: Any, theirs: Any) -> bool:
     both = isinstance(mine, Tensor) and isinstance(theirs, Tensor) and None not in (mesh_of(mine), mesh_of(theirs))
     return both and mine.ndim > 1 and theirs.shape == (mine.numel(),)
+
+
+def _flat_whole(mine: Any, theirs: Any) -> bool:
+    both = isinstance(mine, Tensor) and isinstance(theirs, Tensor)
+    return (
+        both
+        and not is_distributed(mine)
+        and mine.ndim > 1
+        and theirs.shape == (mine.numel(),)
+        and not is_distributed(theirs)
+    )
 
 
 def _is_format(key: str, entries: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._compat.tensors import memories
-from .._errors import explain
+from .._errors import explain, kind_of
 from ..core.state import LeafTensors, State
 from ..core.state_entries import check_torch_cuts, cut_as_by_torch
 from ..ranks.dtensor import as_local
@@ -21,10 +21,19 @@ from ..ranks.group import Group
 from ..ranks.process_groups import together
 from .loading import LoadedStates, NoTensor, ToLoad, on_all_ranks, with_marks, with_numbers
 from .param_groups import ParamGroups
-from .path_form import by_path, pairs
+from .path_form import by_path, is_path_form, pairs
 from .resident_params import ResidentParams
 from .torch_form import Names, as_state_dict, group_form, is_torch_form, open_windows
 from .torch_form_loading import Loading
+
+
+def check_form(given: Any) -> None:
+    """Refuse what is a state dict of no optimizer, as a file that holds several."""
+    if not is_torch_form(given) and not is_path_form(given):
+        has = f"a dict of {sorted(map(str, given))}" if isinstance(given, dict) else kind_of(given)
+        why = "a state dict has 'state' and 'param_groups'; one of an older version has 'transforms'"
+        right = "opt.load_state_dict(checkpoint['optimizer']), with the key under which opt.state_dict() was saved"
+        raise ValueError(explain(f"opt.load_state_dict of {has}", why, right))
 
 
 class StateDicts:
@@ -105,6 +114,7 @@ class StateDicts:
         state = self.home.settled()
         self._meet("opt.load_state_dict(...)", "opt.load_state_dict(...) on every rank")
         control = self.home.channels.control
+        on_all_ranks(lambda: check_form(given), control)
         if is_torch_form(given):
             names = Names(self.pipe, with_marks(state), self.groups, self.paths)
             return Loading(names, given, control, self._open_groups()).run()

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from .._errors import explain
+from .._errors import explain, kind_of
 from ..core.pipeline import init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, before, entries
@@ -56,7 +56,7 @@ class Loading:
         ours = given.get(OWN_KEY)
         self.own_key: Mapping[str, Any] = ours if isinstance(ours, Mapping) else {}
         self.bad: list[tuple[str, str]] = []
-        self.other_dtypes = self.of_other_ranks = False
+        self.other_dtypes, self.of_other_ranks = 0, False
         self.by, self.taken = "name", list[int]()
         self.renamed: dict[str, str] = {}
         self.told: dict[str, Any] = {}
@@ -115,10 +115,11 @@ class Loading:
         if self.of_other_ranks:
             right = ON_EACH_RANK
         if self.other_dtypes:
-            right = "a state dict in these dtypes: dtypes are never changed silently. To go on in others, with the\n"
-            right += "  moments begun anew:\n"
-            right += "         old = zf.attach(model, old_tx); old.load_state_dict(d); old.detach()\n"
-            right += "         opt = zf.attach(model, tx)"
+            dtypes = "a state dict in these dtypes: dtypes are never changed silently. To go on in others, with the\n"
+            dtypes += "  moments begun anew:\n"
+            dtypes += "         old = zf.attach(model, old_tx); old.load_state_dict(d); old.detach()\n"
+            dtypes += "         opt = zf.attach(model, tx)"
+            right = dtypes if self.other_dtypes == len(self.bad) else f"{right};\n         {dtypes}"
         raise Misfit(self.bad, right)
 
     def _by_path(self) -> dict[str, dict[str, Any]]:
@@ -127,12 +128,9 @@ class Loading:
         Of a leaf that is missing there is nothing.
         """
         theirs, state = self.given["param_groups"], self.given["state"]
+        if bad := _malformed(theirs, state):
+            raise Misfit(bad, "a state dict as opt.state_dict() and torch.optim have it")
         mine = [[self.names.paths[id(p)] for p in g["params"]] for g in self.names.groups.groups]
-        if bad := [
-            (f"param_groups/{i}/{k}", "missing") for i, g in enumerate(theirs) for k in ("params", "lr") if k not in g
-        ]:
-            self.bad += bad
-            self._refuse()
         keys = [list(g["params"]) for g in theirs]
         flat = [key for own in keys for key in own]
         names = _names_given(theirs, self.own_key, keys)
@@ -263,7 +261,7 @@ class Loading:
         # Parts were flat ranges once.
         fits = new.shape == shape or (is_distributed(new) and new.shape == flat)
         if not fits or (new.dtype != e.value.dtype and not counted):
-            self.other_dtypes |= new.dtype != e.value.dtype
+            self.other_dtypes += new.dtype != e.value.dtype
             self.bad.append((place, f"{form_of(new)} instead of {form_of(e)}"))
         elif not is_distributed(new):
             self.fits.append((e, new))
@@ -365,6 +363,18 @@ class Loading:
             right = "the negative of the loss; or zf.from_torch(torch.optim.AdamW, maximize=True) in the chain"
             raise Misfit(bad, right, "load_state_dict: of an optimizer that goes another way")
         return found
+
+
+def _malformed(groups: Any, state: Any) -> list[tuple[str, str]]:
+    """What is no state dict of any optimizer, by key."""
+    if not isinstance(state, Mapping) or not isinstance(groups, list | tuple):
+        both = (("state", state, Mapping, "dict"), ("param_groups", groups, list | tuple, "list"))
+        return [(key, f"{kind_of(x)} instead of a {kind}") for key, x, cls, kind in both if not isinstance(x, cls)]
+    bad = [(f"state/{key}", own) for key, own in state.items() if not isinstance(own, Mapping)]
+    bad += [(f"param_groups/{i}", g) for i, g in enumerate(groups) if not isinstance(g, Mapping)]
+    named = [(i, g) for i, g in enumerate(groups) if isinstance(g, Mapping)]
+    missing = [(f"param_groups/{i}/{k}", "missing") for i, g in named for k in ("params", "lr") if k not in g]
+    return [(key, f"{kind_of(x)} instead of a dict") for key, x in bad] + missing
 
 
 def _names_given(groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any], keys: list[list[Any]]) -> Any:

@@ -253,7 +253,7 @@ def of_this_rank(x: Any, groups: Iterable[Group]) -> Tensor | str:
             return DTensor.from_local(local, *where, run_check=False, shape=x.shape, stride=x.stride())
     if all([_is_open(mesh, dim) for dim in range(mesh.ndim)]):
         return x
-    return f"a shard over the ranks {ranks}, which share no process group of this chain: it comes from a file"
+    return f"a shard over the ranks {ranks}, and no process group of this job that it names has them in that order"
 
 
 def _is_open(mesh: DeviceMesh, dim: int) -> bool:
@@ -262,7 +262,8 @@ def _is_open(mesh: DeviceMesh, dim: int) -> bool:
     assert here is not None
     along = mesh.mesh[(*here[:dim], slice(None), *here[dim + 1 :])].tolist()
     try:
-        return sorted(dist.get_process_group_ranks(mesh.get_group(dim))) == sorted(along)
+        # In order: over a mesh of ranks in another order torch's own `full_tensor()` is wrong.
+        return dist.get_process_group_ranks(mesh.get_group(dim)) == along
     except (RuntimeError, ValueError, LookupError):
         return False
 
