@@ -23,7 +23,7 @@ from ..core.pipeline import init_transforms
 from ..storage.saving import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the files of a DeepSpeed checkpoint say beside the moments: counts, frozen parameters, buffers.
+# `read_run` and `read_counts` read what a DeepSpeed checkpoint has besides moments: counts, frozen parameters, buffers.
 #
 #     <directory>/zero/optimizer_state.pt                      at stage 3 the counts of updates, by parameter group
 #                 mp_rank_00_model_states.pt                   at stages 0 to 2 the whole model, the counts of the run

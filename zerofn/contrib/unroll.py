@@ -13,7 +13,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from zerofn.extend import Unrecorded, check_count, explain, flatten, kept_out_of_graphs, kind_of, unflatten
 
-# What has no public name: torch's own private names for the levels of torch.func.
+# These have no public name: wrappers of torch's private names for the levels of torch.func.
 from .._compat.functorch import (
     NO_LEVEL,
     constant,

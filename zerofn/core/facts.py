@@ -97,11 +97,11 @@ SKIPPED_STEPS = "skipped_steps"  # micro-steps that were left out: opt.skipped_s
 OVERFLOW_LEAF = "overflow_leaf"  # a metric, the index of the first leaf that is not finite or -1: opt.overflow_leaf
 
 
-# What is right on flat pieces of leaves, which may begin at any element.
+# The values of `needs` that are right on flat shards of leaves, which may begin at any element.
 OF_PIECES = ("element", "number")
 
 
-# What is right at the owner of a leaf; `"row"` also where a rank has whole rows.
+# The values of `needs` that are right on the owner of a leaf; `"row"` also where a rank has whole rows.
 OF_LEAVES = ("row", "leaf")
 
 

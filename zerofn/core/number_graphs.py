@@ -48,9 +48,9 @@ def unrecorded(names: Iterable[str], right: str) -> Unrecorded:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a function of a user's has from elsewhere is no argument. The places where it reads such numbers are found once,
-# in the cells of its closure, among the globals that its code names, and among the attributes of its object. A step
-# looks at these places alone. One that has begun to require grad makes it look at what the function returns.
+# Numbers that a user's function reads from elsewhere are not arguments. The places of such numbers are found once: in
+# the cells of its closure, among the globals that its code names, and among the attributes of its object. A step looks
+# only at these places. If the number at one of them requires grad, the step looks at what the function returns.
 
 
 class Place(NamedTuple):

@@ -123,7 +123,7 @@ class AxisExchange:
     def to_pieces(self, wholes: Leaves | Exception, like: Leaves, first: Tensor, nothing: Tensor | None) -> Leaves:
         out: Leaves = {}
         here = self.wire.group.rank
-        # Where no leaf travels along this axis a flag does all the same: a rank that owns none may have failed too.
+        # If no leaf travels along this axis, a flag is sent all the same: a rank that owns none may have failed too.
         for leaves in self._by_dtype(like) or [[]]:
             first, owned = like[leaves[0].path] if leaves else first, self._by_owner(leaves)
             mine = owned[here]
@@ -324,7 +324,7 @@ def hung_on(nothing: Tensor | None, state: Any) -> Any:
             return x
         # To subtract a zero changes no bit, and to add one the sign of another.
         if x.numel() > 1 and not any(x.stride()):
-            # Of a leaf that another rank owns: it stays one element, expanded.
+            # A leaf that another rank owns: it stays one element, expanded.
             return (x[(0,) * x.dim()] - zero.to(x)).expand(x.shape)
         return x - zero.to(x)
 

@@ -45,7 +45,7 @@ def _plain(x: Any) -> Any:
 def _made(x: Any) -> Any:
     if type(x) is dict:
         if "slots" in x and "fixed" not in x:
-            # Of an older version, which wrote the form of every slot.
+            # Written by an older version, which wrote the form of every slot.
             forms = [
                 (form["owner"], form["slot"]) for form in x["slots"] if form["form"] == "fixed" and not form["paths"]
             ]

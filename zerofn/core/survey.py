@@ -127,7 +127,7 @@ def _more_than_pieces(t: Transform, inside: str) -> Iterator[tuple[str, Transfor
         return
     name = f"{t.name} in {inside}" if inside and inside != t.name else t.name
     deeper = [entry for part in t.parts for entry in _more_than_pieces(part, inside or t.name)]
-    # What holds others may need more than all of them.
+    # A transform that contains others may need more than each of them.
     yield from deeper or [(name, t)]
 
 

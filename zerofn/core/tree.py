@@ -385,7 +385,7 @@ def moved(new: Any, old: Any) -> Any:
     """The entries of nested dicts that are not the same object in `old`; other values unchanged."""
     if not isinstance(new, dict) or not isinstance(old, dict):
         return new
-    # Of tuples the compiler cannot tell whether they are one object.
+    # The compiler cannot tell whether two tuples are one object, so tuples and lists are always taken.
     return {k: moved(x, old.get(k)) for k, x in new.items() if isinstance(x, tuple | list) or x is not old.get(k)}
 
 

@@ -58,7 +58,7 @@ outside_of_graphs = kept_out_of_graphs(
 )
 
 
-# So many steps in one graph are a loop that the compiler has unrolled; a few are meant, as the inner steps of MAML are.
+# This many steps in one graph are a loop that the compiler has unrolled. A few are meant, such as MAML's inner steps.
 MANY_STEPS = 8
 
 

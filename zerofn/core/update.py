@@ -39,7 +39,7 @@ def check_grads(pipe: Pipeline, grads: Leaves, stored: Leaves) -> None:
     if bad:
         right = "gradients from zf.vjp, from torch.func.grad of a bound function, or p.grad"
         if pipe.road.late:
-            # What a bound function gives is reduced, hence in parts; an accumulation before the reduction is not.
+            # A bound function's gradients are reduced, hence shards; `accumulate` before the reduction needs full ones.
             right = (
                 "gradients from zf.vjp: accumulate stands before the reduction, so they are this rank's own, "
                 "not reduced yet as those of a bound function are"
@@ -98,7 +98,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
         elif functorch_active():
             state, ctx = _in_batch(pipe, grads, state, ctx)
         else:
-            # Where a graph broke inside of a compiled step: what is chosen afterwards must not be written before.
+            # A graph broke inside of a compiled step: the choice comes later, so nothing may be written before it.
             ctx = replace(ctx, donate=False)
     trained = pipe.layout.trained
     trainable = state.leaves if len(trained) == len(state.leaves) else {p: state.leaves[p] for p in trained}

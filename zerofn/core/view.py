@@ -250,7 +250,7 @@ def summed_in(wire: Wire, dtype: torch.dtype) -> torch.dtype:
     return wire.reduce_dtype or summable(dtype)
 
 
-# What is asked of a wire.
+# The attributes that every wire must have.
 WIRE = ("group", "reduce_dtype", "cuts", "on", "span", "view", "pull", "store")
 WIRE += ("send_parts", "join_parts", "pack", "send", "unpack")
 

@@ -116,7 +116,7 @@ def unwrapped_names(given: Iterable[str], wanted: Collection[str]) -> dict[str, 
     for name in left.keys() & open_.keys():
         del left[name], open_[name]
     found: dict[str, str] = {}
-    # What no module of a user's is called first.
+    # First the names that no user's module has.
     for added in (_UNMISTAKABLE, _ANY):
         theirs, ours = (_by_plain_name(names, added) for names in (left, open_))
         for name in ours.keys() & theirs.keys():
