@@ -60,11 +60,11 @@ from zerofn.core.transform import ScalarOrSchedule, Transform, TransformState
 from zerofn.core.tree import flatten, select, tree_map, unflatten
 from zerofn.core.uncompiled import kept_out_of_graphs
 from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ranks
+from zerofn.core.wires import Averaging, Sharding
 from zerofn.core.wrapper_names import buffers_in
 from zerofn.kernels.adam import adam_, adam_operator, adam_update, alike, has_kernel, implementation_for, plain, typed
 from zerofn.kernels.fused_adam import fused_operator, fused_update, many_for_fused
 from zerofn.kernels.norms import length, not_finite, squared_norm
-from zerofn.kernels.packing import flagged, flat_to_sum, over, remembered, row_of, rows_to_sum, wholes_of
 from zerofn.kernels.recording import (
     at_most,
     certain,
@@ -110,6 +110,7 @@ __all__ = [
     "OVERFLOW_LEAF",
     "SKIPPED_STEPS",
     "TINY",
+    "Averaging",
     "AxisPlacement",
     "Context",
     "Conveyor",
@@ -132,6 +133,7 @@ __all__ = [
     "ScalarOrSchedule",
     "Scope",
     "Shard",
+    "Sharding",
     "Spec",
     "Through",
     "Transform",
@@ -168,8 +170,6 @@ __all__ = [
     "direction",
     "entries",
     "explain",
-    "flagged",
-    "flat_to_sum",
     "flatten",
     "fused_operator",
     "fused_update",
@@ -197,7 +197,6 @@ __all__ = [
     "of_members",
     "once",
     "optimizer",
-    "over",
     "over_ranks",
     "plain",
     "plus",
@@ -207,10 +206,7 @@ __all__ = [
     "rebuild",
     "recorded",
     "reduce_scatter_into",
-    "remembered",
     "root",
-    "row_of",
-    "rows_to_sum",
     "scaled",
     "select",
     "span",
@@ -230,7 +226,6 @@ __all__ = [
     "watches_parameters",
     "weight_of",
     "where",
-    "wholes_of",
     "width",
     "without_elements",
 ]

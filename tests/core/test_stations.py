@@ -10,6 +10,7 @@ from time_limits import limit
 import zerofn as zf
 from zerofn.core.layout import make_layout  # inside
 from zerofn.core.pipeline import pipeline  # inside
+from zerofn.core.wires import Sharding  # inside
 from zerofn.extend import (
     Facts,
     Flat,
@@ -27,7 +28,6 @@ from zerofn.extend import (
     transform,
 )
 from zerofn.testing import check_transform
-from zerofn.transforms.wires import Sharding  # inside
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 P, R, S, F = Partial(), Replicate(), Shard(0), Flat()

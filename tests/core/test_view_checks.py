@@ -12,9 +12,9 @@ from torch import nn
 import zerofn as zf
 from zerofn.core.layout import make_layout  # inside
 from zerofn.core.pipeline import pipeline  # inside
+from zerofn.core.wires import Sharding  # inside
 from zerofn.extend import Dtypes, Group, Scope, Shard, Transform, View, as_it_is, over_ranks
 from zerofn.testing import check_transform
-from zerofn.transforms.wires import Sharding  # inside
 
 F64 = torch.float64
 

@@ -11,9 +11,9 @@ import zerofn as zf
 from zerofn.core.layout import make_layout  # inside
 from zerofn.core.pipeline import pipeline  # inside
 from zerofn.core.rank_agreement import misjoined, wires_over  # inside
+from zerofn.core.wires import Sharding  # inside
 from zerofn.extend import Group, Transform, as_it_is, over_ranks, transform
 from zerofn.testing import check_transform
-from zerofn.transforms.wires import Sharding  # inside
 
 
 @dataclass(frozen=True)

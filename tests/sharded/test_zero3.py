@@ -217,7 +217,7 @@ def test_a_collective_of_the_user_between_backward_and_step_never_waits_for_a_bu
 def gathered_buffers():
     """A gathered leaf of one element must not keep the buffer of its neighbours alive."""
     leaves = zf.core.layout.make_layout({"a": torch.ones(1), "b": torch.ones(50), "c": torch.ones(())})[0].leaves
-    stage = zf.transforms.wires.Sharding(zf.ranks.process_groups.world_group())
+    stage = zf.core.wires.Sharding(zf.ranks.process_groups.world_group())
     xs = {leaf.path: torch.arange(float(leaf.numel)) for leaf in leaves}
     got = stage.join_parts(stage.send_parts([stage.store(xs[leaf.path], leaf) for leaf in leaves], leaves)[1], leaves)
     assert all(torch.equal(g, xs[leaf.path]) for g, leaf in zip(got, leaves, strict=True))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .._compat import autograd
+from .._compat.tensors import sharded_by_torch
 from .._errors import explain
 from .._interrupts import interrupts_held
 from ..core.layout import Leaves, make_layout, parameters_of
@@ -29,13 +30,14 @@ from ..module.attach_checks import (
     check_trainable,
 )
 from ..module.boundary import take_back
+from ..module.fully_sharded import FullySharded, check_ways, with_shapes
 from ..module.scaled_checks import check_inner_hooks
 from ..module.tensor_parallel import DistributedModel
 from ..ranks.process_groups import lease, together
 from .loading import LoadedStates, ToLoad
 from .masters import make_whole, move_out, put
 from .param_groups import ParamGroups
-from .resident_params import AveragedParameters, ResidentParams, Start, from_values
+from .resident_params import AveragedParameters, ResidentParams, Start, from_rows, from_values
 from .state_dicts import StateDicts
 from .steps import Steps
 
@@ -63,6 +65,8 @@ def _steps(home: ResidentParams) -> list[Callable[[], object]]:
     if home.units is not None:
         # A gather that was begun for nobody ends before its channel is closed.
         steps.append(home.units.gathered.drop)
+    if home.fully_sharded is not None:
+        return [*steps, functools.partial(take_back, home.undo)]
     whole = functools.partial(make_whole, home.pipe, home.params, home.current.state.leaves, "opt.detach()")
     out = functools.partial(move_out, home.pipe, home.params, home.grad_dtypes)
     return [*steps, functools.partial(_end_units, home), whole, functools.partial(take_back, home.undo), out]
@@ -143,9 +147,15 @@ class Attachment:
         check_free(named)
         check_initialised(named, "attach")
         self.model, self.here = model, True
-        self.distributed = DistributedModel(model, named)
-        self.distributed.check_attached(in_backward, start is not from_values)
         self.params: Leaves = {}
+        self.fully_sharded: FullySharded | None = None
+        if sharded_by_torch(model):
+            check_ways(in_backward, start is not from_values)
+            self.fully_sharded = FullySharded(model, named)
+        self.distributed = DistributedModel(model, named if self.fully_sharded is None else {})
+        if self.fully_sharded is not None:
+            named, start = self.fully_sharded.rows, from_rows
+        self.distributed.check_attached(in_backward, start is not from_values)
         self.distributed.enter()
         try:
             named = parameters_of(model) if self.distributed.named else named
@@ -164,14 +174,22 @@ class Attachment:
         start: Start,
         check: bool,
     ) -> None:
-        model, model_groups = self.model, self.distributed.groups
-        wrapped = names_with_wrappers(model)
-        layout, self.params = make_layout(named, held.__contains__, self.distributed.within, wrapped)
+        model, model_groups, within = self.model, self.distributed.groups, self.distributed.within
+        fully = self.fully_sharded
+        if fully is not None:
+            tx, model_groups, within = fully.chain(tx), fully.groups, fully.within
+        layout, params = make_layout(named, held.__contains__, within, names_with_wrappers(model))
         check_trainable(layout)
+        self.params = params
+        if fully is not None:
+            # FSDP2 calls the model and gathers its parameters: no module is hooked, and none is watched.
+            layout, self.params, model = with_shapes(layout, fully.shapes), fully.parameters, nn.Module()
         # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
         myself = weakref.ref(self)
         with lease() as channels:
             pipe = pipeline(tx, layout, "zf.attach", model=model_groups, checked=check)
+            if fully is not None:
+                fully.check(pipe)
             if not check_alone(model, bool(pipe.step_groups)):
                 tell_unreduced(pipe, "zf.attach(model, tx)")
             if pipe.scaled:
@@ -181,7 +199,7 @@ class Attachment:
             self.groups = ParamGroups(pipe, self.params)
             context = (lambda: self.steps.context()) if in_backward else None
             unchanged, forms = lambda: _check(myself()), self.distributed.forms
-            self.home = ResidentParams(model, pipe, self.params, context, unchanged, start, forms)
+            self.home = ResidentParams(model, pipe, params, context, unchanged, start, forms, fully)
             try:
                 self.home.settle()
             except BaseException as error:
@@ -190,7 +208,7 @@ class Attachment:
                 raise
         self.pipe = self.home.pipe
         self.averages = AveragedParameters(self.home.current, self.home.refresh)
-        self.watch = Watch(model, layout, self.params)
+        self.watch = Watch(model, layout, params)
         self.leave = functools.partial(_leave, self.home, [], self.distributed)
         self.steps = Steps(self.home, self.groups, self.watch)
         self.dicts = StateDicts(self.home, self.groups)

@@ -129,6 +129,15 @@ class OptimizerBase(torch.optim.Optimizer):
         """
         own = self._own
         own.check("gathered", inside=True)
+        if own.fully_sharded is not None:
+            raise RuntimeError(
+                explain(
+                    "opt.gathered() of a model of fully_shard",
+                    "its parameters are FSDP2's, which gathers them for forward and backward",
+                    "p.full_tensor(), on every rank;\n"
+                    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) for all of them",
+                )
+            )
         around = "and inside of it `if rank == 0:` around what one rank does alone"
         own.meet_if_sharded("opt.gathered()", f"with opt.gathered(): on every rank, {around}")
         with own.home.gathered():

@@ -18,14 +18,15 @@ from .._interrupts import interrupts_held
 from ..core import rank_agreement
 from ..core.context import Context
 from ..core.layout import Leaf, Leaves
-from ..core.pipeline import Pipeline, first_state
-from ..core.rank_agreement import agree_on_start
+from ..core.pipeline import Pipeline, check_first_views, first_state
+from ..core.rank_agreement import agree_on_chain, agree_on_start, check_finite
 from ..core.state import State, averages_of
 from ..core.state_entries import entries, held_by_owners
 from ..core.transform import TransformState
 from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers
 from ..module.boundary import ModelBoundary, take_back
 from ..module.forward_hooks import install, needs_boundary
+from ..module.fully_sharded import FullySharded
 from ..module.parameter_guards import gathering_of, label
 from ..module.state_dicts import hook_seen_state_dicts
 from ..ranks.collectives import gather_numbers
@@ -312,6 +313,17 @@ class ShardedStateViews:
         return part_of(x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device), of)
 
 
+class DTensorStateViews:
+    """Shows tensors of a state as DTensors like their parameters, as those of torch's optimizers are under FSDP2."""
+
+    def __init__(self, model: FullySharded):
+        self.model = model
+
+    def shown(self, state: State, x: Any) -> Any:
+        """A tensor of the state; as a DTensor on the same memory, if it is sharded like its parameter."""
+        return self.model.as_dtensor(x, next((e for e in entries(state) if e.value is x), None))
+
+
 def _origins(state: State, by: Gathering) -> dict[int, Origin]:
     """id(state tensor) -> Origin, for state that is sharded like its parameter."""
     leaves: dict[str, Leaf] = {leaf.path: leaf for leaf in state.layout.leaves if leaf.within is None}
@@ -366,6 +378,15 @@ def from_values(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[
     return settle
 
 
+def from_rows(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """A `Start` for parameters of which each rank has its shards already."""
+    check_memory(params)
+    check_finite(params)
+    check_first_views(pipe, params)
+    agree_on_chain(pipe, "zf.attach(model, tx)")
+    return lambda: {path: p.detach() for path, p in params.items()}
+
+
 class ResidentParams:
     """The parameters of one attached model, its state, and the hooks on both. The model is changed by `settle`.
 
@@ -377,8 +398,10 @@ class ResidentParams:
         unchanged: raises if the model has changed since it was attached.
         start: returns their first values.
         forms: by path, the DTensor that the model itself had made of the parameter.
+        fully_sharded: the model, if FSDP2 gathers its parameters and reduces their gradients.
 
     Attributes:
+        shown: by path, the parameters that the model has: `params`, or the DTensors of FSDP2.
         current: the current state.
         is_full: whether full parameters are in the places of shards or copies, within `gathered`.
         units: gathers sharded parameters on use; `None` where they are not sharded.
@@ -396,7 +419,10 @@ class ResidentParams:
         unchanged: Callable[[], None],
         start: Start,
         forms: Mapping[str, Form],
+        fully_sharded: FullySharded | None = None,
     ):
+        self.fully_sharded = fully_sharded
+        self.shown: Leaves = params if fully_sharded is None else fully_sharded.parameters
         self.context, self.unchanged, self.start, self.forms = context, unchanged, start, forms
         self.current, self.is_full = CurrentState(), False
         # Views that read a state change with a held step, too.
@@ -437,10 +463,10 @@ class ResidentParams:
         self.gradient_hooks = hooks = GradientHooks(pipe, params, channels, self.in_backward, carry, self.undo)
         # Buffers before modules are hooked, which look at the dtypes of their buffers.
         cast_buffers(model, self.buffers, self.undo)
-        self.units, blocks = _units(self)
+        self.units, blocks = _units(self) if self.fully_sharded is None else (None, [])
         hooks.units = self.units
         self.boundary: ModelBoundary | None = None
-        if forms or needs_boundary(pipe):
+        if self.fully_sharded is None and (forms or needs_boundary(pipe)):
             self.boundary = ModelBoundary(pipe, self.scale, self.units, model, self.unchanged, forms)
             self.undo.append(functools.partial(take_back, self.boundary.undo))
             install(model, self.boundary, {id(p): path for path, p in params.items()}, blocks)
@@ -453,8 +479,11 @@ class ResidentParams:
         asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)
         gathering = None if self.units is None else gathering_of(self.units)
         by = gathering or gathering_of_states(pipe, channels.control, lambda: self.left)
-        self.state_views = ShardedStateViews(by)
-        label(self.undo, model, pipe, params, gathering, self.units, context is not None, asks, forms)
+        self.state_views: ShardedStateViews | DTensorStateViews = ShardedStateViews(by)
+        if self.fully_sharded is not None:
+            self.state_views = DTensorStateViews(self.fully_sharded)
+        else:
+            label(self.undo, model, pipe, params, gathering, self.units, context is not None, asks, forms)
         if not pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
@@ -486,6 +515,8 @@ class ResidentParams:
             self.in_backward.forget()
         if self.units is not None:
             self.units.gathered.renew()
+        if self.fully_sharded is not None:
+            self.fully_sharded.reshard()
         if self.masters.buckets:
             self.masters.refresh()
             if self.wholes is not None:

@@ -46,7 +46,7 @@ class StateDicts:
 
     def __init__(self, home: ResidentParams, groups: ParamGroups):
         self.pipe, self.home, self.groups = home.pipe, home, groups
-        self.paths = {id(p): path for path, p in home.params.items()}
+        self.paths = {id(p): path for path, p in home.shown.items()}
 
     def of(self, state: State, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """A dict to be loaded, of any state of the pipeline, with the rates of now, or of `groups`."""

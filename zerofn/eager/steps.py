@@ -146,6 +146,19 @@ class Steps:
 
     def run(self, weight: Any) -> dict[str, Tensor]:
         """Run one micro-step. Return its metrics, each a tensor of its own."""
+        fully = self.home.fully_sharded
+        if fully is None:
+            return self._run(weight)
+        fully.bring()
+        done = False
+        try:
+            metrics = self._run(weight)
+            done = True
+            return metrics
+        finally:
+            fully.take(done)
+
+    def _run(self, weight: Any) -> dict[str, Tensor]:
         self.watch.check()
         early = self.home.in_backward
         if early is not None and weight is not None:
@@ -260,6 +273,9 @@ class Steps:
             why = "a gradient is gone once its leaf is updated, and no zeros can stand in its place"
             raise ValueError(explain(wrong, why, "opt.zero_grad()"))
         self.home.micro_step.clear(to_none)
+        if self.home.fully_sharded is not None:
+            self.home.fully_sharded.clear(to_none)
+            return
         with torch.DisableTorchFunctionSubclass():
             for p in self.params.values():
                 grad = read(p)
@@ -272,6 +288,8 @@ class Steps:
         before = self.window.averaged
         self.window.average(scale_wrt_gas)
         self.home.micro_step.uncleared.clear(to_none=True)
+        if self.home.fully_sharded is not None:
+            self.home.fully_sharded.drop_spent()
         _drop(self._spent, self.params)
         self._spent = []
         try:

@@ -297,3 +297,76 @@ def mesh_of(x: Any) -> tuple[int, ...] | None:
 def as_local(x: Any) -> Tensor:
     """This rank's local tensor of a DTensor; a plain tensor unchanged."""
     return x.to_local() if is_distributed(x) else x
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# FSDP2 shards parameters by rows along one axis of a mesh. Axes in front of it have replicas; those behind it are of
+# tensor parallelism.
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a DTensor parameter lie over ranks.
+
+    Attributes:
+        ranks: those that share the rows, in order.
+        mesh: of these ranks, with one axis.
+        tensor_parallel: how tensor parallelism has cut the parameter before its rows were shared; `None` if it has not.
+        shape: of the tensor whose rows are shared: full, or what tensor parallelism leaves on this rank.
+    """
+
+    ranks: tuple[int, ...]
+    mesh: DeviceMesh
+    tensor_parallel: Form | None
+    shape: torch.Size
+
+
+def why_not_by_rows(x: Any) -> str | None:
+    """Why the rows of a DTensor parameter cannot be found; `None` if they can."""
+    placements = tuple(x.placements)
+    if any([p.is_partial() for p in placements]):
+        return f"is a sum that is not made yet: {placements}"
+    axis = _axis_of_rows(placements)
+    if axis is None:
+        return f"is not sharded by rows: {placements}; fully_shard(..., shard_placement_fn) chose another dimension"
+    if len(placements) - axis > 2:
+        return f"is cut along several axes of a mesh behind that of fully_shard, where one is known: {placements}"
+    return None
+
+
+def _axis_of_rows(placements: tuple[Any, ...]) -> int | None:
+    """The first axis along which a tensor is sharded, if that is by rows. All axes before it have replicas."""
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate():
+            return axis if getattr(placement, "dim", None) == 0 else None
+    return None
+
+
+def rows_over(x: Any) -> Rows:
+    """How the rows of a DTensor parameter, for which `why_not_by_rows` is `None`, lie over ranks."""
+    mesh, placements = x.device_mesh, tuple(x.placements)
+    axis = _axis_of_rows(placements)
+    assert axis is not None
+    over = _line(mesh, axis)
+    form, shape = None, x.shape
+    if axis + 1 < len(placements):
+        form = Form(_line(mesh, axis + 1), placements[axis + 1 :], x.shape, tuple(x.stride()))
+        shape = torch.Size(form.boxes[form.place if len(form.boxes) > 1 else 0][1])
+    return Rows(tuple(over.mesh.tolist()), over, form, shape)
+
+
+def _line(mesh: Any, axis: int) -> DeviceMesh:
+    """The ranks along one axis of a mesh through this rank, as a mesh."""
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[axis]]
+    return DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
+
+
+def shard_on(local: Tensor, like: Any) -> Tensor:
+    """The DTensor like another one, with this local tensor."""
+    from torch.distributed.tensor import DTensor
+
+    how: Any = dict(run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(local, like.device_mesh, like.placements, **how)

@@ -23,10 +23,10 @@ from ..core.transform import Transform
 from ..core.tree import Tree, flatten
 from ..core.update import apply
 from ..core.view import no_view, over_ranks
+from ..core.wires import Sharding
 from ..pure.api import update
 from ..ranks.group import Group
 from ..transforms.sgd import sgd
-from ..transforms.wires import Sharding
 from .trees import random_like
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,11 @@ from ..extend import (
     NOT_REDUCED,
     OF_ITS_OWN,
     ONE_OF_TWO,
+    Averaging,
     Layout,
     Ranks,
     Replicate,
+    Sharding,
     Spec,
     Through,
     Transform,
@@ -19,7 +21,6 @@ from ..extend import (
     over_ranks,
     transform,
 )
-from .wires import Averaging, Sharding
 
 
 @transform

@@ -10,23 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..extend import (
-    Group,
-    Leaf,
-    all_gather_into,
-    all_reduce_,
-    check_batch,
-    flagged,
-    flat_to_sum,
-    over,
-    reduce_scatter_into,
-    remembered,
-    row_of,
-    rows_to_sum,
-    span,
-    wholes_of,
-    width,
-)
+from ..kernels.packing import flagged, flat_to_sum, over, remembered, row_of, rows_to_sum, wholes_of
+from ..ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from ..ranks.differentiable import check_batch
+from ..ranks.group import Group
+from .layout import Leaf, span, width
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `Sharding` all-gathers and reduce-scatters flat shards; `Averaging` all-reduces full leaves.
@@ -54,9 +42,13 @@ class Cuts(NamedTuple):
 
 # Remembered, since every step asks several times for the cuts of leaves that travel together.
 @remembered
-def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int) -> Cuts:
-    widths, spans = [width(x, size) for x in shapes], [span(x, rank, size) for x in shapes]
-    return Cuts(widths, [prod(x) for x in shapes], spans)
+def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int, chunks: bool) -> Cuts:
+    numels = [prod(x) for x in shapes]
+    if not chunks:
+        return Cuts([width(x, size) for x in shapes], numels, [span(x, rank, size) for x in shapes])
+    widths = [-(-x[0] // size) * prod(x[1:]) for x in shapes]
+    spans = [(min(rank * each, n), min((rank + 1) * each, n)) for each, n in zip(widths, numels, strict=True)]
+    return Cuts(widths, numels, spans)
 
 
 @dataclass(frozen=True)
@@ -66,10 +58,13 @@ class Sharding:
     Attributes:
         group: the ranks that share a leaf.
         reduce_dtype: dtype in which gradients are summed; by default their own.
+        chunks: whether leaves of fewer rows than ranks lie as `torch.chunk` cuts them, a row on each of the first
+            ranks. FSDP2 shards so. By default they are cut flat, so that all ranks have some of them.
     """
 
     group: Group
     reduce_dtype: torch.dtype | None = None
+    chunks: bool = False
     cuts: ClassVar[bool] = True
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
@@ -79,7 +74,7 @@ class Sharding:
         return self._cut((leaf,)).spans[0]
 
     def _cut(self, leaves: Sequence[Leaf]) -> Cuts:
-        return _cuts(tuple([leaf.shape for leaf in leaves]), self.group.rank, self.group.size)
+        return _cuts(tuple([leaf.shape for leaf in leaves]), self.group.rank, self.group.size, self.chunks)
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)
