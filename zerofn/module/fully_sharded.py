@@ -37,6 +37,7 @@ from ..ranks.process_groups import group_for
 
 PLACE = "fully_shard"
 REDUCING = ("all_reduce", "reduce_scatter", "shard")
+HOOKED = "has a hook, which FSDP2 does not run"
 ITS_POLICY = "fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
 
 
@@ -117,6 +118,9 @@ class FullySharded:
             right = "model.to(...) and load_state_dict(..., assign=True) before zf.attach;\n"
             right += "opt.detach() before the change and opt = zf.attach(model, tx) after it"
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad, right))
+        if hooked := [(path, HOOKED) for path, p in self.parameters.items() if has_hooks(p)]:
+            right = "a hook on the module, or a transform of your own in the chain"
+            raise RuntimeError(bad_leaves("opt.step() of a model of fully_shard", hooked, right))
         for path, p in self.parameters.items():
             mine, grad = self.rows[path], p.grad
             if p.requires_grad != mine.requires_grad:
@@ -204,7 +208,7 @@ def _check(named: dict[str, nn.Parameter]) -> None:
         elif (why := why_not_by_rows(p)) is not None:
             bad.append((path, why))
         elif has_hooks(p):
-            bad.append((path, "has a hook, which FSDP2 does not run"))
+            bad.append((path, HOOKED))
     if bad:
         raise ValueError(
             bad_leaves(

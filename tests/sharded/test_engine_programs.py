@@ -1,0 +1,77 @@
+"""Programs that people write, with `zf.shard` and with FSDP2 as the engine, beside plain models."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from engine_programs import PROGRAMS, Averaged, Fsdp2, Ours
+from time_limits import limit
+
+import zerofn as zf
+
+# What `fully_shard` of torch 2.13 does with a program where it does not what plain models do.
+RAISES, WRONG, HANGS = "raises", "other numbers, without an error", "hangs"
+OF_FSDP2 = {
+    "a block skipped on one rank": HANGS,
+    "an evaluation on one rank": HANGS,
+    "a gradient penalty": "hangs, or ends the process",
+    "a write into a parameter in forward": WRONG,
+    "an exception in backward": WRONG,
+    "an exception in backward, then reset_iter_state": WRONG,
+    "hooks on parameters": RAISES,
+    "tied across blocks": RAISES,
+    "gradients by parameters": RAISES,
+    "a weight penalty in the loss": RAISES,
+    "a number as a parameter": RAISES,
+    "vmap of gradients by inputs": RAISES,
+    "inference mode first": RAISES,
+    "a dict with a view written in place": RAISES,
+    "a module called from outside": RAISES,
+    "functional call with full parameters": RAISES,
+}
+PAGE = Path(__file__).parents[2] / "docs" / "fsdp2.md"
+
+
+def compared(engine, names):
+    """By name, how far a program is from the reference; or what it raised."""
+    rank, found = torch.distributed.get_rank(), {}
+    for name in names:
+        want = PROGRAMS[name](Averaged(), rank)
+        try:
+            got = PROGRAMS[name](engine(), rank)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            continue
+        same = got.keys() == want.keys() and all(got[k].shape == want[k].shape for k in want)
+        far = [float((got[k].detach() - want[k].detach()).abs().max()) for k in want] if same else []
+        found[name] = max(far) if same else "other tensors"
+    return found
+
+
+def test_shard_does_what_plain_models_do():
+    for found in zf.launch(compared, 2, Ours, list(PROGRAMS), timeout=limit(240)):
+        # Sums over ranks and over uses of a tied weight are made in another order.
+        assert {name: x for name, x in found.items() if not (isinstance(x, float) and x < 1e-12)} == {}
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the table is of torch 2.13")
+def test_fsdp2_does_what_plain_models_do_or_what_the_page_says():
+    names = [name for name in PROGRAMS if HANGS not in OF_FSDP2.get(name, "")]
+    for found in zf.launch(compared, 2, Fsdp2, names, timeout=limit(240)):
+        for name, x in found.items():
+            said = OF_FSDP2.get(name, "right")
+            did = RAISES if isinstance(x, str) else "right" if x < 1e-12 else WRONG
+            assert did == said, (name, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, x in OF_FSDP2.items() if HANGS in x])
+def test_fsdp2_hangs(name):
+    with pytest.raises(Exception, match=r"did not finish|was killed"):
+        zf.launch(compared, 2, Fsdp2, [name], timeout=limit(15))
+
+
+def test_the_page_lists_the_programs():
+    rows = dict(re.findall(r"^\| ([a-z][^|]*) \| ([a-z][^|]*) \|$", PAGE.read_text(), re.M))
+    assert {name: rows.get(name) for name in OF_FSDP2} == OF_FSDP2
