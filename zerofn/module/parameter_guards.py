@@ -21,7 +21,7 @@ from .sharded_parameter import ShardedParameter, wrap_existing_hooks
 from .state_dicts import hook_state_dicts
 from .tensor_parallel import DTensorParameter
 
-# What accelerate asks of a model before it wraps it a second time.
+# The attribute that accelerate looks for before it wraps a model a second time.
 PREPARED = "_is_accelerate_prepared"
 
 

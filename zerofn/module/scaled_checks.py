@@ -89,7 +89,7 @@ class AttributeTensors:
         for _, _, outer, inner in self.known:
             for i, o in zip(_flat(inner), _flat(outer), strict=True):
                 crossing = crossing_of(getattr(i, "grad_fn", None), self.owner)
-                # What came from the user is on the path of the gradient already.
+                # Tensors that came in from the user are on the gradient's path already.
                 if isinstance(i, Tensor) and i.requires_grad and i is not o and not (crossing and crossing.inward):
                     pairs.append((i, o))
         return pairs

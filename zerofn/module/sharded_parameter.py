@@ -205,7 +205,7 @@ class ShardedParameter(Partial):
                     return _filled(func, name, args, kwargs)
             return _compute(func, name, args, kwargs)
 
-    # By way of `__torch_function__`.
+    # The method itself, so that `__torch_function__` is called.
     detach = Tensor.detach
 
     def set_(self, *source: Any, **more: Any) -> Tensor:

@@ -42,7 +42,7 @@ def _calling_function() -> str:
     frame = sys._getframe(2) if DCP_STATE_DICT in sys.modules else None
     name = ""
     while frame is not None:
-        # Of several the outermost, which the user has called.
+        # If there are several, the outermost: the user called that one.
         if frame.f_globals.get("__name__") == DCP_STATE_DICT:
             name = frame.f_code.co_name
         frame = frame.f_back

@@ -206,7 +206,7 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     return out
 
 
-# What ranks call together, and what one sends another.
+# torch.distributed's functions that communicate: collectives, send and receive.
 TALK = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single", "gather"),
     *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "scatter", "all_to_all", "barrier"),

@@ -608,7 +608,7 @@ class _Exchange(LinearCollective):
 class _ExchangeRows(LinearCollective):
     @staticmethod
     def forward(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
-        # What is sent is of the lengths that ranks have agreed on, but for a batch.
+        # Ranks have agreed on the lengths that they send; a batch may still differ.
         check_match("an exchange of rows", x, group, Split(), free=0)
         return _rows(x, outs, ins, group)
 

@@ -40,7 +40,7 @@ PROC = Path("/proc")  # of Linux; elsewhere only what is in the store is known
 # A rank computes if in so many seconds it has used this share of them as CPU time: one that waits uses a thousandth,
 # one that computes on a machine under load 20 several hundredths.
 WINDOW, BUSY = 10.0, 0.02
-# What becomes of a rank: it has said that it makes no more collectives, or its process is gone without a word.
+# How a rank ends: it has said that it joins no more collectives, or its process has died.
 FINISHED, FAILED = "has finished", "has failed"
 
 
@@ -72,9 +72,9 @@ class Presence:
 
     def __init__(self, store: Any, rank: int):
         self.store, self.rank = store, rank
-        # By channel: how many calls of `together` this rank has made.
+        # By channel, how many calls of `together` this rank has made.
         self.calls: Counter[str] = Counter()
-        # By channel: the last of these calls to which all ranks have come.
+        # By channel, the last of these calls that all ranks have joined.
         self.met: Counter[str] = Counter()
         # How many calls this rank has made without the others since the last one of all ranks, and which one that was.
         self.alone = (0, 0)
@@ -313,7 +313,7 @@ def presence() -> Presence | None:
 def finished(failed: bool = False) -> None:
     """Tell the other ranks that this one joins no more collectives, because of an error if it has failed."""
     if registry.presence is not None:
-        # Nobody waits where the store does not answer.
+        # If the store does not answer, nobody is waiting.
         with contextlib.suppress(RuntimeError):
             registry.presence.set_finished(failed)
 
@@ -401,7 +401,7 @@ def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | Non
 
 def reduces_nothing(call: str) -> None:
     """Tell ranks that wait for this one to open a group that it has made a call which opens none."""
-    # Nobody waits where the store does not answer.
+    # If the store does not answer, nobody is waiting.
     with contextlib.suppress(RuntimeError):
         here = _presence_before_groups()
         if here is not None:

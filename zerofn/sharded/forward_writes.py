@@ -25,7 +25,7 @@ from ..core.layout import Leaf, Leaves
 
 
 _SHAPE = attrgetter("shape")
-# Of a tensor: address, shape, strides.
+# A tensor's address, shape and strides.
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -177,8 +177,8 @@ def checksum(x: Tensor) -> int:
 StorageRef = weakref.ref[torch.UntypedStorage]
 
 
-# Of a leaf whose unit is freed: tensors that forward was given and where their memory was then; and the tensor that
-# forward put in the leaf's place by `w.data = x`, if it did.
+# For a leaf whose unit is freed: the tensors that forward got, with the place of their memory then; and the tensor that
+# forward assigned by `w.data = x`, if it did.
 Escaped = tuple[list[tuple[weakref.ref[Tensor], Region]], Tensor | None]
 
 
@@ -352,11 +352,11 @@ class ForwardWrites:
     def __init__(self, units: list[list[Leaf]], write_back: WriteBack):
         self.units, self.write_back = units, write_back
         self.freed = FreedCopies(units, write_back)
-        # Where full parameters have other numbers than those stored: this rank's rows as they were gathered, by unit.
+        # By unit, this rank's rows as they were gathered, if full parameters have other numbers than stored ones.
         self.began: dict[int, list[Tensor]] = {}
-        # Of the full parameters that are kept now, by unit.
+        # By unit, the views of full parameters that are kept now.
         self.given: dict[int, GivenViews] = {}
-        # By unit and place in it: writes into full parameters that are gone.
+        # By unit and place in it, how many writes went into full parameters that are freed.
         self.counts = [[0] * len(unit) for unit in units]
 
     def begin(self, i: int, fulls: list[Tensor]) -> None:
@@ -404,7 +404,7 @@ class ForwardWrites:
         given = self._take(i)
         if given is None:
             return None
-        # By leaf, of each time that forward was given them.
+        # By leaf, the views of each time that forward got them.
         views = zip(*[map(weakref.ref, views) for views in given.views], strict=True)
         both = zip(views, zip(*given.places, strict=True), strict=True)
         return [(list(zip(*of_leaf, strict=True)), given.own.get(j)) for j, of_leaf in enumerate(both)]

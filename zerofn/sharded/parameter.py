@@ -95,7 +95,7 @@ BY_NAME = {
     Kind.SAVES: frozenset({"__reduce_ex__", "__array__", "data_ptr", "numpy", "storage", "untyped_storage"}),
     Kind.COMPARES: frozenset({"allclose", "equal"}),
 }
-# What fills a tensor with random numbers, whatever it held.
+# Functions that fill a tensor with random numbers, whatever it held.
 RANDOM = frozenset({
     "bernoulli_", "cauchy_", "exponential_", "geometric_", "kaiming_uniform_", "log_normal_", "normal_", "random_",
     "trunc_normal_", "uniform_",
@@ -231,7 +231,7 @@ OF_NORMS = frozenset({
     "clone", "cpu", "cuda", "detach", "double", "float", "linalg_norm", "linalg_vector_norm", "norm", "sqrt", "stack",
     "to",
 })  # fmt: skip
-# What logs and files have of a tensor, which asks for its class.
+# Methods of a tensor for logs and files, which ask for its class.
 OUTSIDE = frozenset({"__deepcopy__", "__format__", "__reduce_ex__", "__repr__"})
 NORMS = frozenset({"_foreach_norm", "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "norm"})
 
@@ -734,7 +734,7 @@ def _store(part: Tensor, whole: Tensor, of: Origin, name: str) -> None:
 # Strides are contiguous, as in the gathered tensor.
 
 
-# What is asked most often, answered without a meta tensor.
+# The most frequent questions, answered without a meta tensor.
 BY_SHAPE: dict[str, Callable[[torch.Size], Any]] = {
     "shape": torch.Size, "size": torch.Size, "dim": len, "ndim": len, "numel": math.prod, "nelement": math.prod,
 }  # fmt: skip
@@ -1296,7 +1296,7 @@ def refuse_distributed(how: str, what: str, right: str) -> NoReturn:
 
 
 WRITTEN = (Kind.ELEMENTS, Kind.WRITES)
-# What functions of torch call their first argument; those of two of these names have it first that is first here.
+# Names of the first argument of torch's functions. If a function has two of these, the one that is first here is first.
 FIRST = ("condition", "sorted_sequence", "input", "tensors", "tensor", "self")
 
 

@@ -47,7 +47,7 @@ class RoundAgreement:
     def __init__(self, control: Group, marks: tuple[str, ...]):
         self.control, self.marks = control, marks
         self.allowed = 1
-        # What was asked and is not answered.
+        # The request that is not answered yet: work handle, input, output.
         self.sent: tuple[Any, Tensor, Tensor] | None = None
         self.opening: Callable[[], Callable[[], None]] | None = None
         self.opened: Callable[[], None] | None = None
@@ -170,14 +170,14 @@ class Stream:
         ]
         self.devices = [like[bucket.leaves[0].path].device for bucket in self.buckets]
         self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket.leaves}
-        # By path, gradients that wait; and how many leaves of each bucket have none.
+        # By path, gradients that wait for their bucket; and how many leaves of each bucket have none.
         self.pending: dict[str, deque[Tensor]] = {}
         self.missing = [len(bucket.leaves) for bucket in self.buckets]
         # The bucket to send next, and the rounds that were sent.
         self.next = self.rounds = 0
         self.patience = PATIENCE
         self.dropping = self.broken = False  # broken: a `settle` was interrupted
-        # Of each bucket under way: work handle, output, input, which must live until the work is done, and bucket.
+        # For each running reduction: work handle, output, input (which must live until the work is done), bucket.
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
 
     @property
@@ -341,7 +341,7 @@ class UnclearedGradients:
         # Paths of leaves that had a gradient since it was cleared, and of those whose gradient was set to zero.
         self.had: set[str] = set()
         self.zeros: set[str] = set()
-        # Those of the last step were used, and are not cleared yet.
+        # Whether a step has used the gradients and they are not cleared yet.
         self.used = False
         self.warned = False
 

@@ -179,7 +179,7 @@ class UnitCollectives:
                     device = g.device
                 flat.append(g)
             with ranged(VIEW, self.plans.name):
-                # Of a gradient if there is one: attributes of a sharded parameter take longer.
+                # A gradient's device if there is one: attributes of a sharded parameter take longer.
                 device = device or self.params[bucket.leaves[0].path].device
                 packed.append((bucket, self.wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)))
         # As in `begin_gather`: none is sent before all are packed.

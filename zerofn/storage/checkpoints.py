@@ -118,7 +118,7 @@ class Checkpoints:
         group = checkpoint_group(placement)
         steps = self.steps if group.rank == 0 else []
         if group.size > 1:
-            # Those of the first rank: to others a shared directory may look different for a moment.
+            # The first rank's: other ranks may see a shared directory differently for a moment.
             steps = gather_objects(steps, group)[0]
         for step in reversed(steps):
             try:

@@ -270,7 +270,7 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         file = open(path, "rb", opener=opener)  # noqa: SIM115
     except OSError as error:
-        # Of a directory, and of a socket.
+        # Raised for a directory and for a socket.
         if isinstance(error, IsADirectoryError) or error.errno == errno.ENXIO:
             raise damaged(path, "it is no regular file") from None
         raise
