@@ -136,8 +136,8 @@ class Sharding:
 
         A leaf without a gradient is sent as zeros. One flag per leaf tells whether any rank has a gradient.
         """
-        widths, wholes, _ = self._cut(leaves)
-        return rows_to_sum(grads, widths, wholes, self.group.size, dtype, device)
+        widths, full, _ = self._cut(leaves)
+        return rows_to_sum(grads, widths, full, self.group.size, dtype, device)
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
         """Reduce-scatter the rows: (work handle, this rank's row of the sum)."""

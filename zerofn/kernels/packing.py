@@ -76,13 +76,13 @@ def wholes_of(
     places, found = [], []
     for full, block, each in zip(fulls, blocks, widths, strict=True):
         n = full.shape[0]
-        whole = n // each if each else 0
-        rest = n - whole * each
-        places.append((full[: whole * each] if rest else full).view(whole, each, *tail))
-        found.append(block[:whole])
+        full_rows = n // each if each else 0
+        rest = n - full_rows * each
+        places.append((full[: full_rows * each] if rest else full).view(full_rows, each, *tail))
+        found.append(block[:full_rows])
         if rest:
-            places.append(full[whole * each :])
-            found.append(block[whole, :rest])
+            places.append(full[full_rows * each :])
+            found.append(block[full_rows, :rest])
     foreach_copy_(places, found)
     return list(fulls)
 
@@ -122,15 +122,15 @@ def rows_to_sum(
     rows = torch.empty((size, sum(widths) + len(grads), *tail), dtype=dtype, device=device)
     *blocks, flags = rows.split_with_sizes([*widths, len(grads)], dim=1)
     for x, numel, each, block in zip(grads, numels, widths, blocks, strict=True):
-        whole = numel // each if each else 0
+        full_rows = numel // each if each else 0
         if x is None:
             block.zero_()
             continue
-        _divide_into(x[: whole * each].reshape(whole, each, *tail), size, block[:whole])
-        if whole < size:
-            block[whole:] = 0
-            rest = numel - whole * each
-            _divide_into(x[whole * each :], size, block[whole, :rest])
+        _divide_into(x[: full_rows * each].reshape(full_rows, each, *tail), size, block[:full_rows])
+        if full_rows < size:
+            block[full_rows:] = 0
+            rest = numel - full_rows * each
+            _divide_into(x[full_rows * each :], size, block[full_rows, :rest])
     _write_flags(flags, grads)
     return rows
 
