@@ -11,7 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from time_limits import limit
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import zerofn as zf
 
@@ -108,3 +112,46 @@ def test_a_run_goes_on_at_every_stage(runs, dtype, ranks):
     """From every stage of DeepSpeed to every stage here, against its own next three updates on two ranks."""
     found = zf.launch(all_go_on, ranks, str(runs), dtype, timeout=limit(200))
     assert found == [[]] * ranks, "\n".join(found[0])
+
+
+def on_to_torch(runs: str, name: str) -> list[str]:
+    """A run of DeepSpeed, loaded here, goes on under `torch.optim` alone; what differs from DeepSpeed's own numbers."""
+    wrong = []
+    for stage in (1, 3):
+        opt, model = load(runs, name, ds.AFTER, stage)
+        want = numbers(opt, model)
+        opt.detach()
+        opt, model = load(runs, name, ds.BEFORE, stage)
+        start = numbers(opt, model)
+        given = get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=True))
+        with opt.gathered():
+            weights = {k: x.detach().clone() for k, x in model.state_dict().items()}
+        opt.detach()
+        plain = ds.Tied(seed=7)
+        plain.load_state_dict(weights)
+        theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], 1.0)
+        set_optimizer_state_dict(plain, theirs, given, options=StateDictOptions(full_state_dict=True))
+        group = theirs.param_groups[0]
+        wrong += [] if (group["lr"], group["weight_decay"]) == (ds.RATE, ds.DECAY) else [f"{stage}: {group}"]
+        for step in range(ds.BEFORE, ds.AFTER):
+            # What both of DeepSpeed's ranks had.
+            ds.loss_of(plain, step, (0, 1)).backward()
+            theirs.step()
+            theirs.zero_grad()
+        for path, p in plain.named_parameters():
+            for key, x in {"fp32": p, **theirs.state[p]}.items() if p.requires_grad else ():
+                if f"{path} {key}" in want:
+                    a, b, s = (y.detach().double() for y in (x, want[f"{path} {key}"], start[f"{path} {key}"]))
+                    wrong += (
+                        []
+                        if (b - s).norm() > 0 and (a - b).norm() <= 1e-5 * (b - s).norm()
+                        else [f"{stage}: {path} {key}"]
+                    )
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["fp32-1", "fp32-3"])
+@pytest.mark.filterwarnings("ignore:.*torch.distributed")
+def test_a_run_goes_on_under_torch_optim(runs, name, ranks):
+    assert zf.launch(on_to_torch, ranks, str(runs), name, timeout=limit(200)) == [[]] * ranks

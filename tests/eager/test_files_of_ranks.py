@@ -217,6 +217,8 @@ def _others(folder: str) -> dict[str, str]:
     if rank == 1:
         del given["param_groups"][0]["lr"]
     told["torn"] = _told(lambda: opt.load_state_dict(given))
+    given = torch.load(f"{folder}/shard-2-{rank}-{'older' if rank else 'dict'}.pt")
+    told["two forms"] = _told(lambda: opt.load_state_dict(given))
     return told
 
 
@@ -228,5 +230,6 @@ def test_values_models_and_files_of_two_steps(files: Path):
         assert "0.weight: the shard" in told["other model"] and "with opt.gathered()" in told["other model"]
         assert "ranks have state dicts of other steps" in told["two steps"]
         assert "step: 2.0 on rank 0, 3.0 on rank 1" in told["two steps"]
+        assert "two forms" in told["two forms"] and "rank 1: of an older version" in told["two forms"]
         # What one rank alone refuses is raised on all.
         assert "param_groups/0/lr: missing" in told["torn"]

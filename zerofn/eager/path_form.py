@@ -20,7 +20,7 @@ from ..ranks.group import Group
 from .loading import ON_EACH_RANK, Misfit, NoTensor, form_of, on_all_ranks
 from .param_groups import OWN, packed
 
-# Parts were flat ranges of one length in dicts of the first format, and are rows in those of the second.
+# Shards were flat ranges of one length in dicts of the first format, and are rows in those of the second.
 FLAT_CUTS, FORMAT_OF_DICTS = 1, 2
 
 

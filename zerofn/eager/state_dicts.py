@@ -19,7 +19,7 @@ from ..core.state_entries import check_torch_cuts, cut_as_by_torch
 from ..ranks.dtensor import as_local
 from ..ranks.group import Group
 from ..ranks.process_groups import together
-from .loading import LoadedStates, NoTensor, ToLoad, on_all_ranks, with_marks, with_numbers
+from .loading import ON_EACH_RANK, LoadedStates, Misfit, NoTensor, ToLoad, on_all_ranks, with_marks, with_numbers
 from .param_groups import ParamGroups
 from .path_form import by_path, is_path_form, pairs
 from .resident_params import ResidentParams
@@ -27,13 +27,18 @@ from .torch_form import Names, as_state_dict, group_form, is_torch_form, open_wi
 from .torch_form_loading import Loading
 
 
-def check_form(given: Any) -> None:
-    """Refuse what is a state dict of no optimizer, as a file that holds several."""
+def form_of_torch(given: Any) -> bool:
+    """Whether a state dict is in the form of `torch.optim`, and not of older versions.
+
+    Raises:
+        ValueError: it is a state dict of no optimizer, as a file that holds several.
+    """
     if not is_torch_form(given) and not is_path_form(given):
         has = f"a dict of {sorted(map(str, given))}" if isinstance(given, dict) else kind_of(given)
         why = "a state dict has 'state' and 'param_groups'; one of an older version has 'transforms'"
         right = "opt.load_state_dict(checkpoint['optimizer']), with the key under which opt.state_dict() was saved"
         raise ValueError(explain(f"opt.load_state_dict of {has}", why, right))
+    return is_torch_form(given)
 
 
 class StateDicts:
@@ -71,7 +76,7 @@ class StateDicts:
             raise ValueError(explain("opt.state_dict() of a model that is itself cut over ranks", why, right))
 
     def check_loadable(self, given: Any) -> None:
-        """Refuse a state dict that could not say of which parts it is."""
+        """Refuse a state dict that could not say of which shards it is."""
         self.check_complete()
         if not is_torch_form(given):
             check_torch_cuts("load_state_dict", self.home.current.state, self.pipe.road.cutting)
@@ -114,8 +119,11 @@ class StateDicts:
         state = self.home.settled()
         self._meet("opt.load_state_dict(...)", "opt.load_state_dict(...) on every rank")
         control = self.home.channels.control
-        on_all_ranks(lambda: check_form(given), control)
-        if is_torch_form(given):
+        forms = on_all_ranks(lambda: form_of_torch(given), control)
+        if len(set(forms)) > 1:
+            older = [(f"rank {i}", "of an older version") for i, of_torch in enumerate(forms) if not of_torch]
+            raise Misfit(older, ON_EACH_RANK, "load_state_dict: ranks have state dicts of two forms")
+        if forms[0]:
             names = Names(self.pipe, with_marks(state), self.groups, self.paths)
             return Loading(names, given, control, self._open_groups()).run()
         return self._read_by_path(state, given, control)

@@ -1,4 +1,16 @@
-"""The state dict of the optimizer in the form of `torch.optim`, with this library's own keys beside torch's."""
+"""What `opt.state_dict()` returns: the form of `torch.optim`, with this library's own keys beside torch's.
+
+    {
+        "state": {0: {"exp_avg": ..., "exp_avg_sq": ..., "step": ...}},
+        "param_groups": [{"lr": ..., "betas": ..., "amsgrad": ..., "params": [0]}],
+        "zerofn": {"format": 3, "params": {...}, "step": ..., "micro_step": ..., "param_names": [[...]], ...},
+    }
+
+What belongs to no leaf (a loss scale, the count of a window) stands among the entries of the first parameter, under
+names that begin with `zerofn/`: torch's functions of optimizers' state dicts carry these and drop every key beside
+`state` and `param_groups`. A chain that has nothing but what `torch.optim` has too, has no such entries, so that its
+checkpoints and those of torch have the same keys: its counters are the counts of its leaves.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +35,11 @@ from ..ranks.group import Group
 from .loading import NoTensor
 from .param_groups import ParamGroups, packed, plain_values
 
-# ----------------------------------------------------------------------------------------------------------------------
-# `opt.state_dict()`: the form of `torch.optim`, with this library's own keys beside torch's.
-#
-#     {
-#         "state": {0: {"exp_avg": ..., "exp_avg_sq": ..., "step": ...}},
-#         "param_groups": [{"lr": ..., "betas": ..., "amsgrad": ..., "params": [0]}],
-#         "zerofn": {"format": 3, "params": {...}, "step": ..., "micro_step": ..., "param_names": [[...]], ...},
-#     }
-#
-# What belongs to no leaf (a loss scale, the count of a window) stands among the entries of the first parameter, under
-# names that begin with `zerofn/`: torch's functions of optimizers' state dicts carry these and drop every key beside
-# `state` and `param_groups`. A chain that has nothing but what `torch.optim` has too, has no such entries, so that
-# its checkpoints and those of torch have the same keys: its counters are the counts of its leaves.
-#
-# What is loaded may be whole tensors or distributed ones, cut in any way: each rank takes its part. Parameters are
-# told by name where the state dict has names, else by their place in the groups.
-
-
 # The key beside `state` and `param_groups`; older state dicts have counters under it in the first group.
 OWN_KEY = "zerofn"
 # What an entry of the first parameter begins with that belongs to no parameter.
 OWN_ENTRY = "zerofn/"
-# Flat parts were format 1, rows under keys of transforms format 2.
+# Format 1 had flat shards by transform and path, format 2 rows.
 FORMAT = 3
 # What `torch.optim` calls the count of a leaf's updates.
 STEP = "step"

@@ -1,4 +1,8 @@
-"""Loads a state dict in the form of `torch.optim`, of ours and of torch's, cut over any ranks."""
+"""Loads a state dict in the form of `torch.optim`, of ours and of torch's.
+
+Its tensors may be full or DTensors of any placements: each rank takes its shard. Parameters are matched by name where
+the state dict has names, else by their place in the groups.
+"""
 
 from __future__ import annotations
 
@@ -258,7 +262,7 @@ class Loading:
         new = torch.as_tensor(given)
         shape, counted = torch.Size(e.shape), not e.shape and not e.value.is_floating_point()
         flat = torch.Size([shape.numel()])
-        # Parts were flat ranges once.
+        # Shards were flat ranges once.
         fits = new.shape == shape or (is_distributed(new) and new.shape == flat)
         if not fits or (new.dtype != e.value.dtype and not counted):
             self.other_dtypes += new.dtype != e.value.dtype
@@ -315,7 +319,7 @@ class Loading:
         self.fits.sort(key=lambda fit: fit[0].key)
 
     def _fit_all(self) -> None:
-        """Take this rank's part of each tensor. What is distributed otherwise than here is gathered, on all ranks."""
+        """Take this rank's shard of each tensor. What is sharded otherwise than here is gathered, on all ranks."""
         sent = [is_distributed(new) and not self._lies_alike(e, new) for e, new in self.fits]
         for (e, new), message in zip(self.fits, sent, strict=True):
             if is_distributed(new) and not message:
@@ -324,7 +328,7 @@ class Loading:
             whole = in_full(new)
             if not e.elsewhere:
                 mine = e.part(whole)
-                # Of what was gathered for this, no more than the part is kept.
+                # Of what was gathered for this, no more than the shard is kept.
                 self.pairs.append((e.value, mine.clone() if message else mine))
 
     def _lies_alike(self, e: Entry, new: Any) -> bool:
