@@ -1,5 +1,7 @@
-"""Settings of the whole suite: one thread, time limits, examples of hypothesis that are the same in every run, and NaN
-in memory that nobody has written."""
+"""Settings of the whole suite: one thread, time limits, examples of hypothesis that are the same in every run, NaN in
+memory that nobody has written, and a SIGINT that raises."""
+
+import signal
 
 import pytest
 import pytest_timeout
@@ -16,6 +18,10 @@ torch.set_num_threads(1)
 
 fill()
 fill_in_ranks()
+
+# A shell that starts the tests in the background has them ignore it, and tests of interrupts would wait for nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):

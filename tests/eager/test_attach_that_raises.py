@@ -80,9 +80,15 @@ def all_failed(stages: list[str]) -> list[Any]:
     return [(stage, error, *failed(stage, error)) for stage in stages for error in ("an error", "Ctrl-C")]
 
 
-def test_first_states_that_raise():
+OVER_RANKS = [stage for stage in STAGES if stage != "scaled"]
+
+
+@pytest.mark.parametrize(
+    "over_ranks",
+    [pytest.param(["shard, masters", "bf16"], id="few"), pytest.param(OVER_RANKS, marks=pytest.mark.slow, id="all")],
+)
+def test_first_states_that_raise(over_ranks):
     """On one process and on two. What a narrower dtype has rounded is told, and the same numbers are stored again."""
-    over_ranks = [stage for stage in STAGES if stage != "scaled"]
     for found in (all_failed(list(STAGES)), *zf.launch(all_failed, 2, over_ranks, timeout=limit())):
         for stage, error, same, parts, again, notes in found:
             assert again, (stage, error)
@@ -171,8 +177,14 @@ def detach_interrupted_and_called_again(name: str) -> None:
     raise AssertionError("it has no end")
 
 
-@pytest.mark.parametrize("name", [*TRACED])
-@pytest.mark.parametrize("program", [interrupted_attach, detach_interrupted_and_called_again])
+# The casts and hooks that attach has to take back, and the parts that detach has to make whole.
+DEFAULT = [(interrupted_attach, "masters"), (detach_interrupted_and_called_again, "shard")]
+EVERY = [(program, name) for program in (interrupted_attach, detach_interrupted_and_called_again) for name in TRACED]
+
+
+@pytest.mark.parametrize(
+    ("program", "name"), [pytest.param(*row, marks=() if row in DEFAULT else pytest.mark.slow) for row in EVERY]
+)
 def test_interrupted_at_any_line(program: Callable[[str], None], name: str):
     """In a process of its own: an interrupt in the line that leaves a `with` of torch leaves its mode on."""
     zf.launch(program, 1, name, timeout=limit())

@@ -6,6 +6,7 @@ import _thread
 import copy
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from trees import flat
 
 import zerofn as zf
+from zerofn import _interrupts  # inside
 from zerofn.extend import Transform
 
 BF16 = torch.bfloat16
@@ -169,6 +171,63 @@ def test_within_backward_the_next_one_is_refused_by_name():
         model(X).square().mean().backward()
     iteration(model, opt)
     assert opt.global_steps == 1
+
+
+# A second Ctrl-C while a write is held is the same keystroke, or comes late and is not held.
+PATIENCE = {"at once": 1.0, "late": 0.0}
+
+
+def run_twice(name: str, in_backward: bool, patience: str, how_many: int) -> None:
+    """The state is whole, or the next step is refused by name: that is for a late one alone."""
+    draw, before, ends = random.Random(name), modes(), Counter[str]()
+    (model, opt), (other, reference) = attached(name, in_backward), attached(name)
+    known = [values(other, reference)]
+
+    def of_steps(steps: int) -> list[Tensor]:
+        while len(known) <= steps:
+            iteration(other, reference)
+            known.append(values(other, reference))
+        return known[steps]
+
+    iteration(model, opt)
+    with Moment(0) as count:
+        iteration(model, opt)
+    for _ in range(how_many):
+        moment = Moment(draw.randint(1, count.seen), then=draw.choice([1, 2, 3, 5, 8, 13, 21]))
+        try:
+            with moment:
+                iteration(model, opt)
+        except KeyboardInterrupt:
+            ends["both came"] += moment.again is not None
+        where = f"{moment.where} and {moment.again}"
+        assert modes() == before, where
+        found = None if in_backward else values(model, opt)
+        try:
+            iteration(model, opt)
+        except RuntimeError as error:
+            assert patience == "late" and "raised while it was writing into the state" in str(error), (where, error)
+            ends["refused"] += 1
+            opt.detach()
+            model, opt = attached(name, in_backward)
+            iteration(model, opt)
+        else:
+            if found is not None:
+                assert same(found, of_steps(opt.micro_steps - 1)), where
+                assert same(values(model, opt), of_steps(opt.micro_steps)), where
+    assert ends["both came"] > how_many / 4 and (patience == "late") == (ends["refused"] > 0)
+
+
+TWICE = [("adamw", False), ("adamw", True), ("shard, accumulate", False)]
+EVERY = [*((name, False) for name in CHAINS), *((name, True) for name in IN_BACKWARD)]
+
+
+@pytest.mark.parametrize("patience", PATIENCE)
+@pytest.mark.parametrize(
+    ("name", "in_backward"), [pytest.param(*row, marks=() if row in TWICE else pytest.mark.slow) for row in EVERY]
+)
+def test_a_second_interrupt_while_the_first_is_handled(name, in_backward, patience, monkeypatch):
+    monkeypatch.setattr(_interrupts, "PATIENCE", PATIENCE[patience])
+    run_twice(name, in_backward, patience, 40)
 
 
 @pytest.mark.slow

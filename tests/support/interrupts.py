@@ -27,7 +27,7 @@ class Interrupt(TorchDispatchMode):
 
 
 class Moment:
-    """SIGINT at the n-th place inside where Python delivers signals; no SIGINT for an `n` of 0.
+    """SIGINT at the n-th place inside where Python delivers signals, and maybe a second one; none for an `n` of 0.
 
     Python delivers them where a function of its own begins and where a function of C has returned (and in loops, which
     call something), so a sweep over `n` meets what Ctrl-C can do to a program, and nothing else: a real signal, to the
@@ -36,21 +36,25 @@ class Moment:
     Args:
         n: which place.
         files: count those in files of these names alone; all places without any.
+        then: how many places behind the first one a second SIGINT comes, also while the first is handled; none for 0.
 
     Attributes:
-        seen: the places that were passed, up to the n-th.
+        seen: the places that were passed, up to the last SIGINT.
         where: the place where SIGINT came; `None` where there are fewer.
+        again: the place of the second one; `None` where there are fewer.
     """
 
-    def __init__(self, n: int, files: tuple[str, ...] = ()):
-        self.n, self.seen, self.files = n, 0, files
+    def __init__(self, n: int, files: tuple[str, ...] = (), then: int = 0):
+        self.n, self.seen, self.files, self.then = n, 0, files, then
         self.where: str | None = None
+        self.again: str | None = None
 
     def __enter__(self) -> Moment:
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
         sys.setprofile(None)
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -65,10 +69,30 @@ class Moment:
         if self.files and not frame.f_code.co_filename.endswith(self.files):
             return
         self.seen += 1
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_code.co_qualname}, {event}"
         if self.seen == self.n:
-            sys.setprofile(None)
-            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_code.co_qualname}, {event}"
+            self.where = place
+            if self.then:
+                # Python takes the profile off where it raises. The frame that is told of the error puts it on again.
+                above: FrameType | None = frame
+                while above is not None:
+                    above.f_trace, above = self._raised, above.f_back
+                sys.settrace(self._raised)
+            else:
+                sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
+        elif self.where is not None and self.seen == self.n + self.then:
+            sys.settrace(None)
+            sys.setprofile(None)
+            self.again = place
+            signal.raise_signal(signal.SIGINT)
+
+    def _raised(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "exception":
+            sys.settrace(None)
+            sys.setprofile(self._event)
+            return None
+        return self._raised
 
 
 def modes() -> tuple[Any, ...]:

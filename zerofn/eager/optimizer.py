@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.autograd import grad_mode_kept
 from .._compat.functorch import uncompiled
 from .._compat.tensors import HOOKS_OF
 from .._errors import explain
@@ -276,7 +277,8 @@ class Optimizer(OptimizerBase):
             with torch.enable_grad():
                 loss = closure()
         # All arguments of the step are passed: a rate that was not set would be that of the step before.
-        with interrupts_held(), ranged(PHASE, "update"):
+        # A second Ctrl-C is not held, and may come where torch enters a grad mode or leaves it.
+        with grad_mode_kept(), interrupts_held(), ranged(PHASE, "update"):
             self.metrics = self._own.steps.run(weight)
             if self.lr_scheduler is not None and bool(self.metrics["updated"]):
                 self.lr_scheduler.step(**(lr_kwargs or {}))
