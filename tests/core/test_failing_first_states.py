@@ -56,7 +56,7 @@ def begin(stage, route, failures):
     return list(zf.full_params(tx, state).values()), said
 
 
-@pytest.mark.parametrize("route", ["attached", "pure"])
+@pytest.mark.parametrize("route", [pytest.param("attached", marks=pytest.mark.slow), "pure"])
 @pytest.mark.parametrize(
     ("stage", "size"),
     [(zf.shard, 2), (zf.reduce_scatter, 2), pytest.param("nested", 4, marks=pytest.mark.slow)],

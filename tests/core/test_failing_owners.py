@@ -99,7 +99,7 @@ def test_all_ranks_know_of_rows_that_failed_at_a_rank_that_owns_nothing(failing)
     assert found == [["ArithmeticError" if rank == failing else "OwnerFailed"] * 2 for rank in range(4)]
 
 
-@pytest.mark.parametrize("route", ["attached", "pure"])
+@pytest.mark.parametrize("route", ["attached", pytest.param("pure", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("stage", "size"),
     [(zf.shard, 2), (zf.reduce_scatter, 2), pytest.param("nested", 4, marks=pytest.mark.slow)],

@@ -116,13 +116,17 @@ def asked_of_its_own(inside: str, stage: str) -> list:
     return found
 
 
-@pytest.mark.parametrize("stage", FIRST)
-@pytest.mark.parametrize("inside", INSIDE)
-def test_a_group_inside_of_another_is_asked_of_its_own_leaves_alone(inside: str, stage: str) -> None:
-    half = 0.5 if inside == "with its own update" else 1.0
-    want = {"w": half * 0.9, "v": half * 0.8, "c": 0.5}
-    for ranks in (1, 2):
-        for found in zf.launch(asked_of_its_own, ranks, inside, stage, timeout=limit()):
+def every_group_and_stage() -> dict:
+    return {(inside, stage): asked_of_its_own(inside, stage) for inside in INSIDE for stage in FIRST}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_inside_of_another_is_asked_of_its_own_leaves_alone(ranks: int) -> None:
+    for of_rank in zf.launch(every_group_and_stage, ranks, timeout=limit(120)):
+        for (inside, stage), found in of_rank.items():
+            half = 0.5 if inside == "with its own update" else 1.0
+            want = {"w": half * 0.9, "v": half * 0.8, "c": 0.5}
             for params in found:
                 for name, x in params.items():
-                    torch.testing.assert_close(x, torch.full((2, 3), want[name]))
+                    where = f"{inside}, {stage}: {name}"
+                    torch.testing.assert_close(x, torch.full((2, 3), want[name]), msg=where)

@@ -132,7 +132,7 @@ def on_ranks(kind, several):
     return done
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("kind", CHAINS)
 def test_what_a_transform_is_handed_is_in_the_order_of_the_layout(kind, several, ranks):

@@ -44,8 +44,14 @@ def train(stage, kind, folder, before, after):
     return {path: x.clone() - start[path] for path, x in zf.full_params(opt.tx, opt.state).items()}
 
 
-@pytest.mark.parametrize("kind", TRANSFORMS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        pytest.param(stage, kind, marks=() if (stage == "shard") == (kind == "of the leaf") else pytest.mark.slow)
+        for stage in STAGES
+        for kind in TRANSFORMS
+    ],
+)
 def test_ranks_make_the_steps_of_one_process(stage, kind, tmp_path):
     folder = str(tmp_path)
     want = train(stage, kind, folder, None, "one"), train(stage, kind, folder, "one", "on")

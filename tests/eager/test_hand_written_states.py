@@ -129,8 +129,8 @@ def test_all_of_a_state_comes_back(form, tmp_path):
     [
         ("fields of dicts", "element"),
         ("a counter among paths", "element"),
-        ("a counter with a leaf's name", "element"),
-        ("fields of dicts", "leaf"),
+        pytest.param("a counter with a leaf's name", "element", marks=pytest.mark.slow),
+        pytest.param("fields of dicts", "leaf", marks=pytest.mark.slow),
         ("a tuple with a counter", "leaf"),
     ],
 )

@@ -135,7 +135,9 @@ def interrupted_loads(stage: str) -> list[str]:
     raise AssertionError("it has no end")
 
 
-@pytest.mark.parametrize("stage", ["masters, all_reduce", "masters, reduce_scatter"])
+@pytest.mark.parametrize(
+    "stage", [pytest.param("masters, all_reduce", marks=pytest.mark.slow), "masters, reduce_scatter"]
+)
 def test_a_load_is_whole_once_the_model_has_it(stage):
     for found in zf.launch(interrupted_loads, 2, stage, timeout=limit(60)):
         assert "refused" in found

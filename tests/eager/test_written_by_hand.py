@@ -276,7 +276,7 @@ def gradients_by_hand(size: int, sharded: bool) -> dict[Any, list[Tensor]]:
     return out
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_put_in_place_by_hand(size: int):
     plain = gradients_by_hand(size, False)["plain"]
     for found in zf.launch(gradients_by_hand, size, size, True, timeout=limit()):

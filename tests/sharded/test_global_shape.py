@@ -28,7 +28,7 @@ def sharded():
     return attached(zf.shard())
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_is_as_in_one_process(ranks):
     before = [p.detach() for p in make().parameters()]
     want = {name: plain_run(program) for name, program in PROGRAMS.items()}

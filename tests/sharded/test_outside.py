@@ -312,7 +312,7 @@ def looks():
     return True
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_looks_or_writes_finds_the_part(ranks):
     assert zf.launch(looks, ranks, timeout=limit()) == [True] * ranks
 

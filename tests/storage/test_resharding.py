@@ -174,7 +174,7 @@ def test_one_process_reads_what_ranks_saved(saved, n):
         assert len(moved) == len(mine) - 1
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_was_saved_before_there_were_formats_goes_on_by_the_first(saved, n):
     directory, _ = saved
     like = zf.init(early(), named(1))
@@ -229,7 +229,7 @@ def close_window(directory):
     return full(tx, state), full(tx, run(step, state, range(5, 8)))
 
 
-@pytest.mark.parametrize("n, m", [(1, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize("n, m", [(1, 2), (3, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_an_open_window_is_closed_by_another_world(saved, n, m):
     directory, answers = saved
     where = directory / str(n) / "zero15"
@@ -480,7 +480,7 @@ def group_barrier(group):
     barrier(group)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_failures_reach_every_rank(n, tmp_path):
     assert launch(failures, n, str(tmp_path / "checkpoint"), timeout=limit()) == [True] * n
 

@@ -197,7 +197,7 @@ def there_and_back(chain, folder):
     return True
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chain", CHAINS)
 def test_all_ways_have_the_numbers_that_the_model_computes_with(chain, ranks, tmp_path):
     assert all(zf.launch(there_and_back, ranks, chain, str(tmp_path / "files"), timeout=limit(90)))
