@@ -1,5 +1,7 @@
 """How a tensor of a state lies over ranks: cut with its leaf, a number, or declared fixed; `init` is not asked."""
 
+import pickle
+
 import pytest
 import torch
 from time_limits import limit
@@ -7,7 +9,9 @@ from torch import nn
 from trees import flat
 
 import zerofn as zf
+from zerofn.core.layout import Placement  # inside
 from zerofn.core.plain_layouts import as_plain, from_plain  # inside
+from zerofn.core.slot_forms import SlotForm  # inside
 from zerofn.extend import Facts, Transform, transform
 from zerofn.testing import check_transform
 
@@ -216,7 +220,12 @@ def test_check_transform_finds_a_slot_that_is_not_fixed():
 def layouts_of_older_files():
     opt = trained("shard", keeps(six, FIXED), 0)[1]
     plain = as_plain(opt.state.layout)
-    forms = [("keeps", "kept", "fixed", ()), ("sgd", "momentum", "along", ()), ("sgd", "x", "fixed", ("w",))]
+    forms = [
+        ("keeps", "kept", "fixed", ()),
+        ("sgd", "momentum", "along", ()),
+        ("sgd", "x", "fixed", ("w",)),
+        ("sgd", "x", "along", ("b",)),
+    ]
     del plain["placement"]["fixed"]
     plain["placement"]["slots"] = tuple(
         {"kind": "SlotForm", "owner": owner, "slot": slot, "below": "", "form": form, "paths": paths}
@@ -228,3 +237,20 @@ def layouts_of_older_files():
 def test_a_layout_of_an_older_file_says_what_is_fixed():
     for new, old in zf.launch(layouts_of_older_files, 2, timeout=limit()):
         assert ("keeps", "kept") in new and old == (("keeps", "kept"),)
+
+
+def test_a_pickled_placement_of_an_older_version_is_read():
+    """It has the forms of slots, of a class in a module of its own."""
+    placement = Placement(rank=1, size=2)
+    forms = (
+        SlotForm("keeps", "kept", "", "fixed"),
+        SlotForm("sgd", "momentum", "", "along"),
+        # A tree of a leaf: a tensor of its shape, and a number.
+        SlotForm("tree", "value", "m", "along"),
+        SlotForm("tree", "value", "n", "fixed"),
+    )
+    del vars(placement)["fixed"]
+    vars(placement)["slots"] = forms
+    assert b"zerofn.core.slot_forms" in pickle.dumps(placement, 2)
+    again = pickle.loads(pickle.dumps(placement))
+    assert again == Placement(rank=1, size=2, fixed=(("keeps", "kept"),)) and "slots" not in vars(again)

@@ -17,6 +17,7 @@ from .._compat.functorch import pytree, register_constant
 from .._compat.tensors import sharing_memory
 from .._errors import bad_leaves, explain
 from ..ranks.dtensor import Box, in_box, is_distributed
+from .slot_forms import fixed_of
 from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatten
 from .wrapper_names import unwrapped_names, without_wrappers
 
@@ -366,6 +367,13 @@ class Placement:
     owners: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
     fixed: tuple[tuple[str, str], ...] = ()
     seen_by: tuple[str, ...] = ()
+
+    def __setstate__(self, given: dict[str, Any]) -> None:
+        given = dict(given)
+        if "slots" in given:
+            # Of an older version, which kept the form of every slot.
+            given["fixed"] = fixed_of(given.pop("slots"))
+        vars(self).update(given)
 
     def of(self, owner: str) -> Placement:
         """How the state of the transform of this name lies over ranks."""

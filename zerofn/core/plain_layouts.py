@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from .layout import Layout, Leaf, Placement, Within
+from .slot_forms import fixed_of
 from .tree import flatten
 
 _KINDS: tuple[type, ...] = (Leaf, Placement, Within)
@@ -46,10 +47,8 @@ def _made(x: Any) -> Any:
     if type(x) is dict:
         if "slots" in x and "fixed" not in x:
             # Written by an older version, which wrote the form of every slot.
-            forms = [
-                (form["owner"], form["slot"]) for form in x["slots"] if form["form"] == "fixed" and not form["paths"]
-            ]
-            x = {**x, "fixed": tuple(dict.fromkeys(forms))}
+            forms = [{name: form[name] for name in form if name != "kind"} for form in x["slots"]]
+            x = {**x, "fixed": fixed_of(forms)}
         kind = next(kind for kind in _KINDS if kind.__name__ == x["kind"])
         # A field that this version does not know is left out, and one that the file lacks has its default.
         return kind(**{name: _made(x[name]) for name in _fields(kind) if name in x})
