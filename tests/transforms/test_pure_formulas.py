@@ -9,7 +9,9 @@ import torch
 import zerofn as zf
 from zerofn.extend import Context, may, towards, where
 
-FILES = sorted((Path(zf.__file__).parent / "transforms").glob("*.py"))
+PACKAGE = Path(zf.__file__).parent
+# Transforms, and the wires that the built-in ones are made of.
+FILES = [*sorted((PACKAGE / "transforms").glob("*.py")), PACKAGE / "core" / "wires.py"]
 ASKS = {"recorded", "donate", "donate_to_kernels", "concrete", "certain", "differentiated", "is_compiling"}
 
 COUNTS = {"count", "counts", "step", "form", "emit", "due"}

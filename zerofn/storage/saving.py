@@ -113,7 +113,7 @@ def check_replicas(state: State, group: Group) -> None:
     if bad:
         right = "state that is per leaf and shaped like it, which is sharded, or equal on all ranks"
         if placement.size > 1:
-            right += ';\nneeds="row" or needs="leaf" for a transform whose state is of another shape than its leaf'
+            right += ';\nneeds="leaf" for a transform whose state is of another shape than its leaf'
             right += ";\nof a guest, which names pieces at will, by torch.distributed.checkpoint of opt.state_dict()"
         raise ValueError(bad_leaves("zf.save: what should be equal on every rank is not", bad, right))
 
