@@ -9,6 +9,7 @@ from __future__ import annotations
 # C's functions: those of `signal` make enums of handlers first, which takes twenty times as long.
 import _signal  # type: ignore[import]
 import time
+from collections.abc import Callable
 from signal import SIGINT
 from types import FrameType
 from typing import Any
@@ -68,3 +69,10 @@ class interrupts_held:
         elif now - self.came > PATIENCE:
             _signal.signal(SIGINT, self.handler)
             self.handler(number, frame)
+
+
+def take_back(actions: list[Callable[[], object]]) -> None:
+    """Call functions that undo something, from the last to the first. An interrupted one (Ctrl-C) is called again."""
+    while actions:
+        actions[-1]()
+        actions.pop()

@@ -17,7 +17,7 @@ from ._compat.tensors import profiler_runs
 # Kinds of ranges: a phase of a step, the update half of a transform, its view half, a wait for other ranks.
 PHASE, UPDATE, VIEW, WAIT = "phase", "update", "view", "wait"
 
-_NOTHING = nullcontext()
+NOTHING = nullcontext()
 
 
 class Listener(Protocol):
@@ -33,6 +33,8 @@ class Listener(Protocol):
 
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("zerofn_listener", default=None)
+# The listener of this thread, by a function of C: what every step asks. The compiler does not know it.
+heard = _LISTENER.get
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 def listener() -> Listener | None:
     """The listener of this thread."""
-    return None if torch.compiler.is_dynamo_compiling() else _LISTENER.get()
+    return None if torch.compiler.is_dynamo_compiling() else heard()
 
 
 def ranged(kind: str, name: str) -> AbstractContextManager[Any]:
@@ -63,26 +65,25 @@ def ranged(kind: str, name: str) -> AbstractContextManager[Any]:
     """
     if torch.compiler.is_dynamo_compiling():
         return nullcontext()
-    heard = _LISTENER.get()
-    if heard is None and not profiler_runs():
-        return _NOTHING
-    return _range(heard, kind, name)
+    if heard() is None and not profiler_runs():
+        return NOTHING
+    return _range(heard(), kind, name)
 
 
 def ranges_wanted() -> bool:
     """Whether a profiler or a listener gets ranges; asked once before many of them."""
-    return not torch.compiler.is_dynamo_compiling() and (_LISTENER.get() is not None or profiler_runs())
+    return not torch.compiler.is_dynamo_compiling() and (heard() is not None or profiler_runs())
 
 
 @contextmanager
-def _range(heard: Listener | None, kind: str, name: str) -> Iterator[None]:
+def _range(to: Listener | None, kind: str, name: str) -> Iterator[None]:
     shown = f"zerofn::wait for {name}" if kind == WAIT else f"zerofn::{name}"
-    with torch.profiler.record_function(shown) if profiler_runs() else _NOTHING:
-        if heard is None:
+    with torch.profiler.record_function(shown) if profiler_runs() else NOTHING:
+        if to is None:
             yield
             return
-        heard.begin(kind, name)
+        to.begin(kind, name)
         try:
             yield
         finally:
-            heard.end()
+            to.end()

@@ -62,8 +62,8 @@ from zerofn.core.uncompiled import kept_out_of_graphs
 from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ranks
 from zerofn.core.wires import Averaging, Sharding
 from zerofn.core.wrapper_names import buffers_in
-from zerofn.kernels.adam import adam_, adam_operator, adam_update, alike, has_kernel, implementation_for, plain, typed
-from zerofn.kernels.fused_adam import fused_operator, fused_update, many_for_fused
+from zerofn.kernels.adam import adam_, adam_operator, adam_update, has_kernel, implementation_for
+from zerofn.kernels.fused_adam import alike, fused_operator, fused_update, many_for_fused, plain, typed
 from zerofn.kernels.norms import length, not_finite, squared_norm
 from zerofn.kernels.recording import (
     at_most,

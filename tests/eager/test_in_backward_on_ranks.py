@@ -122,11 +122,11 @@ def held_at_most(differing: bool) -> tuple[int, int, int]:
     x = torch.arange(4)[None]
     loss = model(x, dist.get_rank() if differing else -1).float().square().mean()
     for block in model.blocks:
-        block.weight.register_hook(lambda g: held.append(len(opt._own.home.gradient_hooks.held)))
+        block.weight.register_hook(lambda g: held.append(len(opt._own.home.gradients.hooks.held)))
     loss.backward()
-    after = len(opt._own.home.gradient_hooks.held)
+    after = len(opt._own.home.gradients.hooks.held)
     opt.step()
-    return max(held), after, len(opt._own.home.gradient_hooks.held)
+    return max(held), after, len(opt._own.home.gradients.hooks.held)
 
 
 def test_only_gradients_that_come_in_parts_are_kept_and_only_until_the_step():
@@ -231,7 +231,7 @@ def half_way() -> bool:
     except ZeroDivisionError:
         opt.zero_grad()
     handle.remove()
-    return not opt._own.home.gradient_hooks.held and not opt._own.home.units.rounds.partial
+    return not opt._own.home.gradients.hooks.held and not opt._own.home.units.rounds.partial
 
 
 def test_a_backward_that_is_given_up_leaves_no_parts():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-import zerofn.eager.resident_params  # inside
+import zerofn.eager.over_ranks  # inside
 from zerofn.collectives import all_gather, world_group
 
 
@@ -123,21 +123,21 @@ def failing():
     with pytest.raises(ValueError, match="disagree"):
         zf.attach(net(), zf.chain(zf.shard(), zf.sgd(0.1 + rank)))
     found.append(count() - before)
-    real = zerofn.eager.resident_params.label
+    real = zerofn.eager.over_ranks.label
 
     def fails(*args):
         raise RuntimeError("a bug")
 
-    zerofn.eager.resident_params.label = fails
+    zerofn.eager.over_ranks.label = fails
     with pytest.raises(RuntimeError, match="a bug"):
         zf.attach(net(), pipeline("ZeRO-1"))
-    zerofn.eager.resident_params.label = real
+    zerofn.eager.over_ranks.label = real
     found.append(count() - before)
     if rank == 0:
-        zerofn.eager.resident_params.label = fails
+        zerofn.eager.over_ranks.label = fails
         with pytest.raises(RuntimeError, match="a bug"):
             zf.attach(net(), pipeline("ZeRO-3"))
-        zerofn.eager.resident_params.label = real
+        zerofn.eager.over_ranks.label = real
     else:
         model = net()
         opt = zf.attach(model, pipeline("ZeRO-3"))

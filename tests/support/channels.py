@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import zerofn.eager.gradients  # inside
+import zerofn.eager.channels  # inside
 import zerofn.eager.resident_params  # inside
 import zerofn.ranks.process_groups  # inside  # inside
 
@@ -20,8 +20,8 @@ class Channels:
         self.opened: list[Any] = []
         self.next = 0
         zerofn.eager.resident_params.agree_on_start = lambda *given: None
-        self.open = zerofn.eager.gradients.channels
-        zerofn.eager.gradients.channels = lambda joining: [self.take(groups) for groups in joining]
+        self.open = zerofn.eager.channels.channels
+        zerofn.eager.channels.channels = lambda joining: [self.take(groups) for groups in joining]
 
     def take(self, groups: Any) -> Any:
         """The next channel. All groups here join all ranks."""

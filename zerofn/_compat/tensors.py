@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import gcd
 from operator import attrgetter
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from .functorch import functorch, innermost
+from .functorch import functorch, innermost, uncompiled
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Tensors: memory, version, and subclasses with or without memory.
@@ -230,6 +230,9 @@ Registered = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 # A module's own dicts of parameters, submodules and buffers.
 registered: Callable[[nn.Module], Registered] = attrgetter("_parameters", "_modules", "_buffers")
+parameters_and_modules: Callable[[nn.Module], tuple[dict[str, Any], dict[str, Any]]] = attrgetter(
+    "_parameters", "_modules"
+)
 
 
 def reset_of(module: nn.Module) -> Callable[[], Any] | None:
@@ -405,3 +408,32 @@ def outlasting(name: str) -> Iterator[None]:
             yield
         finally:
             torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `p.grad` as torch keeps it, and writes into a parameter as they are counted, whatever class a parameter has.
+
+
+# The properties of this package's classes of parameters take 2 us longer.
+read_grad, _write_grad = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
+
+
+@uncompiled
+def write_grad(p: Tensor, value: Tensor | None) -> None:
+    """`p.grad = value` of a plain parameter. The compiler of torch 2.14 fails at descriptors."""
+    _write_grad(p, value)
+
+
+# How often a tensor may have been written into: its version, and how often its `.data` was read.
+Writes = tuple[int, int]
+_LENT = attrgetter("lent")
+
+
+def writes(tensors: Collection[Tensor]) -> list[Writes]:
+    """`Writes` of each tensor, without a call in Python for each: steps and calls ask of every leaf."""
+    with torch.DisableTorchFunctionSubclass():
+        try:
+            return list(zip(map(version, tensors), map(_LENT, tensors), strict=True))
+        except (AttributeError, RuntimeError):
+            # One is no parameter of an attached model, or was made in inference mode and has no version.
+            return [(0 if p.is_inference() else version(p), getattr(p, "lent", 0)) for p in tensors]

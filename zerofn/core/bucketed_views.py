@@ -86,26 +86,44 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
         return out
 
 
-def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], like: dict[str, Like]) -> Leaves:
+class SumBucket(NamedTuple):
+    """Leaves whose gradients are reduced together.
+
+    Attributes:
+        leaves: of one dtype, in the order of the road.
+        paths: of these leaves.
+        numels: of their gradients, even if this rank has none.
+        shapes: of their reduced gradients.
+        dtype: in which they are summed.
+    """
+
+    leaves: list[Leaf]
+    paths: list[str]
+    numels: list[int]
+    shapes: list[tuple[int, ...]]
+    dtype: torch.dtype
+
+
+def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], buckets: Sequence[SumBucket], stored: Leaves) -> Leaves:
     """A view's transpose for many leaves, with one reduction for each bucket. Not differentiable.
 
-    Buckets are the same on all ranks, whichever leaves have a gradient here.
+    Buckets are the same on all ranks, whichever leaves have a gradient here. Of `stored` only devices are used.
     """
     with ranged(VIEW, view.name):
         wire = view.wire
         if wire is None:
             return {leaf.path: view.pull(gs[leaf.path], leaf) for leaf in leaves if leaf.path in gs}
         out: Leaves = {}
-        for bucket in cut(leaves, {p: x.dtype for p, x in like.items()}):
-            flat = [gs[leaf.path].reshape(-1) if leaf.path in gs else None for leaf in bucket]
-            first, numels = like[bucket[0].path], [like[leaf.path].numel for leaf in bucket]
-            buffer = wire.pack(flat, bucket, numels, summed_in(wire, first.dtype), first.device)
-            for leaf, g in zip(bucket, wire.unpack(wire.send(buffer)[1], bucket, numels), strict=True):
+        for bucket, paths, numels, shapes, dtype in buckets:
+            flat = [gs[path].reshape(-1) if path in gs else None for path in paths]
+            buffer = wire.pack(flat, bucket, numels, dtype, stored[paths[0]].device)
+            found = wire.unpack(wire.send(buffer)[1], bucket, numels)
+            for path, shape, g in zip(paths, shapes, found, strict=True):
                 if g is not None:
                     # A shard stays flat.
-                    out[leaf.path] = g if wire.cuts else g.reshape(like[leaf.path].shape)
+                    out[path] = g if wire.cuts else g.reshape(shape)
         # Buckets are of one dtype each.
-        return {leaf.path: out[leaf.path] for leaf in leaves if leaf.path in out}
+        return out if len(buckets) == 1 else {leaf.path: out[leaf.path] for leaf in leaves if leaf.path in out}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,6 +195,17 @@ class Road:
     def cutting(self) -> tuple[Group, ...]:
         """The groups of ranks over which leaves are sharded, one after the other."""
         return tuple([wire.group for wire in cutting_wires(self.stages)])
+
+    @cached_property
+    def sums(self) -> tuple[tuple[SumBucket, ...], ...]:
+        """Of each stage the buckets in which gradients are reduced; none without a wire."""
+        leaves = [leaf for leaf in self.leaves if leaf.trainable]
+        return tuple(
+            [
+                () if stage.wire is None else _sums(specs, leaves, stage.wire)
+                for stage, specs in zip(self.stages, self.specs, strict=False)
+            ]
+        )
 
     @cached_property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
@@ -279,20 +308,24 @@ def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves,
     for at, stage in enumerate(road.stages):
         # By identity: the compiler knows no equality of records of functions.
         if any([stage is x for x in stages]) and (scale is None or stage.dtypes is None):
-            # Sizes and dtypes of gradients matter to the buffers of wires alone.
-            like = {} if stage.wire is None else _arriving(road.specs[at], leaves, stored)
-            grads = pull_all(stage, grads, leaves, like)
+            grads = pull_all(stage, grads, leaves, road.sums[at], stored)
     return grads
 
 
-def _arriving(specs: Mapping[str, Spec], leaves: Sequence[Leaf], stored: Leaves) -> dict[str, Like]:
-    """By path: the form in which a gradient arrives at a stage, in the dtype in which it is summed there."""
-    found: dict[str, Like] = {}
+def _sums(specs: Mapping[str, Spec], leaves: Sequence[Leaf], wire: Wire) -> tuple[SumBucket, ...]:
+    """The buckets in which gradients that arrive with these specs are reduced over a wire."""
+    dtypes: dict[str, torch.dtype] = {}
     for leaf in leaves:
-        spec = specs[leaf.path]
-        assert spec.sum_dtype is not None
-        found[leaf.path] = Like(spec.numel, spec.local_shape, spec.sum_dtype, stored[leaf.path].device)
-    return found
+        dtype = specs[leaf.path].sum_dtype
+        assert dtype is not None
+        dtypes[leaf.path] = dtype
+    found = []
+    for bucket in cut(leaves, dtypes):
+        paths = [leaf.path for leaf in bucket]
+        forms = [specs[path] for path in paths]
+        numels, shapes = [spec.numel for spec in forms], [spec.local_shape for spec in forms]
+        found.append(SumBucket(bucket, paths, numels, shapes, summed_in(wire, dtypes[paths[0]])))
+    return tuple(found)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from .layout import Layout, Leaves
 # `Norms` computes norms of gradients for metrics, in the optimizer's kernel or in a pass of their own.
 
 
+@dataclass
 class Norms:
     """The norm of each gradient of a step, bucket after bucket.
 
@@ -28,36 +28,23 @@ class Norms:
 
     Attributes:
         found: norms by path, each 0-d, or a number where a kernel has found it.
+        requests: gradients whose norms are requested and not computed yet; nobody writes them until the next request.
     """
 
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-        self._requests: Leaves = {}
-
-    def request(self, grads: Leaves) -> None:
-        """Request the norms of these gradients, which must not be written until the next request."""
-        self._compute()
-        self._requests = dict(grads)
-
-    def requested(self, paths: Sequence[str], grads: Sequence[Tensor]) -> bool:
-        """Whether the norms of exactly these tensors are requested and not computed yet."""
-        return bool(self._requests) and all(map(is_, map(self._requests.get, paths), grads))
+    found: dict[str, Any] = field(default_factory=dict)
+    requests: Leaves = field(default_factory=dict)
 
     def add(self, paths: Sequence[str], norms: Sequence[float]) -> None:
         """Take norms that a kernel has computed of requested gradients."""
         for path, norm in zip(paths, norms, strict=True):
-            del self._requests[path]
+            del self.requests[path]
             self.found[path] = norm
 
-    def _compute(self) -> None:
-        """Compute the requested norms that no kernel has added."""
-        if self._requests:
-            self.found.update(leaf_norms(self._requests))
-            self._requests = {}
-
     def all(self) -> dict[str, Any]:
-        """All requested norms."""
-        self._compute()
+        """All requested norms; computes those that no kernel has added."""
+        if self.requests:
+            self.found.update(leaf_norms(self.requests))
+            self.requests = {}
         return self.found
 
 
@@ -165,7 +152,7 @@ class Context:
             kernel is called that they do not know, and numbers may be tensors that Python cannot read.
         unrecorded: the right code, for the error about a number that requires grad in a step that is not recorded;
             empty if such numbers are not refused.
-        looks: whether results of update halves are checked for graphs, as in first steps.
+        looks: whether results of update halves are checked for graphs, as in the first step.
         weight: weight of this micro-batch, for instance its number of tokens.
         boundary: overrides whether the accumulation window closes now.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
@@ -175,7 +162,7 @@ class Context:
         reduction: sums of scalars over ranks.
         micro_step: micro-steps before this one, for messages.
         metrics: filled by `report`.
-        norms: norms of gradients for a metric; `None` in a step that is recorded.
+        norms: norms of gradients for a metric; not used in a step that is recorded.
         comes: whether an update reaches this transform in this step; a tensor in a graph or under `vmap`.
         standing: metrics of this transform, by name, for a step that does not reach it.
         under_way: functions that wait for copies, filled by `before_the_end`.

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import attrgetter, is_not, or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compat.tensors import profiler_runs
 from .._errors import explain
-from .._ranges import UPDATE, listener, ranged, ranges_wanted
+from .._ranges import UPDATE, heard, listener, ranged, ranges_wanted
 from ..kernels.norms import added, leaf_squares, sum_of_squares
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
 from .facts import Facts, Scope
 from .layout import Leaves
-from .transform import Transform, TransformState, gives_parameters
+from .returned_values import CheckedUpdate
+from .transform import Transform, TransformState, gives_parameters, nothing_to_prepare, pass_through
 from .tree import Places, flatten, moved, of_leaves, overlaid, places, select
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -35,6 +39,8 @@ class Stretch:
         given: the transforms as they stand in the chain.
         parts: the transforms as they run; several neighbours may be fused into one.
         joined: by the name of a fused transform, the transforms that it is made of.
+        scheduled: optimizers whose learning rates are computed before an earlier stretch writes, since that may fail.
+        copies: for each of `parts`, whether it or one before it makes temporary tensors.
         keeps_old: whether a transform in it compares new parameters with old ones that another one in it overwrites.
         keeps_old_for_later: whether a transform of a later stretch does.
     """
@@ -42,6 +48,8 @@ class Stretch:
     given: tuple[Transform, ...]
     parts: tuple[Transform, ...]
     joined: Mapping[str, tuple[Transform, ...]]
+    scheduled: tuple[Transform, ...] = ()
+    copies: tuple[bool, ...] = ()
     keeps_old: bool = False
     keeps_old_for_later: bool = False
 
@@ -83,7 +91,11 @@ def stretch(given: Iterable[Transform]) -> Stretch:
         found.append(one)
         i += 1 + length
     writes = next((i for i, part in enumerate(found) if gives_parameters(part)), len(found))
-    return Stretch(given, tuple(found), joined, any([part.facts.compares for part in found[writes:]]))
+    scheduled = tuple([part for part in given if part.facts.optimizes and part.scope is Scope.LEAF])
+    copies = tuple(accumulate([part.facts.copies for part in found], or_))
+    return Stretch(
+        given, tuple(found), joined, scheduled, copies, any([part.facts.compares for part in found[writes:]])
+    )
 
 
 def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
@@ -155,6 +167,9 @@ def standing(part: Transform, state: TransformState, params: Leaves, ctx: Contex
 # that a clipped copy of it does not show beside the states.
 BUCKET_BYTES = 1 << 22
 WIDEST = 8  # bytes of a float64
+NOTHING = Prepared()
+# Read of every leaf in every step, and so from C.
+_DTYPE = attrgetter("dtype")
 
 
 def run(
@@ -171,8 +186,8 @@ def run(
     if ctx.donate and len(parts) > 1:
         # A schedule that fails must do so before the first write, so that the state is whole after an error. All of the
         # first stretch is prepared before any of it is run.
-        for part in (part for later in parts[1:] for part in later.given):
-            if part.facts.optimizes and part.scope is Scope.LEAF:
+        for later in parts[1:]:
+            for part in later.scheduled:
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
     for i, here in enumerate(parts):
         if here.keeps_old_for_later and old is None and (ctx.donate or ctx.donate_to_kernels):
@@ -182,7 +197,8 @@ def run(
         # Asked for before this stretch writes, since a schedule among them may fail.
         held = _held_metrics(segment.behind, parts[i + 1 :], states, params, ctx) if segment.held else {}
         signal = segment.feed(signal, params)
-        segment.close()
+        for close in segment.closing:
+            close()
         states, emitted = segment.states(emitted)
         if segment.held:
             for name, x in held.items():
@@ -218,6 +234,7 @@ class Segment:
 
     Attributes:
         held: whether a transform of the stretch has held the step.
+        closing: what its transforms call after all leaves were fed.
     """
 
     def __init__(
@@ -241,12 +258,16 @@ class Segment:
         if grads is not None and first.facts.watches:
             grads = {**params, **grads}
         # Asked once: to enter a profiler range that nobody records takes longer than much of what is in it.
-        self.listened = ranges_wanted()
+        self.listened = ranges_wanted() if ctx.recorded else heard() is not None or profiler_runs()
         self.prepared: list[Prepared] = []
+        self.closing: list[Callable[[], None]] = []
         self.held = False
         # What comes to a `partition` comes to its members.
         self.comes = comes = ctx.comes if emitted is True else emitted
         for part in parts.parts:
+            if part.prepare_fn is nothing_to_prepare:
+                self.prepared.append(NOTHING)
+                continue
             look = grads if part is first and part.scope is not Scope.LEAF else None
             # A transform without state, such as the norm among the metrics, may have no entry.
             seen = before if before is not None and part.facts.compares else params
@@ -259,6 +280,8 @@ class Segment:
             if ctx.donate_to_kernels and not isinstance(self.prepared[-1].emit, bool):
                 # What follows is chosen between old and new values, for each member of the batch.
                 self.ctx = ctx = replace(ctx, donate_to_kernels=False)
+            if self.prepared[-1].close is not None:
+                self.closing.append(self.prepared[-1].close)
             self.held = self.prepared[-1].emit is False
             if self.held:
                 break
@@ -281,7 +304,8 @@ class Segment:
             signal: gradients; a leaf may have none.
             params: stored parameters of the leaves.
         """
-        found = buckets(params) if self._makes_temporaries(signal, params) else [list(params)]
+        alone = self.whole or len(params) == 1 or not self._makes_temporaries(signal, params)
+        found = [list(params)] if alone else buckets(params)
         if len(found) == 1 and len(params) == len(self.params):
             return self._bucket(signal, params, every=True)
         out: Leaves = {}
@@ -295,12 +319,10 @@ class Segment:
         An in-place update runs on all leaves at once: a bucket costs half a millisecond if a kernel has emptied the
         caches.
         """
-        if self.whole or len(params) == 1:
-            return False
-        if self.ctx.recorded or self.copies_old or any(part.facts.copies for part in self.parts):
+        if self.ctx.recorded or self.copies_old or self.stretch.copies[len(self.parts) - 1]:
             return True
         # A kernel copies gradients of another dtype than the parameters'.
-        return any(g.dtype is not params[path].dtype for path, g in signal.items())
+        return any(map(is_not, map(_DTYPE, signal.values()), map(_DTYPE, map(params.__getitem__, signal))))
 
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
         emitted, comes, old_params = self.emitted, self.comes, params
@@ -318,8 +340,15 @@ class Segment:
             whole = every or self.whole or p.carries_state
             state = old if whole else of_leaves(old, _places_in(old, part.name, self.places, self.ctx), params)
             ctx = of_step if comes is True else self._context_of(part, comes)
-            given = part, signal, state, seen, p.carry, ctx
-            out, own = listened_update(*given) if self.listened else part.update_fn(*given[1:])
+            update = part.update_fn
+            if self.listened:
+                out, own = listened_update(part, signal, state, seen, p.carry, ctx)
+            elif update is pass_through:
+                out, own = signal, state
+            else:
+                if type(update) is CheckedUpdate and update.settled and not ctx.recorded:
+                    update = update.update_fn
+                out, own = update(signal, state, seen, p.carry, ctx)
             if p.carries_state:
                 self.changed.setdefault(part.name, {}).update(own)
             elif own is not state:
@@ -347,9 +376,8 @@ class Segment:
 
     def close(self) -> None:
         """Close the transforms after all leaves were fed."""
-        for p in self.prepared:
-            if p.close is not None:
-                p.close()
+        for close in self.closing:
+            close()
 
     def states(self, emitted: bool | Tensor = True) -> tuple[dict[str, TransformState], bool | Tensor]:
         """All given states, with the new ones of its transforms, and whether updates go on.
@@ -460,7 +488,7 @@ def _prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: C
     found: Leaves = {}
 
     def close() -> None:
-        if ctx.norms is None:
+        if ctx.recorded or ctx.norms is None:
             ctx.report("grad_norm", root(ctx.reduction.total(added, found)))
         else:
             ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, ctx.norms.all()).sqrt())
@@ -469,10 +497,13 @@ def _prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: C
 
 
 def _update(grads: Leaves, state: TransformState, params: Leaves, found: Leaves, ctx: Context):
-    if ctx.norms is None:
+    if ctx.recorded or ctx.norms is None:
         found.update(leaf_squares(grads))
     else:
-        ctx.norms.request(grads)
+        # Those of the bucket before, if its optimizer has not computed them on its way.
+        if ctx.norms.requests:
+            ctx.norms.all()
+        ctx.norms.requests = dict(grads)
     return grads, state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -513,7 +514,8 @@ class _OptimizerUpdate:
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
         counts = one_more(state["count"], grads, ctx.recorded)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
-        given = Given(grads, params, {slot: state[slot] for slot in self.slots}, counts, *carry, common, ctx)
+        slots = dict(zip(self.slots, map(state.__getitem__, self.slots), strict=True))
+        given = Given(grads, params, slots, counts, *carry, common, ctx)
         kernel, pulled, derived = self.kernel, self.pulled, self.derived
         if kernel is not None and not ctx.recorded:
             new, own = _in_place(kernel, by_count(counts).items(), given)
@@ -550,7 +552,9 @@ def _listed(group: list[str], count: Any, given: Given) -> LeafList:
         columns[name] = column if ctx.donate else list(map(Tensor.clone, column))
     offsets = [ctx.offsets.get(p, 0) for p in group] if ctx.offsets else [0] * len(group)
     gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
-    norms = [] if ctx.norms is not None and ctx.norms.requested(group, gradients) else None
+    # Norms are requested of tensors: one that a member of a group has changed is another.
+    asked = ctx.norms.requests if ctx.norms is not None else {}
+    norms = [] if asked and all(map(is_, map(asked.get, group), gradients)) else None
     return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms)
 
 

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._compat.tensors import memories
 from .._errors import bad_leaves, explain, kind_of
 from ..kernels.recording import only_compiled
 from ..ranks.group import Group
@@ -26,9 +25,9 @@ from .context import Context, Norms, OneProcess, Prepared, Reduction, check_prep
 from .executor import GRAD_NORM, Stretch, stretches
 from .facts import OF_PIECES, Scope
 from .layout import Layout, Leaf, Leaves, Placement, canonical
-from .number_graphs import Place, check_numbers, places_behind, unrecorded
+from .number_graphs import Place, check_numbers, places_behind
 from .owners import place_in, run_at_owners
-from .returned_values import check_returned, own_prepared, own_start, own_update
+from .returned_values import COMPARED, CheckedUpdate, Comparing, own_prepared, own_start
 from .spec import Station
 from .state import State, check_state, counter, open_state
 from .state_entries import entries
@@ -47,7 +46,6 @@ from .survey import (
     survey,
 )
 from .transform import Transform, TransformState, no_state, nothing_to_prepare, number_tensors, pass_through
-from .tree import Numbers, objects, tensors_of
 from .view import WIRE, Dtypes, Factor, IncompleteWire, LeafView, Ranks, View, Wire, cutting_wires
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -76,6 +74,7 @@ class Pipeline:
         road: the views between the model and storage.
         model: the groups of several ranks over which the model itself is sharded. The chain does not know of them.
         checked: whether every step makes the checks that otherwise only the first few make.
+        looked_at: empty until a step has looked for graphs, then the places whose numbers required grad by then.
     """
 
     tx: Transform
@@ -88,7 +87,7 @@ class Pipeline:
     road: Road
     model: tuple[Group, ...] = ()
     checked: bool = False
-    _looked_at: list[frozenset[Place]] = field(default_factory=list, init=False, repr=False, compare=False)
+    looked_at: list[frozenset[Place]] = field(default_factory=list, init=False, repr=False, compare=False)
     _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, make: Callable[[Pipeline], T]) -> T:
@@ -212,25 +211,24 @@ class Pipeline:
         """
         if self.numbers or isinstance(weight, Tensor):
             check_numbers((*self.numbers, ("weight=...", weight)), right)
-        if not self._looked_at:
+        if not self.looked_at:
             return {"unrecorded": right, "looks": True}
         begun = [place for place in self.places if place.requires_grad]
-        return {"unrecorded": right, "looks": bool(begun) and not self._looked_at[-1].issuperset(begun)}
+        return {"unrecorded": right, "looks": bool(begun) and not self.looked_at[-1].issuperset(begun)}
 
     def looked(self) -> None:
         """Note that a step has looked at what functions return, and that they have made no graphs."""
-        before = self._looked_at[-1] if self._looked_at else frozenset()
-        self._looked_at[:] = [before.union([place for place in self.places if place.requires_grad])]
+        before = self.looked_at[-1] if self.looked_at else frozenset()
+        self.looked_at[:] = [before.union([place for place in self.places if place.requires_grad])]
 
     def context(self, **given: Any) -> Context:
         """The context that update halves get."""
-        norms = Norms() if not given.get("recorded") and self._shows_norm else None
-        return Context(self.layout, offsets=self.road.offsets, reduction=self.reduction, norms=norms, **given)
+        return self.context_of_step(norms=None if given.get("recorded") else Norms(), **given)
 
     @cached_property
-    def _shows_norm(self) -> bool:
-        """Whether the norm of gradients is a metric that no transform computes for itself."""
-        return any([part is GRAD_NORM for part in self.updates])
+    def context_of_step(self) -> Callable[..., Context]:
+        """Makes the context from what differs between steps."""
+        return partial(Context, self.layout, offsets=self.road.offsets, reduction=self.reduction)
 
     @cached_property
     def reduction(self) -> Reduction:
@@ -515,10 +513,6 @@ def pipeline(
     return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model, checked)
 
 
-# Steps of a transform, in each pipeline, that compare the addresses of what it returns.
-COMPARED = 3
-
-
 def _guarded(t: Transform, paths: Set[str], where: str, checked: bool = False) -> Transform:
     """The same transform with checks and copies of the tensors that it returns or keeps, also after fusion."""
     check_signatures(t)
@@ -533,34 +527,6 @@ def _guarded(t: Transform, paths: Set[str], where: str, checked: bool = False) -
     return replace(guarded, joins=joins)
 
 
-class _Comparing:
-    """How it is told that tensors which a transform returns are one with others that are written.
-
-    By the addresses of their storages (`memories`) in its first steps, and as long as it returns what has to be copied.
-    Later by the objects that they are.
-
-    Args:
-        budget: what its first steps take of it.
-        left: how much of it is left.
-    """
-
-    def __init__(self, budget: float):
-        self.budget = self.left = budget
-
-    def numbers(self, ctx: Context, taken: int) -> Numbers:
-        """What to compare in a call that takes so much of the budget. A graph is made for any number of steps."""
-        if ctx.recorded:
-            return memories
-        if self.left <= 0:
-            return objects
-        self.left -= taken
-        return memories
-
-    def copied(self) -> None:
-        """Something had to be copied."""
-        self.left = self.budget
-
-
 def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
     """The same transform, whose functions raise where they return what does not fit its leaves.
 
@@ -571,11 +537,9 @@ def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
         leaves: how many it is handed in a step.
         checked: whether addresses are compared in every step.
     """
-    # A group of optimizers leaves alone what it does not train.
-    some, keeps = t.facts.optimizes and t.members_fn is not None, t.facts.keeps
-    # Updates may be called for each leaf. Once more is asked of one that is prepared to see whether it raises.
-    updates = _Comparing(math.inf if checked else COMPARED * max(leaves, 1))
-    prepares = _Comparing(math.inf if checked else 2 * COMPARED)
+    keeps = t.facts.keeps
+    # Once more is asked of one that is prepared to see whether it raises.
+    prepares = Comparing(math.inf if checked else 2 * COMPARED)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         return own_start([open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, layout.every))])
@@ -587,20 +551,9 @@ def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
             prepares.copied()
         return own
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        found = check_returned(
-            t.name, t.facts, t.update_fn(grads, state, params, carry, ctx), grads, params, some, state
-        )
-        if ctx.looks and any([x.grad_fn is not None for x in tensors_of({"": found})]):
-            raise unrecorded([f"{t.name}: what it has returned, made of a tensor from elsewhere"], ctx.unrecorded)
-        if not keeps:
-            return found
-        numbers = updates.numbers(ctx, len(grads))
-        own = own_update(t.facts.optimizes, found, state, grads, params, carry, numbers)
-        if own[0] is not found[0] or own[1] is not found[1]:
-            updates.copied()
-        return own
-
+    # A group of optimizers leaves alone what it does not train.
+    some = t.facts.optimizes and t.members_fn is not None
+    update = CheckedUpdate(t.name, t.facts, t.update_fn, some, math.inf if checked else COMPARED * max(leaves, 1))
     # What does nothing is known by its functions, and is not run.
     return replace(
         t,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any
@@ -17,7 +17,8 @@ from .._errors import bad_leaves, explain, kind_of
 from .context import Context, Prepared
 from .facts import Facts
 from .layout import Layout, Leaves
-from .tree import Numbers, Tree, apart, clone, flatten, moved, tensors_of, tree_keys, unflatten
+from .number_graphs import unrecorded
+from .tree import Numbers, Tree, apart, clone, flatten, moved, objects, tensors_of, tree_keys, unflatten
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions copy the tensors that a transform returns, if they share memory with something that is written later.
@@ -161,6 +162,38 @@ def _overlaps(x: Tensor) -> bool:
     return x.layout is torch.strided and not x.is_contiguous() and self_overlapping(x)
 
 
+# Steps of a transform, in each pipeline, that compare the addresses of what it returns.
+COMPARED = 3
+
+
+class Comparing:
+    """How it is told that tensors which a transform returns are one with others that are written.
+
+    By the addresses of their storages (`memories`) in its first steps, and as long as it returns what has to be copied.
+    Later by the objects that they are.
+
+    Args:
+        budget: what its first steps take of it.
+        left: how much of it is left.
+    """
+
+    def __init__(self, budget: float):
+        self.budget = self.left = budget
+
+    def numbers(self, ctx: Context, taken: int) -> Numbers:
+        """What to compare in a call that takes so much of the budget. A graph is made for any number of steps."""
+        if ctx.recorded:
+            return memories
+        if self.left <= 0:
+            return objects
+        self.left -= taken
+        return memories
+
+    def copied(self) -> None:
+        """Something had to be copied."""
+        self.left = self.budget
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions check what an update half returns: the leaves that it was given, real, in their shapes, on their
 # device.
@@ -239,6 +272,41 @@ def check_returned(
         raise ValueError(bad_leaves(f"{name}: an update that does not fit its leaves", rows, right))
     # In the order of the layout, whatever theirs is: what stands behind may pair lists by position.
     return {path: out[path] for path in params if path in out}, state
+
+
+class CheckedUpdate:
+    """The update half of a transform, whose results are checked, and copied where they share memory.
+
+    Of a transform that says it keeps nothing of others (`Facts.keeps`), only in its first steps. Then `settled` is
+    true, and `update_fn` itself may be run in a step that is not recorded.
+
+    Args:
+        name: of the transform.
+        facts: of it.
+        update_fn: its update half.
+        some: whether it may leave out leaves.
+        budget: how many leaves it is handed in its first steps. An update may be called for each leaf.
+    """
+
+    def __init__(self, name: str, facts: Facts, update_fn: Callable[..., tuple[Any, Any]], some: bool, budget: float):
+        self.name, self.facts, self.update_fn, self.some = name, facts, update_fn, some
+        self.comparing = Comparing(budget)
+        self.settled = False
+
+    def __call__(self, grads: Leaves, state: Any, params: Leaves, carry: Any, ctx: Context) -> tuple[Any, Any]:
+        returned = self.update_fn(grads, state, params, carry, ctx)
+        found = check_returned(self.name, self.facts, returned, grads, params, self.some, state)
+        if ctx.looks and any([x.grad_fn is not None for x in tensors_of({"": found})]):
+            raise unrecorded([f"{self.name}: what it has returned, made of a tensor from elsewhere"], ctx.unrecorded)
+        numbers = self.comparing.numbers(ctx, len(grads))
+        if not self.facts.keeps:
+            if not ctx.recorded:
+                self.settled = self.comparing.left <= 0
+            return found
+        own = own_update(self.facts.optimizes, found, state, grads, params, carry, numbers)
+        if own[0] is not found[0] or own[1] is not found[1]:
+            self.comparing.copied()
+        return own
 
 
 def misfit(x: Tensor, like: Tensor, stored: Tensor, what: str = "leaf") -> str | None:
@@ -392,8 +460,20 @@ def check_readable(grads: Leaves, stored: Leaves) -> None:
     Raises:
         ValueError: every such gradient is named.
     """
-    if not torch.compiler.is_compiling() and _all_readable(grads, stored):
-        return
+    if not torch.compiler.is_compiling():
+        found = grads.values()
+        try:
+            # Plain CPU tensors with memory, the usual case, are told by functions of C. The address of what has no
+            # memory, and of what torch.func has wrapped, is 0 or an error.
+            if (
+                set(map(type, found)) <= {Tensor}
+                and all(map(_IS_CPU, found))
+                and all(map(_IS_CPU, map(stored.__getitem__, grads)))
+                and all(map(Tensor.data_ptr, found))
+            ):
+                return
+        except RuntimeError:
+            pass
     bad = []
     for path, g in grads.items():
         reason = unreadable(g, stored[path]) if g.layout == torch.strided else misshapen(g, g.shape)
@@ -401,18 +481,3 @@ def check_readable(grads: Leaves, stored: Leaves) -> None:
             bad.append((path, reason))
     if bad:
         raise ValueError(bad_leaves("gradients do not fit the parameters", bad, READABLE))
-
-
-def _all_readable(grads: Leaves, stored: Leaves) -> bool:
-    """Whether all are plain CPU tensors with memory, the usual case: checked by `map` over C functions."""
-    found = list(grads.values())
-    try:
-        # Of what has no memory, and of what torch.func has wrapped, the address is 0 or an error.
-        return (
-            set(map(type, found)) <= {Tensor}
-            and all(map(_IS_CPU, found))
-            and all(map(_IS_CPU, map(stored.__getitem__, grads)))
-            and all(map(Tensor.data_ptr, found))
-        )
-    except RuntimeError:
-        return False

@@ -20,7 +20,6 @@ from .._compat.saved_states import state_from
 from .._errors import bad_leaves, explain, kind_of
 from ..kernels.recording import recorded
 from .facts import AVERAGE
-from .html import bars
 from .layout import Layout, Leaf, Leaves
 from .plain_layouts import as_plain, from_plain
 from .transform import TransformState
@@ -423,6 +422,9 @@ class State:
         )
 
     def _repr_html_(self) -> str:
+        # Imported in notebooks alone.
+        from .html import bars
+
         kept = {"params": self.leaves, **self.transforms}
         sizes = {name: sum(x.nbytes for x in flatten(tree)[0] if isinstance(x, Tensor)) for name, tree in kept.items()}
         return bars([(name, f"{size:,} B", size) for name, size in sizes.items()], repr(self))

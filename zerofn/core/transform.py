@@ -21,7 +21,6 @@ from .._errors import bad_leaves, explain
 from ..kernels.recording import recorded
 from .context import Context, Prepared
 from .facts import NEEDS, Facts, Scope
-from .html import road
 from .layout import Layout, Leaves, check_own_memory, make_layout
 from .number_graphs import RECORDED
 from .returned_values import (
@@ -217,6 +216,9 @@ class Transform:
         return given
 
     def _repr_html_(self) -> str:
+        # Imported in notebooks alone.
+        from .html import road
+
         parts = [(part.name, repr(part)) for part in self.members]
         return road([("model", "what the model sees"), *parts, ("state", "what is stored")])
 

@@ -4,42 +4,51 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Set
+from itertools import chain
+from operator import attrgetter, is_not
+from types import NoneType
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .._compat import autograd
-from .._compat.tensors import sharded_by_torch
-from .._errors import explain
-from .._interrupts import interrupts_held
-from ..core.layout import Leaves, make_layout, parameters_of
+from .._compat.autograd import NO_BACKWARD, graph_task
+from .._compat.functorch import NO_LEVEL, forward_level, innermost_transform
+from .._compat.tensors import parameters_and_modules, read_grad, sharded_by_torch, version, write_grad
+from .._errors import bad_leaves, explain
+from .._interrupts import interrupts_held, take_back
+from ..core.context import Context, Norms
+from ..core.layout import Layout, Leaves, make_layout, parameters_of
 from ..core.number_graphs import ATTACHED, check_numbers
 from ..core.pipeline import pipeline
-from ..core.rank_agreement import tell_unreduced
+from ..core.rank_agreement import equal_weight, tell_unreduced
 from ..core.transform import Transform
-from ..core.wrapper_names import names_with_wrappers
+from ..core.tree import flatten
+from ..core.update import apply
+from ..core.wrapper_names import modules_of, names_with_wrappers
+from ..kernels.recording import recorded
 from ..module.attach_checks import (
     Owner,
-    Watch,
     check_alone,
     check_free,
     check_hookable,
     check_initialised,
     check_trainable,
 )
-from ..module.boundary import take_back
-from ..module.fully_sharded import FullySharded, check_ways, with_shapes
-from ..module.scaled_checks import check_inner_hooks
-from ..module.tensor_parallel import DistributedModel
+from ..ranks.dtensor import is_distributed
 from ..ranks.process_groups import lease, together
-from .loading import LoadedStates, ToLoad
+from .accumulation_window import AccumulationWindow
 from .masters import make_whole, move_out, put
-from .param_groups import ParamGroups
-from .resident_params import AveragedParameters, ResidentParams, Start, from_rows, from_values
-from .state_dicts import StateDicts
-from .steps import Steps
+from .param_groups import ParamGroups, as_text
+from .resident_params import AveragedParameters, ResidentParams, Start, from_rows, from_values, hook_one_process
+
+if TYPE_CHECKING:
+    from ..module.fully_sharded import FullySharded
+    from ..module.tensor_parallel import DistributedModel
+    from .in_backward import InBackward
+    from .loading import LoadedStates, ToLoad
+    from .state_dicts import StateDicts
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions turn a model back into a plain one: for `opt.detach()`, and after an attach that has raised.
@@ -60,8 +69,7 @@ def leave(home: ResidentParams, steps: list[Callable[[], object]]) -> None:
 
 def _steps(home: ResidentParams) -> list[Callable[[], object]]:
     steps: list[Callable[[], object]] = [home.masters.carry_over]
-    if home.gradient_hooks.stream is not None:
-        steps.append(functools.partial(home.micro_step.forget, always=True))
+    steps.append(home.gradients.forget_all)
     if home.units is not None:
         # A gather that was begun for nobody ends before its channel is closed.
         steps.append(home.units.gathered.drop)
@@ -118,11 +126,123 @@ def _cast_back(home: ResidentParams, error: BaseException) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A `Watch` notices that a model has changed since it was attached.
+
+
+# What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters.
+FIXED = attrgetter("shape", "dtype", "device", "requires_grad")
+FROZEN_AT_ATTACH = "frozen when it was attached, so it has no state; requires_grad became True"
+
+
+class Watch:
+    """Remembers what must not change in a model while it is attached.
+
+    Args:
+        model: the model.
+        layout: its leaves.
+        params: its parameters by path, in their resident form.
+
+    Attributes:
+        frozen: names the leaves that have a state and do not require grad now; empty if there are none.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
+        self.paths = [leaf.path for leaf in layout.leaves]
+        self.held = layout.trained
+        self.params = params
+        self.frozen = self._frozen()
+        self.tensors = [params[path] for path in self.paths]
+        # Submodules as well: one that is put in later would run and not be trained.
+        self.modules = list(modules_of(model))
+        self.all = [module for _, module in self.modules]
+        self.registered = self._registered()
+        self.known = self.now()
+
+    def check(self) -> None:
+        """Refuse a model that has changed: it would be trained wrongly without an error.
+
+        Leaves that have a state may be frozen and unfrozen: autograd computes no gradient for a frozen one, and a leaf
+        without a gradient keeps its value and its state, as in torch.optim.
+
+        Raises:
+            RuntimeError: everything that has changed is named.
+        """
+        if (now := self.now()) == self.known:
+            return
+        with torch.DisableTorchFunctionSubclass():
+            bad = [(path, why) for path, why in self._reasons() if why]
+        pairs = zip(self.registered, self._registered(), strict=True)
+        found = [path for (name, before), (_, after) in pairs for path in _changed(name, before, after)]
+        changed = [(path, "added, removed or replaced") for path in found]
+        if not bad and not changed:
+            # Frozen or unfrozen; or sharded parameters that the user gave other memory, in which they are stored since
+            # (`adopted`). Submodules without parameters may have come, which are looked at in each step from here on.
+            self.frozen, self.known = self._frozen(), (*now[:2], self.known[2])
+        else:
+            right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
+            if changed:
+                right += ":\n         attach after adding adapters"
+            if any(reason == FROZEN_AT_ATTACH for _, reason in bad):
+                right += (
+                    ".\n         To unfreeze leaves between steps: zf.attach(model, tx, hold_frozen=True), which makes "
+                    "states for frozen leaves too;\n         or attach first and freeze after it"
+                )
+            raise RuntimeError(bad_leaves("the model changed after it was attached", bad + changed, right))
+
+    def _frozen(self) -> str:
+        found = [path for path in self.held if not self.params[path].requires_grad]
+        return f"frozen: {' '.join(found)}" if found else ""
+
+    def _registered(self) -> list[tuple[str, dict[str, Any]]]:
+        """Two entries for each module, by its name: its parameters, and its submodules."""
+        return [(name, dict.copy(found)) for name, m in self.modules for found in parameters_and_modules(m)]
+
+    def now(self) -> tuple[list[int], list[tuple[Any, ...]], list[list[int]]]:
+        """What every step compares, by functions of C alone.
+
+        Of each parameter its address and what is `FIXED`; of each module the ids of its parameters and submodules, by
+        the methods of `dict`, since a dict of parameters may give views by its own.
+        """
+        with torch.DisableTorchFunctionSubclass():
+            values = map(dict.values, chain.from_iterable(map(parameters_and_modules, self.all)))
+            ids = list(map(list, map(functools.partial(map, id), values)))
+            return list(map(Tensor.data_ptr, self.tensors)), list(map(FIXED, self.tensors)), ids
+
+    def _reasons(self) -> Iterator[tuple[str, str]]:
+        held = set(self.held)
+        for path, p, address, (*fixed, _) in zip(self.paths, self.tensors, *self.known[:2], strict=True):
+            yield path, _reason(p, address, *fixed, held=path in held)
+
+
+def _reason(p: Tensor, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, held: bool) -> str:
+    if p.dtype != dtype or p.device != device:
+        return f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"
+    if p.data_ptr() not in (address, vars(p).get("adopted")) or p.shape != shape:
+        return "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"
+    return FROZEN_AT_ATTACH if p.requires_grad and not held else ""
+
+
+def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Paths of parameters and submodules that have changed. Submodules without parameters may come and go."""
+    names = sorted(n for n in before.keys() | now.keys() if before.get(n) is not now.get(n))
+    of_parameters = [n for n in names if _has_parameters(before.get(n)) or _has_parameters(now.get(n))]
+    return [f"{name}.{n}".lstrip(".") for n in of_parameters]
+
+
+def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:
+    return next(x.parameters(), None) is not None if isinstance(x, nn.Module) else x is not None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # An `Attachment` binds a model to a pipeline, from `attach` to `detach`.
 
 
+# Of a step without tensors among its numbers: a rate that a schedule makes may still require grad.
+LOST = {"unrecorded": ATTACHED}
+
+
 class Attachment:
-    """A model that is bound to a pipeline.
+    """A model that is bound to a pipeline, and the steps of its optimizer.
 
     Args:
         model: the model.
@@ -131,6 +251,12 @@ class Attachment:
         start: returns the first values of parameters.
         hold_frozen: whether frozen parameters have states too, so that they can be unfrozen later.
         check: whether every step makes the checks that otherwise the first steps make.
+
+    Attributes:
+        home: its parameters, gradients and state.
+        groups: the rates and numbers that were set.
+        watch: notices that the model has changed.
+        window: says which steps close the accumulation window.
     """
 
     def __init__(
@@ -148,17 +274,21 @@ class Attachment:
         check_initialised(named, "attach")
         self.model, self.here = model, True
         self.params: Leaves = {}
+        self.distributed: DistributedModel | None = None
         self.fully_sharded: FullySharded | None = None
         if sharded_by_torch(model):
+            from ..module.fully_sharded import FullySharded, check_ways
+
             check_ways(in_backward, start is not from_values)
             self.fully_sharded = FullySharded(model, named)
-        self.distributed = DistributedModel(model, named if self.fully_sharded is None else {})
-        if self.fully_sharded is not None:
             named, start = self.fully_sharded.rows, from_rows
-        self.distributed.check_attached(in_backward, start is not from_values)
-        self.distributed.enter()
+        else:
+            self.distributed = _distributed(model, named)
+        if self.distributed is not None:
+            self.distributed.check_attached(in_backward, start is not from_values)
+            self.distributed.enter()
         try:
-            named = parameters_of(model) if self.distributed.named else named
+            named = named if self.distributed is None else parameters_of(model)
             held = {path for path, p in named.items() if hold_frozen or p.requires_grad}
             self._bind(named, held, tx, in_backward, start, check)
         except BaseException as error:
@@ -174,32 +304,40 @@ class Attachment:
         start: Start,
         check: bool,
     ) -> None:
-        model, model_groups, within = self.model, self.distributed.groups, self.distributed.within
-        fully = self.fully_sharded
+        model, apart, fully = self.model, self.distributed, self.fully_sharded
+        within, groups, forms = ({}, (), {}) if apart is None else (apart.within, apart.groups, apart.forms)
         if fully is not None:
-            tx, model_groups, within = fully.chain(tx), fully.groups, fully.within
+            tx, groups, within = fully.chain(tx), fully.groups, fully.within
         layout, params = make_layout(named, held.__contains__, within, names_with_wrappers(model))
         check_trainable(layout)
         self.params = params
         if fully is not None:
+            from ..module.fully_sharded import with_shapes
+
             # FSDP2 calls the model and gathers its parameters: no module is hooked, and none is watched.
             layout, self.params, model = with_shapes(layout, fully.shapes), fully.parameters, nn.Module()
         # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
         myself = weakref.ref(self)
         with lease() as channels:
-            pipe = pipeline(tx, layout, "zf.attach", model=model_groups, checked=check)
+            pipe = pipeline(tx, layout, "zf.attach", model=groups, checked=check)
             if fully is not None:
                 fully.check(pipe)
             if not check_alone(model, bool(pipe.step_groups)):
                 tell_unreduced(pipe, "zf.attach(model, tx)")
             if pipe.scaled:
+                from ..module.scaled_checks import check_inner_hooks
+
                 check_inner_hooks(model)
             check_numbers(pipe.numbers, ATTACHED)
             # Before the model is changed: a schedule is asked for its first rate, and may raise.
             self.groups = ParamGroups(pipe, self.params)
-            context = (lambda: self.steps.context()) if in_backward else None
-            unchanged, forms = lambda: _check(myself()), self.distributed.forms
-            self.home = ResidentParams(model, pipe, params, context, unchanged, start, forms, fully)
+            context = self._context_in_backward if in_backward else None
+            hook = hook_one_process
+            if pipe.step_groups or forms or in_backward or fully is not None:
+                # Imported only where gradients leave `p.grad`, or are shards there.
+                from .over_ranks import hook
+            unchanged = functools.partial(_check, myself)
+            self.home = ResidentParams(model, pipe, params, context, unchanged, start, forms, hook, fully)
             try:
                 self.home.settle()
             except BaseException as error:
@@ -210,11 +348,21 @@ class Attachment:
         self.averages = AveragedParameters(self.home.current, self.home.refresh)
         self.watch = Watch(model, layout, params)
         self.leave = functools.partial(_leave, self.home, [], self.distributed)
-        self.steps = Steps(self.home, self.groups, self.watch)
-        self.dicts = StateDicts(self.home, self.groups)
+        self.window = AccumulationWindow(self.pipe, self.home.current)
+        self.trainable = self.home.gradients.trainable
+        self._writes = 0
+        # Gradients that the last step has used, with their versions: those that arrived after it differ.
+        self._spent: list[tuple[str, weakref.ref[Tensor], int]] = []
         if self.home.channels.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
+
+    @functools.cached_property
+    def dicts(self) -> StateDicts:
+        """Makes and loads state dicts; imported by the first program that asks for one."""
+        from .state_dicts import StateDicts
+
+        return StateDicts(self.home, self.groups)
 
     def give_up(self, error: BaseException) -> None:
         """Put the model back because of an error in `attach`."""
@@ -224,7 +372,8 @@ class Attachment:
             give_up(home, error)
         for p in self.params.values():
             vars(p).pop("_zerofn_owner", None)
-        self.distributed.leave()
+        if self.distributed is not None:
+            self.distributed.leave()
 
     def belongs_to(self, opt: Any) -> None:
         """Mark the parameters, so that no other optimizer takes them."""
@@ -247,7 +396,7 @@ class Attachment:
             raise RuntimeError(
                 f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
             )
-        if autograd.in_backward():
+        if graph_task() != NO_BACKWARD:
             why = "gradients are still arriving, so some parameters would be updated with half of theirs"
             right = "call it after loss.backward() has returned"
             raise RuntimeError(explain(f"opt.{what}() in the middle of a backward", why, right))
@@ -262,6 +411,182 @@ class Attachment:
                 explain(f"opt.{what}() inside of `with opt.gathered():`", why, f"opt.{what}() behind it")
             )
 
+    def step(self, weight: Any) -> dict[str, Tensor]:
+        """Run one micro-step. Return its metrics, each a tensor of its own."""
+        home, early = self.home, self.home.in_backward
+        if not self.here or graph_task() != NO_BACKWARD or self.averages.on or home.is_full:
+            self.check("step")
+        if self.watch.now() != self.watch.known:
+            self.watch.check()
+        if early is not None and weight is not None:
+            raise ValueError(
+                "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
+            )
+        self._writes += 1
+        before = home.current.state
+        try:
+            # Settings are read first: they may be refused, and collected gradients cannot be put back.
+            rates, numbers = self.groups.given()
+            if home.alone:
+                with torch.DisableTorchFunctionSubclass():
+                    grads = dict(zip(self.trainable, map(read_grad, self.trainable.values()), strict=True))
+                if NoneType in map(type, grads.values()):
+                    grads = home.gradients.grads()
+            else:
+                told = functools.partial(as_text, rates, numbers, self.watch.frozen)
+                grads = home.gradients.collect(self.window.forced, told)
+            if home.current.torn:
+                # Behind the exchange: if the state of some ranks alone is torn, all ranks have raised there.
+                home.current.check("opt.step()")
+            metrics = self._update(grads, weight, rates, numbers) if early is None else self._finish(early, grads)
+            # The others are copies already. This one is an entry of the state, into which `load_state_dict` writes.
+            metrics["step"] = metrics["step"].detach().clone()
+            if home.refreshes and (home.reads or bool(metrics["updated"])):
+                home.refresh()
+            if self.groups.scheduled:
+                self.groups.show(metrics)
+            return metrics
+        except BaseException:
+            if home.current.state is not before:
+                # The model's parameters may be those of the step before.
+                home.current.tear()
+            raise
+        finally:
+            self._writes += 1
+
+    def step_fully_sharded(self, fully: FullySharded, weight: Any) -> dict[str, Tensor]:
+        """Run one micro-step of a model whose gradients FSDP2 has reduced."""
+        self.check("step")
+        fully.bring()
+        done = False
+        try:
+            metrics = self.step(weight)
+            done = True
+            return metrics
+        finally:
+            fully.take(done)
+
+    def writes(self) -> int:
+        """How often a write into the state has begun or ended; odd during a step. A save beside training compares it.
+
+        A step within backward begins with the first gradient: leaves are then updated, and counters are not.
+        """
+        return self._writes | self.under_way
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step within backward has begun and not ended."""
+        step = self.home.in_backward
+        return step is not None and step.under_way is not None
+
+    def _finish(self, early: InBackward, grads: Leaves) -> dict[str, Tensor]:
+        """End the step that backward has made."""
+        for path, grad in grads.items():
+            # Put there by hand: what backward has brought is gone.
+            write_grad(self.home.params[path], None)
+            early.arrived(path, grad)
+        return early.finish()
+
+    def _update(self, grads: Leaves, weight: Any, rates: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Tensor]:
+        """Run the update halves on the gradients that have arrived."""
+        if weight is not None:
+            equal_weight(self.pipe, weight)
+        window, current = self.window, self.home.current
+        closes, old = window.averaged is not None and window.closes(), current.state
+        record = innermost_transform() is not None or forward_level() != NO_LEVEL
+        pipe = self.pipe
+        if not pipe.looked_at or numbers or pipe.numbers or pipe.places or weight is not None:
+            lost = self._lost_graphs(record, numbers, weight, torch.is_grad_enabled())
+        else:
+            lost = {} if record or not torch.is_grad_enabled() else LOST
+        ctx = self.pipe.context_of_step(
+            norms=Norms(),
+            donate=True,
+            recorded=record,
+            weight=weight,
+            boundary=window.forced,
+            averaged=window.averaged is not False,
+            lr=rates,
+            numbers=numbers,
+            micro_step=old.micro_step,
+            **lost,
+        )
+        try:
+            new, metrics = apply(self.pipe, grads, old, ctx)
+            if any(map(is_not, new.leaves.values(), old.leaves.values())):
+                _store(new.leaves, old.leaves, ctx)
+            current.state = new
+        except BaseException:
+            if ctx.written:
+                current.tear()
+            raise
+        if not self.home.alone:
+            self.home.gradients.used()
+        if window.holds:
+            self._forget(grads)
+        held = grads.values()
+        self._spent = [*zip(grads, map(weakref.ref, held), map(version, held), strict=True)]
+        if closes and not bool(metrics["skipped"]):
+            window.averaged = None
+        return metrics
+
+    def _context_in_backward(self) -> Context:
+        """The context of a step that runs in backward."""
+        self._writes += 2
+        rates, numbers = self.groups.given()
+        # Autograd records nothing in a backward, so the grad mode there does not say that they are constants.
+        lost = self._lost_graphs(recorded(), numbers, None, enabled=True)
+        return self.pipe.context(donate=True, lr=rates, numbers=numbers, **lost)
+
+    def _lost_graphs(self, record: bool, numbers: dict[str, Any], weight: Any, enabled: bool) -> dict[str, Any]:
+        """The entries of a step's context by which numbers that require grad are refused, if grad mode is `enabled`."""
+        if record or not enabled:
+            return {}
+        if numbers:
+            set_there = [(f"param_groups: {key}", x) for of in numbers.values() for key, x in of.items()]
+            check_numbers([(key, one) for key, x in set_there for one in flatten(x)[0]], ATTACHED)
+        return self.pipe.unrecorded(ATTACHED, weight)
+
+    def _forget(self, grads: Leaves) -> None:
+        """Clear gradients that `accumulate` has added to its sum: a loop that never clears would count them twice."""
+        self.home.gradients.accumulated()
+        with torch.DisableTorchFunctionSubclass():
+            for path in grads:
+                write_grad(self.home.params[path], None)
+
+    def clear(self, to_none: bool) -> None:
+        """Run `opt.zero_grad`."""
+        if not to_none and self.home.in_backward is not None:
+            wrong = "opt.zero_grad(set_to_none=False) with in_backward=True"
+            why = "a gradient is gone once its leaf is updated, and no zeros can stand in its place"
+            raise ValueError(explain(wrong, why, "opt.zero_grad()"))
+        self.home.gradients.clear(to_none)
+        if self.fully_sharded is not None:
+            self.fully_sharded.clear(to_none)
+            return
+        with torch.DisableTorchFunctionSubclass():
+            for p in self.params.values():
+                grad = read_grad(p)
+                if grad is not None:
+                    write_grad(p, None if to_none else torch.zeros_like(grad))
+
+    def backward(self, loss: Any, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
+        """Run `opt.backward`."""
+        _check_loss(loss)
+        before = self.window.averaged
+        self.window.average(scale_wrt_gas)
+        self.home.gradients.accumulated()
+        if self.fully_sharded is not None:
+            self.fully_sharded.drop_spent()
+        _drop(self._spent, self.home.params)
+        self._spent = []
+        try:
+            loss.backward(torch.ones_like(loss), retain_graph=retain_graph)
+        except BaseException:
+            self.window.averaged = before
+            raise
+        return loss / self.window.every if scale_wrt_gas else loss
+
     def agree_on_writes(self) -> None:
         """Refuse writes by hand into full parameters on some ranks only. All ranks call it."""
         if self.home.wholes is not None:
@@ -271,7 +596,7 @@ class Attachment:
         """Refuse `opt.state_dict()` while parameters are averages, or in the middle of a step."""
         self.averages.refuse("opt.state_dict()")
         self.home.current.check("opt.state_dict()")
-        if self.steps.under_way:
+        if self.under_way:
             raise RuntimeError(
                 explain(
                     "opt.state_dict() between a backward and opt.step(), with in_backward=True",
@@ -287,7 +612,7 @@ class Attachment:
 
         def rest() -> None:
             # The loaded window need not divide losses as the window that was given up did.
-            self.steps.window.averaged = None
+            self.window.averaged = None
             if more is not None:
                 more()
 
@@ -300,7 +625,7 @@ class Attachment:
         """Make the model a plain module again, if it is not yet. All ranks call it."""
         self._refuse_inside("detach")
         if self.here:
-            self.home.micro_step.give_up_backward()
+            self.home.gradients.give_up_backward()
             self.meet("opt.detach()", "opt.detach() on every rank")
             self.leave()
             for p in self.params.values():
@@ -308,12 +633,51 @@ class Attachment:
             self.here = False
 
 
-def _leave(home: ResidentParams, steps: list[Callable[[], object]], distributed: DistributedModel) -> None:
+def _distributed(model: nn.Module, named: dict[str, nn.Parameter]) -> DistributedModel | None:
+    """The parameters that torch's tensor parallelism has made DTensors; `None` if there are none."""
+    if not any(map(is_distributed, named.values())):
+        return None
+    from ..module.tensor_parallel import DistributedModel
+
+    return DistributedModel(model, named)
+
+
+def _leave(home: ResidentParams, steps: list[Callable[[], object]], distributed: DistributedModel | None) -> None:
     """Make the model plain again, with its old classes of parameters."""
     leave(home, steps)
-    distributed.leave()
+    if distributed is not None:
+        distributed.leave()
 
 
-def _check(attachment: Attachment | None) -> None:
+def _check(of: Callable[[], Attachment | None]) -> None:
+    attachment = of()
     if attachment is not None and attachment.here:
         attachment.watch.check()
+
+
+@torch.no_grad()
+def _store(new: Leaves, old: Leaves, ctx: Context) -> None:
+    """Copy new parameters with memory of their own into the memory of the old ones."""
+    for path, x in old.items():
+        if new[path] is not x:
+            new[path] = ctx.into(x, new[path])
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            explain(
+                f"opt.backward({got})",
+                "it takes a loss of one element that requires a gradient",
+                "output.backward(gradient): any backward of PyTorch's own is right here",
+            )
+        )
+
+
+def _drop(spent: list[tuple[str, weakref.ref[Tensor], int]], params: dict[str, Any]) -> None:
+    """Drop gradients that a step has used and that nobody has written since."""
+    for path, used, count in spent:
+        p = params[path]
+        if p.grad is not None and p.grad is used() and version(p.grad) == count:
+            p.grad = None

@@ -4,75 +4,28 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._compat.autograd import gradient_hooks, hooks_after
 from .._compat.functorch import uncompiled
+from .._compat.tensors import read_grad, write_grad
 from .._interrupts import interrupts_held
-from ..core.bucketed_views import Like, groups_of
+from ..core.bucketed_views import Like
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..core.returned_values import check_readable
-from ..core.view import View, pull
-from ..ranks.group import Group
-from ..ranks.process_groups import channels
+from ..core.view import pull
 from ..sharded.gather_on_use import Units
-from ..sharded.guarded_parameter import read, write
 from ..sharded.reducer import Stream, UnclearedGradients
+from .channels import Channels, reduction
 from .in_backward import InBackward
 from .masters import MasterWeights
+from .own_gradients import OwnGradients
 from .step_agreement import MARKS, StepAgreement
-
-# ----------------------------------------------------------------------------------------------------------------------
-# An attached model has several process groups, so that collectives of one group do not wait for those of another.
-
-
-class Channels(NamedTuple):
-    """The process groups that are opened for one attached model; none on one process.
-
-    Attributes:
-        groups: run all-gathers and reductions, one for each group of the pipeline.
-        control: ranks compare numbers on it at a step.
-        wanted: where parameters are gathered on use, ranks say on it which ones they gather next.
-        more: where gradients are reduced as they arrive, ranks say on it whether they have more.
-        equals: connects ranks that have the same full parameter, of which each stores a shard.
-    """
-
-    groups: tuple[Group, ...] = ()
-    control: Group | None = None
-    wanted: Group | None = None
-    more: Group | None = None
-    equals: Group | None = None
-
-
-def open_channels(pipe: Pipeline) -> Channels:
-    """Open the groups that a pipeline needs. Every rank of the job must call it, and waits for the others once."""
-    if not pipe.step_groups:
-        return Channels()
-    joining: dict[str, Sequence[Group]] = {"control": pipe.step_groups}
-    if pipe.gathering is not None:
-        joining["wanted"] = [pipe.gathering.group]
-    if reduction(pipe) is not None:
-        joining["more"] = pipe.step_groups
-    stored_in_parts = pipe.sharding is not pipe.gathering
-    if stored_in_parts and (pipe.gathering is not None or pipe.model):
-        joining["equals"] = groups_of(pipe.road.after_update)
-    opened = channels([*([group] for group in pipe.groups), *joining.values()])
-    n = len(pipe.groups)
-    found = Channels(tuple(opened[:n]), **dict(zip(joining, opened[n:], strict=True)))
-    # Where all ranks have the same they compare it after a step's message, in the same channel.
-    return found if found.equals is not None or not stored_in_parts else found._replace(equals=found.control)
-
-
-def reduction(pipe: Pipeline) -> View | None:
-    """The view whose wire reduces gradients as they arrive, if the first update half is a reduction."""
-    return None if pipe.road.late else next((view for view in pipe.road.after_update if view.wire is not None), None)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Hooks take each gradient as it arrives: they reduce it, update its leaf at once, or leave it in `p.grad`.
@@ -171,11 +124,11 @@ class GradientHooks:
                 raise
 
     def _hand_over(self, path: str, p: Tensor) -> None:
-        grad = read(p)
+        grad = read_grad(p)
         if grad is None:
             # A leaf of a gathered unit that no rank used.
             return
-        write(p, None)
+        write_grad(p, None)
         grad = grad.detach()
         check_readable({path: grad}, {path: p})
         if self.in_backward is not None and self.units is not None and path in self.units.rounds.partial:
@@ -251,20 +204,20 @@ def _with_hooks(p: Tensor, g: Tensor) -> None:
         given = hook(g)
         g = g if given is None else given
     # Hooks run on the new gradient alone: they have run on the one in `p.grad` already.
-    before = read(p)
-    write(p, g)
+    before = read_grad(p)
+    write_grad(p, g)
     for hook in list(hooks_after(p).values()):
         hook(p)
-    after = read(p)
+    after = read_grad(p)
     if before is not None:
-        write(p, before if after is None else before.add_(after))
+        write_grad(p, before if after is None else before.add_(after))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A `MicroStep` ends a micro-step of an attached model: it collects the gradients or drops them, on all ranks.
 
 
-class MicroStep:
+class MicroStep(OwnGradients):
     """Ends the micro-steps of one attached model.
 
     Args:
@@ -280,9 +233,9 @@ class MicroStep:
     def __init__(
         self, hooks: GradientHooks, agreement: StepAgreement, masters: MasterWeights, refresh: Callable[[], None]
     ):
-        self.pipe, self.hooks, self.agreement, self.masters = hooks.pipe, hooks, agreement, masters
+        super().__init__(hooks.pipe, hooks.params, masters)
+        self.hooks, self.agreement = hooks, agreement
         self.current, self.refresh = masters.current, refresh
-        self.trainable = {leaf.path: hooks.params[leaf.path] for leaf in hooks.pipe.layout.trainable}
         self.uncleared = UnclearedGradients(self._zero)
 
     def _zero(self, path: str) -> Tensor:
@@ -290,17 +243,12 @@ class MicroStep:
         return self.current.state.leaves[path].new_zeros(shape, dtype=dtype)
 
     def collect(self, boundary: bool | None, given: Callable[[], str]) -> Leaves:
-        """The gradients of this micro-step, in the form the update halves take.
-
-        Args:
-            boundary: the argument of `set_boundary` for this step, the same on all ranks.
-            given: returns the settings of `opt.param_groups` as text, the same on all ranks.
-        """
+        """The gradients of this micro-step, once ranks have compared what must be equal."""
         if self.masters.leaves:
             self.masters.carry_over()
         agreement, units = self.agreement, self.hooks.units
         if agreement.control is None:
-            return self._grads()
+            return self.grads()
         steps, text, torn = int(self.current.state.micro_step), given(), self.current.torn
         if units is None:
             return self._agreed(agreement.marks(steps, boundary, text, torn=torn))
@@ -310,7 +258,7 @@ class MicroStep:
         def told() -> list[int]:
             # Called again after each collective that this rank joins meanwhile, since it may bring gradients.
             nonlocal grads, marks
-            grads, marks = self._grads(), agreement.marks(steps, boundary, text, torn=torn, more=units.rests.marks())
+            grads, marks = self.grads(), agreement.marks(steps, boundary, text, torn=torn, more=units.rests.marks())
             return agreement.numbers(grads, marks)
 
         rows = units.rests.at_step(told)
@@ -324,9 +272,9 @@ class MicroStep:
         """The gradients, once ranks have compared marks in a message of its own."""
         hooks, stream = self.hooks, self.hooks.stream
         if stream is None:
-            return self.agreement.exchange(marks, self._grads())
+            return self.agreement.exchange(marks, self.grads())
         for path, p in hooks.params.items():
-            if read(p) is not None:
+            if read_grad(p) is not None:
                 # Put there by hand.
                 hooks.hand_over(path, p)
         wholes = self.agreement.wholes
@@ -345,15 +293,14 @@ class MicroStep:
         # Gradients came in the order of backward and of buckets, and a transform may pair lists by position.
         return {path: grads[path] for path in self.trainable if path in grads}
 
-    def _grads(self) -> Leaves:
-        """The gradients that this rank has in `p.grad`."""
-        grads: Leaves = {}
-        with torch.DisableTorchFunctionSubclass():
-            for path, p in self.trainable.items():
-                grad = read(p)
-                if grad is not None:
-                    grads[path] = grad
-        return grads
+    def used(self) -> None:
+        """A step has used the gradients that it was given."""
+        if self.hooks.taken:
+            self.hooks.taken, self.uncleared.used = {}, True
+
+    def accumulated(self) -> None:
+        """The gradients in `p.grad` are cleared: a sum has them, or they were used and are dropped."""
+        self.uncleared.clear(to_none=True)
 
     def clear(self, to_none: bool = True) -> None:
         """Forget the gradients of this micro-step.
@@ -376,6 +323,11 @@ class MicroStep:
         if units is not None:
             units.rests.after_failed_backward()
             units.rounds.kept = 0
+
+    def forget_all(self) -> None:
+        """Forget the gradients of this micro-step, also those that another rank reduces."""
+        if self.hooks.stream is not None:
+            self.forget(always=True)
 
     def forget(self, always: bool) -> None:
         """Forget the gradients of this micro-step.

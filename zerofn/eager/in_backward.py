@@ -29,7 +29,7 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.survey import effect
 from ..core.transform import Transform
-from .step_agreement import CurrentState
+from .current_state import CurrentState
 
 
 def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.tensors import Writes, read_grad, write_grad, writes
 from .._errors import explain
 from ..core.bucketed_views import cut
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..core.view import see, store
-from ..sharded.guarded_parameter import Writes, read, write, writes
-from .step_agreement import CurrentState
+from .current_state import CurrentState
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `MasterWeights` refreshes parameters whose stored form is another tensor, and stores what the user writes into them.
@@ -184,10 +184,10 @@ def move_out(pipe: Pipeline, params: Leaves, grad_dtypes: Mapping[str, torch.dty
     """
     for leaf in pipe.layout.leaves:
         p = params[leaf.path]
-        grad = read(p)
+        grad = read_grad(p)
         if grad is not None and grad.shape != p.shape:
             # A shard of a gradient, to which nothing can be added any more.
-            write(p, None)
+            write_grad(p, None)
         if leaf.trainable:
             keep_grads_in(p, grad_dtypes.get(leaf.path, p.dtype))
 
@@ -200,14 +200,14 @@ def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:
     """
     if p.grad_dtype == dtype:
         return
-    grad = read(p)
+    grad = read_grad(p)
     if grad is None or dtype in (None, grad.dtype):
         p.grad_dtype = dtype
         return
     # torch refuses another dtype than that of an existing gradient.
-    write(p, None)
+    write_grad(p, None)
     p.grad_dtype = dtype
-    write(p, grad.to(dtype))
+    write_grad(p, grad.to(dtype))
 
 
 def dense(x: Tensor) -> bool:

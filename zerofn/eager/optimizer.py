@@ -6,44 +6,218 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .._compat.autograd import grad_mode_kept
+from .._compat.autograd import set_grad_mode
 from .._compat.functorch import uncompiled
-from .._compat.tensors import HOOKS_OF
+from .._compat.tensors import HOOKS_OF, profiler_runs
 from .._errors import explain
 from .._interrupts import interrupts_held
-from .._ranges import PHASE, ranged
+from .._ranges import NOTHING, PHASE, heard, ranged
 from ..core.arguments import check_flag
 from ..core.facts import OVERFLOW_LEAF, SKIPPED_STEPS
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.uncompiled import kept_out_of_graphs
 from .attachment import Attachment
-from .loading import LoadedStates
 from .resident_params import Start, from_values
 
+if TYPE_CHECKING:
+    from .loading import LoadedStates
+
 # ----------------------------------------------------------------------------------------------------------------------
-# `OptimizerBase` shows the state of the model: counters, full parameters and averages.
+# `Optimizer` is what `zf.attach` returns. Its methods have the names of `torch.optim`.
 
 
-def _not_assigned(name: str, why: str, right: str) -> AttributeError:
-    return AttributeError(explain(f"opt.{name} = ...", why, right))
+class Optimizer(torch.optim.Optimizer):
+    """The optimizer that `attach` returns, with the methods of `torch.optim` and some of DeepSpeed's.
 
+    It is a subclass because learning-rate schedulers and trainers ask `isinstance(opt, torch.optim.Optimizer)`. It uses
+    only the base class's hooks on steps and state dicts, and does not run its constructor.
 
-class OptimizerBase(torch.optim.Optimizer):
-    """The properties of an `Optimizer`, and its views of parameters.
-
-    This is a subclass because learning-rate schedulers and trainers ask `isinstance(opt, torch.optim.Optimizer)`. It
-    uses only the base class's hooks on steps and state dicts, and does not run its constructor.
+    Attributes:
+        metrics: those of the last `step`, as 0-d tensors of their own.
+        param_groups: one for each optimizer in the pipeline. Its `lr` may be set, and `weight_decay`, `betas` and
+            `momentum` where it has them: docs/frameworks.md. An optimizer without a rate shows an `lr` of 1.0.
     """
 
-    metrics: dict[str, Tensor]
-    _own: Attachment
-    _tx: Transform
+    def __init__(
+        self,
+        model: nn.Module,
+        tx: Transform,
+        in_backward: bool = False,
+        start: Start = from_values,
+        hold_frozen: bool = False,
+        check: bool = False,
+    ):
+        # torch's lists of hooks, which its constructor would make. torch itself runs the hooks on steps.
+        for name in HOOKS_OF.values():
+            setattr(self, name, OrderedDict())
+        self._tx = tx
+        self.metrics: dict[str, Tensor] = {}
+        self.lr_scheduler: Any = None
+        try:
+            self._own = own = Attachment(model, tx, in_backward, start, hold_frozen, check)
+            own.belongs_to(self)
+            self.defaults = {k: x for k, x in self.param_groups[0].items() if k != "params"}
+        except BaseException as error:
+            if hasattr(self, "_own"):
+                self._own.give_up(error)
+            raise
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._own.groups.groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._own.groups.groups = groups
+
+    @uncompiled
+    @torch.optim.Optimizer.profile_hook_step
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, weight: Any = None, lr_kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """One micro-step: hand the gradients of the parameters to the pipeline.
+
+        Parameters change when the pipeline applies the step: `metrics["updated"]`. Returns the closure's result.
+
+        Args:
+            closure: evaluates the loss and runs backward, as in torch.optim.
+            weight: of this micro-batch, for `accumulate(weighted=True)`.
+            lr_kwargs: for `lr_scheduler.step`, as in DeepSpeed. If `opt.lr_scheduler` is a torch scheduler, it is
+                stepped after each applied update, and only then.
+
+        Raises:
+            RuntimeError: the model is detached, in the middle of a backward, or has changed since it was attached; or
+                a step raised while it was writing into the state, and no state has been loaded since.
+            ValueError: no parameter has a gradient.
+        """
+        own = self._own
+        if lr_kwargs is not None and self.lr_scheduler is None:
+            raise ValueError("step(lr_kwargs=...) has no effect without a scheduler: opt.lr_scheduler = scheduler.")
+        loss = None
+        if closure is not None:
+            own.check("step")
+            with torch.enable_grad():
+                loss = closure()
+        # To enter a range that nobody records takes longer than to ask.
+        listened = heard() is not None or profiler_runs()
+        fully, mode = own.fully_sharded, torch.is_grad_enabled()
+        try:
+            with interrupts_held(), ranged(PHASE, "update") if listened else NOTHING:
+                self.metrics = own.step(weight) if fully is None else own.step_fully_sharded(fully, weight)
+                if self.lr_scheduler is not None and bool(self.metrics["updated"]):
+                    self.lr_scheduler.step(**(lr_kwargs or {}))
+        except BaseException:
+            # A second Ctrl-C is not held, and may come where torch enters a grad mode or leaves it.
+            set_grad_mode(mode)
+            raise
+        return loss
+
+    def _optimizer_step_code(self) -> None:
+        """Does nothing. A profiler that records stacks reads `state` by parameter here, which would fail."""
+
+    @uncompiled
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of this micro-step; accumulated sums stay."""
+        with interrupts_held():
+            self._own.clear(set_to_none)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """DeepSpeed's spelling of `loss.backward()`.
+
+        Like DeepSpeed's, it needs no `zero_grad`: gradients that the last `step` has used are dropped first.
+
+        Args:
+            loss: a tensor of one element.
+            retain_graph: keep the graph for another backward.
+            scale_wrt_gas: as in DeepSpeed, whether zerofn divides by the number of accumulated micro-batches. With
+                `False` you have divided, and `accumulate` only adds. It must be the same for a whole window.
+
+        Returns:
+            The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
+        """
+        self._own.check("backward", inside=True)
+        check_flag("opt.backward", "scale_wrt_gas", scale_wrt_gas)
+        return self._own.backward(loss, retain_graph, scale_wrt_gas)
+
+    def set_boundary(self, boundary: bool | None) -> None:
+        """Decide by hand whether steps close the accumulation window; `None` lets `accumulate` decide again."""
+        self._own.window.force(boundary)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Everything needed to go on, in the form of `torch.optim`, for `torch.save`, DCP and torch's own optimizers.
+
+        `state` and `param_groups` have the keys of torch's counterpart. Entries that belong to no parameter (a loss
+        scale, the count of a window) are among those of the first parameter, under names that begin with `zerofn/`.
+        Parameters, counters and names are under the key `"zerofn"`, which torch's optimizers ignore. Shards are
+        DTensors of the full shapes, sharded by rows. A leaf that has fewer rows than ranks, or an owner, is gathered
+        for this. `zf.save` keeps the module's buffers too. Every rank must call it where leaves are sharded, or where
+        an open window has sums of gradients that differ between ranks: one rank has a part of the state there.
+
+        Raises:
+            RuntimeError: in the middle of a step; or only some ranks came where every rank is to.
+
+        >>> import torch, zerofn as zf
+        >>> opt = zf.attach(torch.nn.Linear(2, 2), zf.adamw(0.1))
+        >>> saved = opt.state_dict()
+        >>> sorted(saved), sorted(saved["state"][0])
+        (['param_groups', 'state', 'zerofn'], ['exp_avg', 'exp_avg_sq', 'step'])
+        """
+        self._own.check_state_dict()
+        _run_hooks(self, "state_dict", "pre")
+        return _run_hooks(self, "state_dict", "post", self._own.dicts.to_save())
+
+    def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
+        """Copy a `State` of this pipeline and model into the current state and the model's parameters.
+
+        Args:
+            state: for instance of `zf.load(directory, like=opt.state)`. The module's buffers stay as they are.
+            param_groups: learning rates, as `state_dict()["param_groups"]` has them; by default they stay.
+
+        Raises:
+            ValueError: as `load_state_dict`, whose hooks do not run.
+        """
+        self._own.load("load_state", partial(self._own.dicts.read_state, state, param_groups))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> LoadedStates:  # type: ignore[override]
+        """Go on from a `state_dict` of ours, of older versions, or of `torch.optim`. Every rank calls it.
+
+        From a state dict of torch's, it loads moments, counts and rates, full or as DTensors: docs/frameworks.md.
+        Parameters are matched by name if it has names, else by their order. A parameter without a state there gets a
+        new one, as in torch.
+
+        Returns:
+            How parameters were matched, `by` their `"name"` or `"order"`, and the paths of those that were `made_anew`.
+
+        Raises:
+            ValueError: the state dict is of another pipeline or model, or has the shards of another rank. Every
+                missing, unexpected, doubled or misshapen entry is named on every rank, and nothing is changed.
+        """
+        self._own.dicts.check_loadable(state_dict)
+        given = _run_hooks(self, "load_state_dict", "pre", state_dict)
+        told = self._own.load("load_state_dict", partial(self._own.dicts.read, given))
+        _run_hooks(self, "load_state_dict", "post")
+        return told
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise: groups are written as `zf.partition`."""
+        why = "the state is made once, for the model as it was attached"
+        right = "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, lambda path: ...) before zf.attach"
+        raise NotImplementedError(explain("opt.add_param_group(...)", why, right))
+
+    def __repr__(self) -> str:
+        return f"attach({type(self._own.model).__name__}, {self.tx!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        wrong = "a copy or a pickle of what zf.attach returned"
+        why = "it is bound to its model by hooks, and a copy would be bound to nothing"
+        right = "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)"
+        raise TypeError(explain(wrong, why, right))
 
     @property
     def state(self) -> State:  # type: ignore[override]
@@ -54,7 +228,8 @@ class OptimizerBase(torch.optim.Optimizer):
         indices and writes by index are those of the full tensor, and every rank must make the call.
         """
         settled, seen = self._own.home.settled(), self._own.home.state_views
-        return settled.keyed_by(self._own.params, lambda x: seen.shown(settled, x), self._own.dicts.named(settled))
+        shown = (lambda x: x) if seen is None else partial(seen.shown, settled)
+        return settled.keyed_by(self._own.params, shown, self._own.dicts.named(settled))
 
     @state.setter
     def state(self, _: object) -> None:
@@ -83,7 +258,7 @@ class OptimizerBase(torch.optim.Optimizer):
     @property
     def is_boundary(self) -> bool:
         """Whether the next `step` closes the accumulation window."""
-        return self._own.steps.window.closes()
+        return self._own.window.closes()
 
     @is_boundary.setter
     def is_boundary(self, _: object) -> None:
@@ -193,199 +368,6 @@ class OptimizerBase(torch.optim.Optimizer):
         return self._own.model
 
 
-def _refuse_scaler(own: Attachment) -> None:
-    if own.pipe.step_groups:
-        why = "each rank looks for overflow in what it has alone, and some would skip a step that others make"
-        right = 'zf.scale_loss("dynamic") in the chain, and loss.backward() and opt.step() without a scaler'
-        raise RuntimeError(explain("torch.amp.GradScaler with a pipeline over ranks", why, right))
-    if own.home.in_backward is not None:
-        why = "backward has updated parameters with gradients that were scaled, and none is left to be looked at"
-        right = "zf.attach(model, tx) without in_backward; or bf16, which needs no scale"
-        raise RuntimeError(explain("torch.amp.GradScaler with in_backward=True", why, right))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `Optimizer` is what `zf.attach` returns. Its methods have the names of `torch.optim`.
-
-
-class Optimizer(OptimizerBase):
-    """The optimizer that `attach` returns, with the methods of `torch.optim` and some of DeepSpeed's.
-
-    Attributes:
-        metrics: those of the last `step`, as 0-d tensors of their own.
-        param_groups: one for each optimizer in the pipeline. Its `lr` may be set, and `weight_decay`, `betas` and
-            `momentum` where it has them: docs/frameworks.md. An optimizer without a rate shows an `lr` of 1.0.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        tx: Transform,
-        in_backward: bool = False,
-        start: Start = from_values,
-        hold_frozen: bool = False,
-        check: bool = False,
-    ):
-        # torch's lists of hooks, which its constructor would make. torch itself runs the hooks on steps.
-        for name in HOOKS_OF.values():
-            setattr(self, name, OrderedDict())
-        self._tx = tx
-        self.metrics: dict[str, Tensor] = {}
-        self.lr_scheduler: Any = None
-        try:
-            self._own = own = Attachment(model, tx, in_backward, start, hold_frozen, check)
-            own.belongs_to(self)
-            self.defaults = {k: x for k, x in self.param_groups[0].items() if k != "params"}
-        except BaseException as error:
-            if hasattr(self, "_own"):
-                self._own.give_up(error)
-            raise
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._own.groups.groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._own.groups.groups = groups
-
-    @uncompiled
-    @torch.optim.Optimizer.profile_hook_step
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, weight: Any = None, lr_kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """One micro-step: hand the gradients of the parameters to the pipeline.
-
-        Parameters change when the pipeline applies the step: `metrics["updated"]`. Returns the closure's result.
-
-        Args:
-            closure: evaluates the loss and runs backward, as in torch.optim.
-            weight: of this micro-batch, for `accumulate(weighted=True)`.
-            lr_kwargs: for `lr_scheduler.step`, as in DeepSpeed. If `opt.lr_scheduler` is a torch scheduler, it is
-                stepped after each applied update, and only then.
-
-        Raises:
-            RuntimeError: the model is detached, in the middle of a backward, or has changed since it was attached; or
-                a step raised while it was writing into the state, and no state has been loaded since.
-            ValueError: no parameter has a gradient.
-        """
-        self._own.check("step")
-        if lr_kwargs is not None and self.lr_scheduler is None:
-            raise ValueError("step(lr_kwargs=...) has no effect without a scheduler: opt.lr_scheduler = scheduler.")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # All arguments of the step are passed: a rate that was not set would be that of the step before.
-        # A second Ctrl-C is not held, and may come where torch enters a grad mode or leaves it.
-        with grad_mode_kept(), interrupts_held(), ranged(PHASE, "update"):
-            self.metrics = self._own.steps.run(weight)
-            if self.lr_scheduler is not None and bool(self.metrics["updated"]):
-                self.lr_scheduler.step(**(lr_kwargs or {}))
-        return loss
-
-    def _optimizer_step_code(self) -> None:
-        """Does nothing. A profiler that records stacks reads `state` by parameter here, which would fail."""
-
-    @uncompiled
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of this micro-step; accumulated sums stay."""
-        with interrupts_held():
-            self._own.steps.clear(set_to_none)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """DeepSpeed's spelling of `loss.backward()`.
-
-        Like DeepSpeed's, it needs no `zero_grad`: gradients that the last `step` has used are dropped first.
-
-        Args:
-            loss: a tensor of one element.
-            retain_graph: keep the graph for another backward.
-            scale_wrt_gas: as in DeepSpeed, whether zerofn divides by the number of accumulated micro-batches. With
-                `False` you have divided, and `accumulate` only adds. It must be the same for a whole window.
-
-        Returns:
-            The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
-        """
-        self._own.check("backward", inside=True)
-        check_flag("opt.backward", "scale_wrt_gas", scale_wrt_gas)
-        return self._own.steps.backward(loss, retain_graph, scale_wrt_gas)
-
-    def set_boundary(self, boundary: bool | None) -> None:
-        """Decide by hand whether steps close the accumulation window; `None` lets `accumulate` decide again."""
-        self._own.steps.window.force(boundary)
-
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Everything needed to go on, in the form of `torch.optim`, for `torch.save`, DCP and torch's own optimizers.
-
-        `state` and `param_groups` have the keys of torch's counterpart. Entries that belong to no parameter (a loss
-        scale, the count of a window) are among those of the first parameter, under names that begin with `zerofn/`.
-        Parameters, counters and names are under the key `"zerofn"`, which torch's optimizers ignore. Shards are
-        DTensors of the full shapes, sharded by rows. A leaf that has fewer rows than ranks, or an owner, is gathered
-        for this. `zf.save` keeps the module's buffers too. Every rank must call it where leaves are sharded, or where
-        an open window has sums of gradients that differ between ranks: one rank has a part of the state there.
-
-        Raises:
-            RuntimeError: in the middle of a step; or only some ranks came where every rank is to.
-
-        >>> import torch, zerofn as zf
-        >>> opt = zf.attach(torch.nn.Linear(2, 2), zf.adamw(0.1))
-        >>> saved = opt.state_dict()
-        >>> sorted(saved), sorted(saved["state"][0])
-        (['param_groups', 'state', 'zerofn'], ['exp_avg', 'exp_avg_sq', 'step'])
-        """
-        self._own.check_state_dict()
-        _run_hooks(self, "state_dict", "pre")
-        return _run_hooks(self, "state_dict", "post", self._own.dicts.to_save())
-
-    def load_state(self, state: State, param_groups: list[dict[str, Any]] | None = None) -> None:
-        """Copy a `State` of this pipeline and model into the current state and the model's parameters.
-
-        Args:
-            state: for instance of `zf.load(directory, like=opt.state)`. The module's buffers stay as they are.
-            param_groups: learning rates, as `state_dict()["param_groups"]` has them; by default they stay.
-
-        Raises:
-            ValueError: as `load_state_dict`, whose hooks do not run.
-        """
-        self._own.load("load_state", partial(self._own.dicts.read_state, state, param_groups))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> LoadedStates:  # type: ignore[override]
-        """Go on from a `state_dict` of ours, of older versions, or of `torch.optim`. Every rank calls it.
-
-        From a state dict of torch's, it loads moments, counts and rates, full or as DTensors: docs/frameworks.md.
-        Parameters are matched by name if it has names, else by their order. A parameter without a state there gets a
-        new one, as in torch.
-
-        Returns:
-            How parameters were matched, `by` their `"name"` or `"order"`, and the paths of those that were `made_anew`.
-
-        Raises:
-            ValueError: the state dict is of another pipeline or model, or has the shards of another rank. Every
-                missing, unexpected, doubled or misshapen entry is named on every rank, and nothing is changed.
-        """
-        self._own.dicts.check_loadable(state_dict)
-        given = _run_hooks(self, "load_state_dict", "pre", state_dict)
-        told = self._own.load("load_state_dict", partial(self._own.dicts.read, given))
-        _run_hooks(self, "load_state_dict", "post")
-        return told
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise: groups are written as `zf.partition`."""
-        why = "the state is made once, for the model as it was attached"
-        right = "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, lambda path: ...) before zf.attach"
-        raise NotImplementedError(explain("opt.add_param_group(...)", why, right))
-
-    def __repr__(self) -> str:
-        return f"attach({type(self._own.model).__name__}, {self.tx!r})"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        wrong = "a copy or a pickle of what zf.attach returned"
-        why = "it is bound to its model by hooks, and a copy would be bound to nothing"
-        right = "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)"
-        raise TypeError(explain(wrong, why, right))
-
-
 def _run_hooks(opt: Optimizer, method: str, when: str, *state_dict: Any) -> Any:
     """Run the hooks that the user has registered `pre` or `post` a method. A hook may return another state dict."""
     hooks = list(getattr(opt, HOOKS_OF[method, when]).values())
@@ -397,6 +379,21 @@ def _run_hooks(opt: Optimizer, method: str, when: str, *state_dict: Any) -> Any:
         if state_dict and other is not None:
             state_dict = (other,)
     return state_dict[0] if state_dict else None
+
+
+def _not_assigned(name: str, why: str, right: str) -> AttributeError:
+    return AttributeError(explain(f"opt.{name} = ...", why, right))
+
+
+def _refuse_scaler(own: Attachment) -> None:
+    if own.pipe.step_groups:
+        why = "each rank looks for overflow in what it has alone, and some would skip a step that others make"
+        right = 'zf.scale_loss("dynamic") in the chain, and loss.backward() and opt.step() without a scaler'
+        raise RuntimeError(explain("torch.amp.GradScaler with a pipeline over ranks", why, right))
+    if own.home.in_backward is not None:
+        why = "backward has updated parameters with gradients that were scaled, and none is left to be looked at"
+        right = "zf.attach(model, tx) without in_backward; or bf16, which needs no scale"
+        raise RuntimeError(explain("torch.amp.GradScaler with in_backward=True", why, right))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

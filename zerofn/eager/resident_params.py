@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from .._compat.autograd import grad_mode_kept
+from .._compat.tensors import read_grad, write_grad
 from .._errors import explain
-from .._interrupts import interrupts_held
+from .._interrupts import interrupts_held, take_back
 from ..core import rank_agreement
 from ..core.context import Context
-from ..core.layout import Leaf, Leaves
+from ..core.layout import Leaves
 from ..core.pipeline import Pipeline, check_first_views, first_state
 from ..core.rank_agreement import agree_on_chain, agree_on_start, check_finite
 from ..core.state import State, averages_of
-from ..core.state_entries import entries, held_by_owners
 from ..core.transform import TransformState
-from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers
-from ..module.boundary import ModelBoundary, take_back
-from ..module.forward_hooks import install, needs_boundary
-from ..module.fully_sharded import FullySharded
-from ..module.parameter_guards import gathering_of, label
-from ..module.state_dicts import hook_seen_state_dicts
+from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers, needs_boundary
 from ..ranks.collectives import gather_numbers
 from ..ranks.dtensor import Form
 from ..ranks.group import Group
-from ..ranks.process_groups import together
-from ..sharded.gather_on_use import Units
-from ..sharded.guarded_parameter import Asks, read, write
-from ..sharded.parameter import Gathering, Origin, Piece, part_of
-from ..sharded.units import UnitPlans, split
-from .gradients import GradientHooks, MicroStep, open_channels
-from .in_backward import InBackward
+from .channels import open_channels
+from .current_state import CurrentState
 from .masters import MasterWeights, put, to_resident
-from .step_agreement import CurrentState, StepAgreement, WholeParameters
+from .own_gradients import OwnGradients
+
+if TYPE_CHECKING:
+    from ..module.boundary import ModelBoundary
+    from ..module.fully_sharded import FullySharded
+    from ..sharded.gather_on_use import Units
+    from .in_backward import InBackward
+    from .sharded_states import DTensorStateViews, ShardedStateViews
+    from .step_agreement import WholeParameters
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `opt.gathered()` and `opt.averaged()` put other values in the place of the parameters for a while.
@@ -65,7 +62,7 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
         fulls = pipe.road.whole(current.state.leaves)
     # Views that lose information cannot be inverted, so a parameter that nobody wrote into keeps its stored value.
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
-    grads = {path: read(p) for path, p in params.items()}
+    grads = {path: read_grad(p) for path, p in params.items()}
     written: set[str] = set()
     made: list[str] = []
     inside = False
@@ -92,9 +89,9 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
 
 def _drop_gradients(params: Leaves, before: Mapping[str, Tensor | None]) -> list[str]:
     """Drop gradients that were computed inside: they are full and of this rank alone. Return their paths."""
-    made = [path for path, p in params.items() if (g := read(p)) is not None and g is not before[path]]
+    made = [path for path, p in params.items() if (g := read_grad(p)) is not None and g is not before[path]]
     for path in made:
-        write(params[path], None)
+        write_grad(params[path], None)
     return made
 
 
@@ -210,9 +207,9 @@ class ExistingGradients:
         """Take the gradients out of the parameters."""
         pipe, params = self.pipe, self.params
         if pipe.gathering is not None:
-            self.grads = {path: g.detach() for path, p in params.items() if (g := read(p)) is not None}
+            self.grads = {path: g.detach() for path, p in params.items() if (g := read_grad(p)) is not None}
             for path in self.grads:
-                write(params[path], None)
+                write_grad(params[path], None)
 
     def shard(self, stored: Leaves) -> None:
         """Give each parameter this rank's shard of the mean. All ranks call it, also those without gradients."""
@@ -221,12 +218,12 @@ class ExistingGradients:
         parts = road.pull(road.at_use, mine, stored)
         for leaf in self.pipe.layout.trainable:
             if leaf.path in parts:
-                write(self.params[leaf.path], parts[leaf.path].to(road.resident_grad_dtype(leaf)))
+                write_grad(self.params[leaf.path], parts[leaf.path].to(road.resident_grad_dtype(leaf)))
 
     def put_back(self) -> None:
         """Put the gradients back, because the model was not attached."""
         for path, g in self.grads.items():
-            write(self.params[path], g)
+            write_grad(self.params[path], g)
 
 
 def first_states(
@@ -257,96 +254,6 @@ def first_states(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `ShardedStateViews` shows shards of states as `opt.state[p]`, with the shape of the full tensor.
-#
-# So a second moment has the shape of `p.grad` as in one process, at every stage. Elementwise functions run on the
-# shard; norms, indices and writes by index are those of the full tensor. A sharded tensor that cannot be gathered
-# here, for instance along two axes of a mesh, refuses those. What an owner keeps whole is shown on that rank as it is;
-# on other ranks it refuses them too, and elementwise functions have no effect.
-
-
-ON_EVERY_RANK = "the same line on every rank, and what is done with its result on one"
-
-
-def gathering_of_states(pipe: Pipeline, control: Group | None, left: Callable[[], bool]) -> Gathering | None:
-    """Gathers shards of a state where parameters are full; `None` where nothing is sharded.
-
-    Args:
-        pipe: the pipeline.
-        control: the ranks that step together.
-        left: whether the model is detached.
-    """
-    wire = pipe.sharding
-    if wire is None or control is None:
-        return None
-
-    def meet(asked: str) -> str:
-        together(asked, control.ranks, ON_EVERY_RANK)
-        return ""
-
-    return Gathering(wire, meet, left)
-
-
-class ShardedStateViews:
-    """Shows tensors of a state as shards, like the parameters of one attached model.
-
-    Args:
-        gathering: gathers shards outside of the model's calls; `None` where nothing is sharded.
-    """
-
-    def __init__(self, gathering: Gathering | None):
-        self.gathering = gathering
-        # Programs ask for one parameter after the other, and the state does not change in between.
-        self._state: Callable[[], State | None] = lambda: None
-        self._known: dict[int, Origin] = {}
-
-    def shown(self, state: State, x: Any) -> Any:
-        """A tensor of the state; as a shard that shows the full shape, if it is sharded like its parameter."""
-        if self.gathering is None:
-            return x
-        if self._state() is not state:
-            self._state, self._known = weakref.ref(state), _origins(state, self.gathering)
-        of = self._known.get(id(x))
-        if of is None:
-            return x
-        # Ranks that are not the owner have one number, expanded, and nothing could be written into it.
-        return part_of(x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device), of)
-
-
-class DTensorStateViews:
-    """Shows tensors of a state as DTensors like their parameters, as those of torch's optimizers are under FSDP2."""
-
-    def __init__(self, model: FullySharded):
-        self.model = model
-
-    def shown(self, state: State, x: Any) -> Any:
-        """A tensor of the state; as a DTensor on the same memory, if it is sharded like its parameter."""
-        return self.model.as_dtensor(x, next((e for e in entries(state) if e.value is x), None))
-
-
-def _origins(state: State, by: Gathering) -> dict[int, Origin]:
-    """id(state tensor) -> Origin, for state that is sharded like its parameter."""
-    leaves: dict[str, Leaf] = {leaf.path: leaf for leaf in state.layout.leaves if leaf.within is None}
-    found = {}
-    for e in entries(state):
-        leaf = leaves.get(e.path)
-        if leaf is None or e.owner == "params" or e.at_owner or not isinstance(e.value, Tensor):
-            continue
-        if e.offset is None and not e.of_part:
-            continue
-        pieces, shape = (), e.value.shape if e.offset is None else leaf.shape
-        low, high = by.wire.span(leaf)
-        if e.offset is not None and (e.offset, e.offset + e.value.numel()) == (low, high):
-            pieces = (Piece(leaf, low, high, by),)
-        how = f"opt.state[p][{e.slot!r}]"
-        found[id(e.value)] = Origin(how, e.path, False, pieces, torch.Size(shape), state=True)
-    for slot, path, x, rank in held_by_owners(state):
-        how = f"opt.state[p][{slot!r}], which rank {rank} of those that share the leaf keeps,"
-        found[id(x)] = Origin(how, path, False, (), x.shape, state=True)
-    return found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # `ResidentParams` keeps the parameters of an attached model: their stored form, their resident form, and the views
 # between the two.
 #
@@ -359,6 +266,15 @@ _DATA, _DTYPE = attrgetter("data"), attrgetter("dtype")
 # From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns
 # the stored ones.
 Start = Callable[[Pipeline, dict[str, Tensor]], Callable[[], dict[str, Tensor]]]
+
+
+def from_rows(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """A `Start` for parameters of which each rank has its shards already."""
+    check_memory(params)
+    check_finite(params)
+    check_first_views(pipe, params)
+    agree_on_chain(pipe, "zf.attach(model, tx)")
+    return lambda: {path: p.detach() for path, p in params.items()}
 
 
 def from_values(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
@@ -378,15 +294,6 @@ def from_values(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[
     return settle
 
 
-def from_rows(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-    """A `Start` for parameters of which each rank has its shards already."""
-    check_memory(params)
-    check_finite(params)
-    check_first_views(pipe, params)
-    agree_on_chain(pipe, "zf.attach(model, tx)")
-    return lambda: {path: p.detach() for path, p in params.items()}
-
-
 class ResidentParams:
     """The parameters of one attached model, its state, and the hooks on both. The model is changed by `settle`.
 
@@ -398,13 +305,18 @@ class ResidentParams:
         unchanged: raises if the model has changed since it was attached.
         start: returns their first values.
         forms: by path, the DTensor that the model itself had made of the parameter.
+        hook: hooks parameters and modules, and sets `gradients`.
         fully_sharded: the model, if FSDP2 gathers its parameters and reduces their gradients.
 
     Attributes:
         shown: by path, the parameters that the model has: `params`, or the DTensors of FSDP2.
         current: the current state.
         is_full: whether full parameters are in the places of shards or copies, within `gathered`.
+        gradients: brings the gradients of a step.
         units: gathers sharded parameters on use; `None` where they are not sharded.
+        boundary: of the model's calls; `None` if its modules have no hooks.
+        wholes: full parameters of which each rank stores a shard, if ranks compare them.
+        state_views: shows shards of states in their full shapes; `None` on one process.
         undo: functions that remove what was put on the model, called from the last to the first.
         stored: the first stored parameters; empty before they are made.
         hooked, left: whether `attach` has come to its end, and whether `detach` has begun.
@@ -419,17 +331,19 @@ class ResidentParams:
         unchanged: Callable[[], None],
         start: Start,
         forms: Mapping[str, Form],
+        hook: Callable[[ResidentParams], None],
         fully_sharded: FullySharded | None = None,
     ):
         self.fully_sharded = fully_sharded
         self.shown: Leaves = params if fully_sharded is None else fully_sharded.parameters
         self.context, self.unchanged, self.start, self.forms = context, unchanged, start, forms
+        self.hook = hook
         self.current, self.is_full = CurrentState(), False
         # Views that read a state change with a held step, too.
         self.unread, self.reads, pipe = pipe, pipe.reads, pipe.reading(self.current.of_transform)
         self.model, self.pipe, self.params = model, pipe, params
         # Before parameters are changed: it refuses pipelines that cannot run in backward.
-        self.in_backward = None if context is None else InBackward(pipe, self.current, context)
+        self.in_backward = None if context is None else _in_backward(pipe, self.current, context)
         self.buffers = dtypes_of_buffers(model, pipe.dtypes)
         # With the views that read a state as they are: there is none yet.
         self.make = start(self.unread, params)
@@ -439,7 +353,16 @@ class ResidentParams:
         self.dtypes = dict(zip(params, map(_DTYPE, params.values()), strict=True))
         self.undo: list[Callable[[], object]] = []
         self.stored: dict[str, Tensor] = {}
-        self.hooked, self.left, self.units = False, False, None
+        self.hooked, self.left = False, False
+        self.units: Units | None = None
+        self.boundary: ModelBoundary | None = None
+        self.wholes: WholeParameters | None = None
+        self.state_views: ShardedStateViews | DTensorStateViews | None = None
+        self.gradients: OwnGradients
+        # Whether there is nobody to compare with, and no copy to store: a step then takes gradients as they are.
+        self.alone = False
+        # Whether a step has something to write again into the model's parameters.
+        self.refreshes = True
         self.existing = ExistingGradients(pipe, params)
 
     def settle(self) -> None:
@@ -456,37 +379,33 @@ class ResidentParams:
         self.stored = {}
 
     def _hook(self) -> None:
-        model, pipe, params, channels = self.model, self.pipe, self.params, self.channels
-        context, forms = self.context, self.forms
-        self.masters = MasterWeights(pipe, params, self.current)
-        carry = self.masters.carry_leaf
-        self.gradient_hooks = hooks = GradientHooks(pipe, params, channels, self.in_backward, carry, self.undo)
-        # Buffers before modules are hooked, which look at the dtypes of their buffers.
-        cast_buffers(model, self.buffers, self.undo)
-        self.units, blocks = _units(self) if self.fully_sharded is None else (None, [])
-        hooks.units = self.units
-        self.boundary: ModelBoundary | None = None
-        if self.fully_sharded is None and (forms or needs_boundary(pipe)):
-            self.boundary = ModelBoundary(pipe, self.scale, self.units, model, self.unchanged, forms)
-            self.undo.append(functools.partial(take_back, self.boundary.undo))
-            install(model, self.boundary, {id(p): path for path, p in params.items()}, blocks)
-            hook_seen_state_dicts(model, self.boundary, params, self.undo)
-        self.wholes = None if channels.equals is None else WholeParameters(params, channels.equals, self.current)
-        if self.wholes is not None and hooks.stream is not None and context is not None:
-            hooks.stream.agreement.opening = functools.partial(self.wholes.before_backward, hooks.stream.control)
-        agreement = StepAgreement(channels.control, self.wholes)
-        self.micro_step = ends = MicroStep(hooks, agreement, self.masters, self.refresh)
-        asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, self._moved)
-        gathering = None if self.units is None else gathering_of(self.units)
-        by = gathering or gathering_of_states(pipe, channels.control, lambda: self.left)
-        self.state_views: ShardedStateViews | DTensorStateViews = ShardedStateViews(by)
-        if self.fully_sharded is not None:
-            self.state_views = DTensorStateViews(self.fully_sharded)
-        else:
-            label(self.undo, model, pipe, params, gathering, self.units, context is not None, asks, forms)
-        if not pipe.road.exact:
+        self.masters = MasterWeights(self.pipe, self.params, self.current)
+        self.hook(self)
+        self.alone = self.channels.control is None and not self.masters.leaves
+        gathered = self.units is not None or self.fully_sharded is not None
+        self.refreshes = gathered or self.in_backward is not None or bool(self.masters.buckets)
+        if not self.pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
+
+    def hook_modules(self, blocks: list[nn.Module]) -> None:
+        """Cast buffers, and hook the model's modules if forward sees something else than its parameters.
+
+        Args:
+            blocks: the modules that own units.
+        """
+        # Before modules are hooked, which look at the dtypes of their buffers.
+        cast_buffers(self.model, self.buffers, self.undo)
+        if self.fully_sharded is not None or (not self.forms and not needs_boundary(self.pipe)):
+            return
+        from ..module.boundary import ModelBoundary
+        from ..module.forward_hooks import install
+        from ..module.state_dicts import hook_seen_state_dicts
+
+        self.boundary = ModelBoundary(self.pipe, self.scale, self.units, self.model, self.unchanged, self.forms)
+        self.undo.append(functools.partial(take_back, self.boundary.undo))
+        install(self.model, self.boundary, {id(p): path for path, p in self.params.items()}, blocks)
+        hook_seen_state_dicts(self.model, self.boundary, self.params, self.undo)
 
     def scale(self) -> Tensor | None:
         """The current loss scale."""
@@ -499,14 +418,6 @@ class ResidentParams:
             if self.in_backward is not None:
                 self.in_backward.settle()
         return self.current.state
-
-    def _moved(self, path: str) -> None:
-        """Store a sharded parameter in the new memory that the user has given it; the old memory is no longer used."""
-        if self.units is not None and path not in self.masters.copies:
-            # A copy's values are carried over to the tensor that is stored elsewhere.
-            (leaf,) = self.units.units[self.units.plans.alone[path]]
-            mine = self.params[path].detach().as_subclass(Tensor)
-            self.current.state.leaves[path].data = self.pipe.road.own(mine, leaf)
 
     def refresh(self) -> None:
         """Write the stored values into the model's parameters."""
@@ -552,15 +463,16 @@ class ResidentParams:
             raise
 
 
-def _units(home: ResidentParams) -> tuple[Units | None, list[nn.Module]]:
-    """The `Units` that gather sharded parameters on use, if they are sharded, and the modules that own them."""
-    pipe, channels, wire = home.pipe, home.channels, home.pipe.gathering
-    if wire is None or channels.wanted is None:
-        return None, []
-    wire = wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
-    units, blocks = split(home.model, pipe.layout.leaves, home.params)
-    plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
-    return Units(plans, pipe, home.params, channels.wanted, home.scale, home.gradient_hooks.accept), blocks
+def hook_one_process(home: ResidentParams) -> None:
+    """Hook a model whose gradients stay in `p.grad` until a step takes them."""
+    home.hook_modules([])
+    home.gradients = OwnGradients(home.pipe, home.params, home.masters)
+
+
+def _in_backward(pipe: Pipeline, current: CurrentState, context: Callable[[], Context]) -> InBackward:
+    from .in_backward import InBackward
+
+    return InBackward(pipe, current, context)
 
 
 @contextmanager

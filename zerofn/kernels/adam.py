@@ -5,20 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from ctypes import c_float
-from numbers import Real
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerofn._compat.autograd import increment_versions
-from zerofn._compat.functorch import functorch_active, is_wrapped, while_traced
+from zerofn._compat.functorch import while_traced
 from zerofn._compat.tensors import has_triton
-from zerofn._errors import explain, kind_of
+from zerofn._errors import explain
 from zerofn.kernels import native as _native
+from zerofn.kernels.fused_adam import check_step, not_wrapped
 from zerofn.kernels.native import same_bits, sample
-from zerofn.kernels.recording import concrete, differentiated, moment_root, once, operator, straight_through
+from zerofn.kernels.recording import differentiated, moment_root, once, operator, straight_through
 from zerofn.kernels.rounding import (
     FORMAT,
     as_int32,
@@ -387,97 +387,6 @@ def native_kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any
 def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
     p, g, m, v = [[x.to(dtype)] for (x,), dtype in zip(sample(1001), dtypes, strict=True)]
     return Leaves(p, g, m, v, [torch.zeros_like(p[0])] if kahan else None, keys=[7], offsets=[3])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `check_step` checks the number of an update, with which Adam corrects its moments: a whole number from 1.
-
-
-def check_step(function: str, step: Any) -> None:
-    """Refuse a number of an update that is not a whole number from 1.
-
-    At 0 the bias correction divides by zero, and all parameters would become NaN; 1.5 would mean 1 to one kernel and
-    1.5 to another. A tensor that Python cannot read without waiting (on a GPU, in a batch of vmap) is not checked.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not a whole number from 1, or a tensor of a shape other than `()`.
-
-    Examples:
-        >>> check_step("adam_", 0)
-        Traceback (most recent call last):
-        ...
-        ValueError: adam_(step=0)
-          why:   steps are counted from 1: at 0 the bias correction of moments divides by zero
-          write: adam_(step=count + 1), with count the updates before this one
-    """
-    if type(step) is int and step >= 1:
-        return
-    right = f"{function}(step=count + 1), with count the updates before this one"
-    value: Any = step
-    if isinstance(step, Tensor):
-        if not concrete(step):
-            return
-        if step.ndim:
-            shape = tuple(step.shape)
-            why = "all entries of the lists have the same number of updates, so step is one number"
-            raise ValueError(explain(f"{function}(step=a tensor of shape {shape})", why, right))
-        if type(step) is not Tensor or step.device.type != "cpu":
-            return
-        value = step.item()
-    if isinstance(value, bool) or not isinstance(value, Real):
-        why = f"step is the number of this update, from 1, and {value!r} is {kind_of(value)}"
-        raise TypeError(explain(f"{function}(step={step!r})", why, right))
-    number = float(value)
-    if not number >= 1:
-        why = "steps are counted from 1: at 0 the bias correction of moments divides by zero"
-        raise ValueError(explain(f"{function}(step={step!r})", why, right))
-    if number % 1:
-        raise ValueError(explain(f"{function}(step={step!r})", "updates are counted in whole numbers", right))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# These functions check lists of tensors before a fused kernel is called, and give gradients their parameters' layout.
-
-
-# Called on every leaf in every step, so functions in C.
-_DTYPE, _DEVICE, _STRIDE = attrgetter("dtype"), attrgetter("device"), methodcaller("stride")
-
-
-def plain(tensors: list[Tensor]) -> bool:
-    """Whether a fused kernel can take the tensors: one dtype and device, no torch.func wrapper."""
-    return not_wrapped(tensors) and alike(tensors)
-
-
-def not_wrapped(tensors: Sequence[Tensor]) -> bool:
-    """Whether no tensor is batched or differentiated by torch.func."""
-    return not (functorch_active() and any(map(is_wrapped, tensors)))
-
-
-def alike(tensors: list[Tensor]) -> bool:
-    """Whether a fused kernel can take the tensors together: one dtype and device.
-
-    Examples:
-        >>> alike([torch.ones(2), torch.ones(3)]), alike([torch.ones(2), torch.ones(2).double()])
-        (True, False)
-    """
-    return len(set(map(_DTYPE, tensors))) == 1 and (all(map(_IS_CPU, tensors)) or len(set(map(_DEVICE, tensors))) == 1)
-
-
-def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Gradients in their parameters' dtypes and strides; the same tensors if they are already.
-
-    Fused kernels walk memory, so a channels-last parameter needs a channels-last gradient.
-    """
-    if list(map(_DTYPE, params)) == list(map(_DTYPE, grads)):
-        # Nearly all tensors are contiguous. Comparing strides takes longer, since it makes tuples.
-        rows = all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))
-        if rows or list(map(_STRIDE, params)) == list(map(_STRIDE, grads)):
-            return grads
-    return [
-        g if g.dtype == p.dtype and g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-        for p, g in zip(params, grads, strict=True)
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

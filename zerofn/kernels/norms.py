@@ -104,15 +104,11 @@ def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def added(squares_by_path: dict[str, Tensor]) -> Tensor:
-    """The squared norm of a tree, from the sums of squares of its leaves."""
-    found, wide = _in_order(squares_by_path)
+    """The squared norm of a tree, from the sums of squares of its leaves; in fp64 if every leaf is, else in fp32."""
+    # In the order of paths. No attrgetter: a compiler traces this.
+    found = list(map(squares_by_path.__getitem__, sorted(squares_by_path)))
+    wide = torch.float64 if {n.dtype for n in found} <= {torch.float64} else torch.float32
     return torch.stack(found).to(wide).sum() if found else torch.zeros(())
-
-
-def _in_order(by_path: dict[str, Tensor]) -> tuple[list[Tensor], torch.dtype]:
-    """Numbers in the order of paths, and the dtype to add them in: fp64 if every leaf is, else fp32."""
-    found = list(map(by_path.__getitem__, sorted(by_path)))
-    return found, torch.float64 if {n.dtype for n in found} <= {torch.float64} else torch.float32
 
 
 def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -129,7 +125,8 @@ def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
     if float in kinds:
         of_kernels = {p: torch.tensor(n, dtype=torch.float32) for p, n in norms_by_path.items() if type(n) is float}
         norms_by_path = {**norms_by_path, **of_kernels}
-    norms, wide = _in_order(norms_by_path)
+    norms = list(map(norms_by_path.__getitem__, sorted(norms_by_path)))
+    wide = torch.float64 if set(map(_DTYPE, norms)) <= {torch.float64} else torch.float32
     return torch.stack(norms).to(wide).square().sum() if norms else torch.zeros(())
 
 

@@ -1,10 +1,9 @@
-"""Checks that a model can be attached, and that it has not changed since."""
+"""Checks that a model can be attached; casts its buffers."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,17 +12,13 @@ from torch.nn.parameter import UninitializedParameter
 
 from .._compat.tensors import is_wrapper, registered, self_overlapping, sharing_memory
 from .._errors import bad_leaves, explain
-from ..core.layout import Layout, Leaves
+from ..core.layout import Layout
+from ..core.pipeline import Pipeline
 from ..core.view import Dtypes
 from ..core.wrapper_names import buffers_in, modules_of
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions check a model when it is attached, and check later that it has not changed since.
-
-
-# What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters.
-FIXED = attrgetter("shape", "dtype", "device", "requires_grad")
-FROZEN_AT_ATTACH = "frozen when it was attached, so it has no state; requires_grad became True"
+# These functions check a model when it is attached.
 
 
 class Owner:
@@ -38,107 +33,6 @@ class Owner:
 
     def __reduce__(self):
         return Owner, ()
-
-
-class Watch:
-    """Remembers what must not change in a model while it is attached.
-
-    Args:
-        model: the model.
-        layout: its leaves.
-        params: its parameters by path, in their resident form.
-
-    Attributes:
-        frozen: names the leaves that have a state and do not require grad now; empty if there are none.
-    """
-
-    def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
-        self.paths = [leaf.path for leaf in layout.leaves]
-        self.held = layout.trained
-        self.params = params
-        self.frozen = self._frozen()
-        self.tensors = [params[path] for path in self.paths]
-        with torch.DisableTorchFunctionSubclass():
-            self.data = self._properties()
-        # Submodules as well: one that is put in later would run and not be trained.
-        self.modules = list(modules_of(model))
-        self.registered = self._registered()
-        self.ids = self._ids()
-
-    def check(self) -> None:
-        """Refuse a model that has changed: it would be trained wrongly without an error.
-
-        Leaves that have a state may be frozen and unfrozen: autograd computes no gradient for a frozen one, and a leaf
-        without a gradient keeps its value and its state, as in torch.optim.
-
-        Raises:
-            RuntimeError: everything that has changed is named.
-        """
-        with torch.DisableTorchFunctionSubclass():
-            # All leaves at once: in nearly all steps nothing has changed.
-            same = self._properties() == self.data
-            bad = [] if same else [(path, why) for path, why in self._reasons() if why]
-            if not same and not bad:
-                # Frozen or unfrozen; or sharded parameters that the user gave other memory, in which they are stored
-                # since (`adopted`).
-                self.data = self._properties()
-                self.frozen = self._frozen()
-        changed: list[tuple[str, str]] = []
-        if self._ids() != self.ids:
-            pairs = zip(self.registered, self._registered(), strict=True)
-            found = [path for (name, before), (_, now) in pairs for path in _changed(name, before, now)]
-            changed = [(path, "added, removed or replaced") for path in found]
-        if bad or changed:
-            right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
-            if changed:
-                right += ":\n         attach after adding adapters"
-            if any(reason == FROZEN_AT_ATTACH for _, reason in bad):
-                right += (
-                    ".\n         To unfreeze leaves between steps: zf.attach(model, tx, hold_frozen=True), which makes "
-                    "states for frozen leaves too;\n         or attach first and freeze after it"
-                )
-            raise RuntimeError(bad_leaves("the model changed after it was attached", bad + changed, right))
-
-    def _frozen(self) -> str:
-        found = [path for path in self.held if not self.params[path].requires_grad]
-        return f"frozen: {' '.join(found)}" if found else ""
-
-    # By the methods of `dict`, since a dict of parameters may give views by its own.
-
-    def _registered(self) -> list[tuple[str, dict[str, Any]]]:
-        """Two entries for each module, by its name: its parameters, and its submodules."""
-        return [(name, dict.copy(found)) for name, m in self.modules for found in registered(m)[:2]]
-
-    def _ids(self) -> list[list[int]]:
-        """The ids of all parameters and submodules."""
-        return [[*map(id, dict.values(found))] for _, m in self.modules for found in registered(m)[:2]]
-
-    def _properties(self) -> list[tuple[int, tuple[Any, ...]]]:
-        return list(zip(map(Tensor.data_ptr, self.tensors), map(FIXED, self.tensors), strict=True))
-
-    def _reasons(self) -> Iterator[tuple[str, str]]:
-        held = set(self.held)
-        for path, p, (address, (*fixed, _)) in zip(self.paths, self.tensors, self.data, strict=True):
-            yield path, _reason(p, address, *fixed, held=path in held)
-
-
-def _reason(p: Tensor, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, held: bool) -> str:
-    if p.dtype != dtype or p.device != device:
-        return f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"
-    if p.data_ptr() not in (address, vars(p).get("adopted")) or p.shape != shape:
-        return "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"
-    return FROZEN_AT_ATTACH if p.requires_grad and not held else ""
-
-
-def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Paths of parameters and submodules that have changed. Submodules without parameters may come and go."""
-    names = sorted(n for n in before.keys() | now.keys() if before.get(n) is not now.get(n))
-    of_parameters = [n for n in names if _has_parameters(before.get(n)) or _has_parameters(now.get(n))]
-    return [f"{name}.{n}".lstrip(".") for n in of_parameters]
-
-
-def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:
-    return next(x.parameters(), None) is not None if isinstance(x, nn.Module) else x is not None
 
 
 def check_free(named: dict[str, nn.Parameter]) -> None:
@@ -247,6 +141,14 @@ def check_memory(params: dict[str, Tensor]) -> None:
         raise ValueError(
             bad_leaves("attach: parameters cannot be stored", bad, "one Parameter object for one piece of memory")
         )
+
+
+def needs_boundary(pipe: Pipeline) -> bool:
+    """Whether modules need hooks: for a cast, a loss scale or a gather.
+
+    Inputs are cast to the parameters' dtype in forward even if parameters are stored in it.
+    """
+    return pipe.scaled or pipe.dtypes.seen_otherwise or any(v.stages for v in pipe.views_at_use.values())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -328,13 +328,6 @@ def _only_cast(view: LeafView, given: Tensor, stages: Sequence[View]) -> LeafVie
 SEARCHED = 10
 
 
-def take_back(actions: list[Callable[[], object]]) -> None:
-    """Call functions that undo something, from the last to the first. An interrupted one (Ctrl-C) is called again."""
-    while actions:
-        actions[-1]()
-        actions.pop()
-
-
 class ModelBoundary:
     """The boundary of one attached model.
 

@@ -430,14 +430,6 @@ class _PreForwardHook(Hook):
         return super().__call__(module, args, kwargs)
 
 
-def needs_boundary(pipe: Pipeline) -> bool:
-    """Whether modules need hooks: for a cast, a loss scale or a gather.
-
-    Inputs are cast to the parameters' dtype in forward even if parameters are stored in it.
-    """
-    return pipe.scaled or pipe.dtypes.seen_otherwise or any(v.stages for v in pipe.views_at_use.values())
-
-
 def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], blocks: list[nn.Module]) -> None:
     """Hook a model, and give it views of its parameters in forward; `boundary.undo` undoes it.
 

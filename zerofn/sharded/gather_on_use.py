@@ -30,7 +30,7 @@ from .._compat.autograd import (
     sequence_nr,
 )
 from .._compat.functorch import beneath_functorch, functorch_active, innermost, is_batch, uncompiled
-from .._compat.tensors import all_plain, local_of, memory, version
+from .._compat.tensors import all_plain, local_of, memory, version, writes
 from .._errors import explain
 from .._interrupts import interrupts_held
 from ..core.layout import Leaf, Leaves
@@ -41,7 +41,6 @@ from ..ranks.dtensor import Form, is_distributed
 from ..ranks.group import Group
 from ..ranks.ordered_collectives import CALL, STEP, Asked, Rounds
 from .forward_writes import ForwardWrites, StorageRef, WriteBack
-from .guarded_parameter import writes
 from .lazy_tensor import Lazy
 from .units import UnitCollectives, UnitPlans
 

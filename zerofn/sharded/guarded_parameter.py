@@ -15,8 +15,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from .._compat.functorch import COMPILER, uncompiled
-from .._compat.tensors import CONVERTING, version
+from .._compat.tensors import CONVERTING, read_grad, write_grad
 from .._errors import explain
 from ..core.layout import Leaves
 from ..ranks.dtensor import is_distributed
@@ -41,8 +40,6 @@ CLIPPING = torch.nn.utils.clip_grad.__name__
 CLEARING = nn.Module.zero_grad.__code__
 APPLYING = CONVERTING.__code__
 COPYING = nn.Parameter.__new__.__code__
-# `p.grad` of a plain parameter, for this package: the property of `Partial` takes 2 us longer.
-read, _write = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 CLIPPING_BY_NORM = ("clip_grad_norm_",)
 CLIPPING_FUNCTIONS = (*CLIPPING_BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
 
@@ -55,12 +52,6 @@ def ours(frame: FrameType) -> bool:
 def in_memory(frame: FrameType) -> bool:
     """Whether the caller means sizes in memory: this package, and the compiler."""
     return frame.f_globals.get("__name__", "").startswith(INSIDE)
-
-
-@uncompiled
-def write(p: Tensor, value: Tensor | None) -> None:
-    """`p.grad = value` of a plain parameter. The compiler of torch 2.14 fails at descriptors."""
-    _write(p, value)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -130,7 +121,7 @@ class Partial(nn.Parameter):
         asking = id(sys._getframe(1).f_code) in ASKING
         if asking and self._check_asked(sys._getframe(1)):
             return torch.full((), math.nan, device=self.device)
-        grad = read(self)
+        grad = read_grad(self)
         if grad is None and self.asks.gone() and self.requires_grad:
             package, _, _ = sys._getframe(1).f_globals.get("__name__", "torch").partition(".")
             if package not in LIBRARIES:
@@ -144,7 +135,7 @@ class Partial(nn.Parameter):
     @uncompiled
     def _set(self, value: Tensor | None) -> None:
         self._before(value, "p.grad = None" if value is None else "p.grad = g", sys._getframe(1))
-        write(self, self._own(value, "p.grad = x", sys._getframe(1)))
+        write_grad(self, self._own(value, "p.grad = x", sys._getframe(1)))
 
     def _before(self, value: Tensor | None, how: str, frame: FrameType) -> None:
         """Refuse a gradient that the user sets where one has left; or note that the user clears it."""
@@ -282,21 +273,6 @@ def _logs(frame: Any) -> bool:
         most, frame = frame.f_locals.get("max_norm", most), frame.f_back
     asks = "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
     return asks == LOGGING and most == math.inf
-
-
-# How often a tensor may have been written into: its version, and how often its `.data` was read.
-Writes = tuple[int, int]
-_LENT = attrgetter("lent")
-
-
-def writes(tensors: Collection[Tensor]) -> list[Writes]:
-    """`Writes` of each tensor, without a call in Python for each: steps and calls ask of every leaf."""
-    with torch.DisableTorchFunctionSubclass():
-        try:
-            return list(zip(map(version, tensors), map(_LENT, tensors), strict=True))
-        except (AttributeError, RuntimeError):
-            # One is no parameter of an attached model, or was made in inference mode and has no version.
-            return [(0 if p.is_inference() else version(p), getattr(p, "lent", 0)) for p in tensors]
 
 
 def tell(undone: list[Callable[[], object]], p: Tensor, cls: type[Partial], **attributes: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from .._compat.tensors import is_wrapper
+from .._compat.tensors import is_wrapper, writes
 from .._errors import bad_leaves, explain, users_line
 from ..core.arguments import check_flag
 from ..core.layout import Placement
@@ -29,7 +29,6 @@ from ..eager.param_groups import packed
 from ..ranks.backend import gather_objects, world
 from ..ranks.group import Group
 from ..ranks.process_groups import Background, connected, settle, together, world_group
-from ..sharded.guarded_parameter import writes
 from .files import ROW_MAJOR, absolute_path
 from .tables import dtype_name
 
@@ -521,7 +520,7 @@ def write_checkpoint(
 
     opt = state if isinstance(state, Optimizer) else None
     # The counter of steps is read before anything else is.
-    check = None if opt is None else check_no_step_since(opt._own.steps.writes)
+    check = None if opt is None else check_no_step_since(opt._own.writes)
     groups = None if opt is None else [_as_json(packed(g)) for g in opt._own.groups.to_save()]
     given = state_of(state, "zf.save(directory, {})")
     check = check or check_not_written_since(given)

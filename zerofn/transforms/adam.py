@@ -195,7 +195,7 @@ def _kernel(decoupled: bool, group: LeafList) -> None:
         for kind in {(p.dtype, p.device) for p in group.params}:
             _kernel(decoupled, group.where([(p.dtype, p.device) == kind for p in group.params]))
         return
-    numbers: Any = {name: float(x) for name, x in group.numbers.items()}
+    numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
     fused_update(*_lists(group), step=group.count, decoupled=decoupled, lr=group.lr, norms=group.norms, **numbers)
 
 

@@ -1,0 +1,132 @@
+"""What a steady step of one process does not do again: load modules, look for changes leaf by leaf, check updates."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import zerofn as zf
+from zerofn.extend import Facts, Transform
+
+ROOT = os.path.dirname(zf.__file__) + os.sep
+# Folders and modules that one process does not need. Some of them would cost as much as the rest of an attach.
+OF_RANKS = ("sharded", "eager.over_ranks", "eager.gradients", "eager.step_agreement", "eager.in_backward")
+OF_VIEWS = ("module.boundary", "module.forward_hooks", "module.state_dicts", "module.tensor_parallel")
+
+
+def test_an_attach_on_one_process_loads_what_one_process_needs():
+    code = (
+        "import sys, torch, zerofn as zf; model = torch.nn.Linear(4, 4); opt = zf.attach(model, zf.adamw(1e-3)); "
+        "model(torch.ones(2, 4)).sum().backward(); opt.step(); opt.zero_grad(); "
+        "print(*(m.removeprefix('zerofn.') for m in sys.modules if m.startswith('zerofn')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.split()
+    assert len(loaded) < 70
+    assert not [m for m in loaded if m.startswith((*OF_RANKS, *OF_VIEWS))]
+
+
+def calls_of(fn):
+    """The functions of the package that run, by name."""
+    found = []
+
+    def note(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            found.append(f"{frame.f_code.co_filename[len(ROOT) :]}:{frame.f_code.co_name}")
+
+    sys.setprofile(note)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("layers", [1, 6])
+def test_a_steady_step_makes_as_many_calls_for_many_leaves_as_for_few(layers):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    opt = zf.attach(model, zf.adamw(1e-3))
+    for _ in range(5):
+        model(torch.ones(2, 4)).sum().backward()
+        made = calls_of(opt.step)
+        opt.zero_grad()
+    assert len(made) <= 42, made
+    assert len({name.partition(":")[0] for name in made}) <= 14, made
+
+
+def wrong_from(first, every):
+    """Gives `w` a gradient of one row from its step `first` on; the sum that it is added to is spread over rows."""
+    seen = []
+
+    def update(grads, state, params, carry, ctx):
+        seen.append(len(seen) + 1)
+        return {p: g[:1] if len(seen) >= first else g for p, g in grads.items()}, state
+
+    mine = Transform("mine", needs="element", facts=Facts(keeps=False), update_fn=update)
+    return zf.chain(zf.accumulate(every), mine, zf.sgd(1.0)) if every > 1 else zf.chain(mine, zf.sgd(1.0))
+
+
+def trained(first, every, steps, check=False):
+    model = nn.ParameterDict({"w": torch.zeros(2, 3)})
+    opt = zf.attach(model, wrong_from(first, every), check=check)
+    for _ in range(steps * every):
+        model["w"].sum().backward()
+        opt.step()
+        opt.zero_grad()
+    return model["w"].detach()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_who_keeps_nothing_is_checked_in_the_first_three_steps_that_come_to_it(every):
+    """Held micro-steps are none of them."""
+    for first in (1, 3):
+        with pytest.raises(ValueError, match="mine: an update that does not fit its leaves"):
+            trained(first, every, first)
+    # Later its promise is believed: each row has the gradient of the first.
+    assert torch.equal(trained(4, every, 5), torch.full((2, 3), -5.0))
+    with pytest.raises(ValueError, match="mine: an update that does not fit its leaves"):
+        trained(4, every, 5, check=True)
+
+
+def test_a_submodule_that_gets_parameters_later_is_noticed():
+    """One without parameters may come; that it has some is noticed in whichever step it happens."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    opt = zf.attach(model, zf.sgd(0.1))
+
+    def step():
+        model[0](torch.ones(1, 2)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    step()
+    model.add_module("later", nn.Identity())
+    step()
+    step()
+    model.later.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match="the model changed after it was attached"):
+        step()
+
+
+def test_settings_that_come_and_go_between_steps():
+    """Rates, numbers, frozen leaves and gradients that are missing, each in the step in which they change."""
+    torch.manual_seed(0)
+    mine, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(mine.state_dict())
+    opt, ref = zf.attach(mine, zf.adamw(1e-2)), torch.optim.AdamW(theirs.parameters(), 1e-2)
+    x = torch.randn(4, 3)
+    for i in range(12):
+        for o in (opt, ref):
+            o.param_groups[0]["lr"] = 1e-2 / (1 + i // 3)
+            o.param_groups[0]["weight_decay"] = 0.1 if i % 4 else 0.01
+            o.zero_grad()
+        for model, o in ((mine, opt), (theirs, ref)):
+            model.bias.requires_grad_(i % 5 != 3)
+            (model(x).square().mean() if i % 3 else model(x * 0 + x).sum()).backward()
+            if i % 6 == 5:
+                model.weight.grad = None
+            o.step()
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
