@@ -54,6 +54,7 @@ def train(
     resume: Any = None,
     falls: bool = True,
     kind: type = transformers.Trainer,
+    callbacks: Any = (),
     **more: Any,
 ) -> Logs:
     logs = Logs()
@@ -63,7 +64,7 @@ def train(
     args = transformers.TrainingArguments(**told)
     tested = {"eval_dataset": data()[:16]} if more.get("load_best_model_at_end") else {}
     both = (optimizer, schedule)
-    trainer = kind(net, args, train_dataset=data(), optimizers=both, callbacks=[logs], **tested)
+    trainer = kind(net, args, train_dataset=data(), optimizers=both, callbacks=[logs, *callbacks], **tested)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
     return logs
@@ -118,6 +119,43 @@ def resumed(folder: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(straight, again, strict=True)), stage
 
 
+class Gradual(transformers.TrainerCallback):
+    """Freezes the first block for two steps, then the second. A reference instead drops gradients before its step."""
+
+    def __init__(self, net: Any, drops: bool):
+        self.net, self.drops = net, drops
+
+    def frozen(self, state: Any) -> list[torch.nn.Parameter]:
+        return list(self.net.transformer.h[int(state.global_step >= 2)].parameters())
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.drops:
+            self.net.requires_grad_(True)
+            for p in self.frozen(state):
+                p.requires_grad_(False)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.drops:
+            for p in self.frozen(state):
+                p.grad = None
+
+
+def frozen(folder: str) -> None:
+    """Blocks are frozen and unfrozen between steps, at every stage."""
+    net = model()
+    opt: Any = torch.optim.AdamW(net.parameters(), RATE, weight_decay=0.1, fused=True)
+    train(net, opt, folder, max_grad_norm=0.0, callbacks=[Gradual(net, True)])
+    reference = [p.detach() for p in net.parameters()]
+    for stage, parts in STAGES.items():
+        net = model()
+        # Without an accumulation, whose windows would not end where blocks are frozen.
+        tx = zf.chain(parts[-1](), zf.adamw(RATE, weight_decay=0.1))
+        opt = zf.attach(net, tx, hold_frozen=True)
+        train(net, opt, folder, max_grad_norm=0.0, kind=Trainer, callbacks=[Gradual(net, False)])
+        opt.detach()
+        check(f"frozen, {stage}", [p.detach() for p in net.parameters()], reference)
+
+
 def refused(folder: str) -> None:
     for more, words in (({"max_grad_norm": 1.0}, "zf.clip_by_global_norm"), ({"bf16": True}, "zf.precision")):
         net = model()
@@ -145,7 +183,7 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     dist.init_process_group("gloo")
-    {"stages": stages, "resumed": resumed, "refused": refused}[sys.argv[1]](sys.argv[2])
+    {"stages": stages, "resumed": resumed, "frozen": frozen, "refused": refused}[sys.argv[1]](sys.argv[2])
     # One write: lines of ranks would mix.
     sys.stdout.write(f"right {sys.argv[1]}\n")
     dist.destroy_process_group()

@@ -429,7 +429,9 @@ def update(
         tx: the pipeline.
         grads: true gradients, from `vjp`'s pullback or `torch.func.grad` of a bound function; `None` for a leaf without
             one. Gradients at the places of a tied tensor add up. On several ranks, with a holding `accumulate` before
-            the reduction, only `vjp`'s are right: those of a bound function are reduced already.
+            the reduction, only `vjp`'s are right: those of a bound function are reduced already. Where leaves are
+            sharded, a gradient by `state.params` without `bind` has the same shape, and is that of a loss of this
+            rank's rows: no check can tell the two apart.
         state: its state, which is not written.
         weight: of this micro-batch, for `accumulate(weighted=True)`. Not under `torch.func.vmap` on several ranks.
         create_graph: whether autograd records the update, so that the new state is a function of gradients, state and
