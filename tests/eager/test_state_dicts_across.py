@@ -106,7 +106,9 @@ def has_no_form(a, b, form):
     """Whether torch itself cannot take the form, as one of its own optimizers."""
     # Torch's own optimizers take what is placed as their parameters alone; and by their numbers in a file.
     placed = form in ("parts", "flat") and (cut(a) is not cut(b) or dist.get_world_size() == 1)
-    return not ours(b) and (not ours(a) or placed or form in ("file", "by hand"))
+    # Full ones of an optimizer with names are set on such ones alone, or from rank 0: a KeyError of torch's function.
+    names = a.endswith("named") and form == "full"
+    return names or (not ours(b) and (not ours(a) or placed or form in ("file", "by hand")))
 
 
 def table(folder, cells):
