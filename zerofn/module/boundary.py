@@ -32,7 +32,6 @@ from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
 from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, over, times
 from ..ranks.dtensor import Form, is_distributed
-from ..sharded.forward_writes import Region, place
 from ..sharded.gather_on_use import Units, Walks, outside_inference_mode
 from .crossing import Crossing, Edge, crossing_of
 from .nested_tensors import map_outputs
@@ -42,6 +41,8 @@ from .scaled_checks import RETURNED, SHOWN, AttributeTensors, HookedOutput, Outp
 # `ThreadState` knows which calls of an attached model are running, in each thread that calls it.
 
 
+# A tensor's address, shape and strides.
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 Seen = dict[str, tuple[Tensor, Tensor, Region | None]]
 
 
@@ -298,7 +299,7 @@ class ParameterViews:
 
 def address(x: Tensor) -> Region | None:
     """The address, shape and strides of a tensor; `None` for a wrapper of torch.func, which has no memory."""
-    return place(x) if level_of(x) == NOT_WRAPPED else None
+    return (x.data_ptr(), x.shape, x.stride()) if level_of(x) == NOT_WRAPPED else None
 
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import add, attrgetter
+from operator import add
 from typing import Any
 
 import torch
@@ -24,21 +24,8 @@ from ..core.layout import Leaf, Leaves
 # were written are stored.
 
 
-_SHAPE = attrgetter("shape")
-# A tensor's address, shape and strides.
-Region = tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
-def place(x: Tensor) -> Region:
-    """The address, shape and strides of a tensor; `x.data = y` changes them."""
-    return x.data_ptr(), x.shape, x.stride()
-
-
-def places(xs: Sequence[Tensor]) -> list[Region]:
-    """`place` of each tensor, in one comprehension: every call of the model asks it for every leaf."""
-    return list(zip(map(Tensor.data_ptr, xs), map(_SHAPE, xs), map(Tensor.stride, xs), strict=True))
-
-
+# Of two units that are gathered at a time; a loop over the blocks frees one after the other.
+AFTER = "written after its block was freed; write into the parameters of one block before those of the next"
 WRITTEN = "what the model wrote in forward into its parameters"
 # Numbers that ranks compare are not negative, and have at most 63 bits.
 MASK = (1 << 62) - 1
@@ -81,30 +68,16 @@ class WriteBack:
         else:
             self.sums[leaf.path] = checksum(full)
 
-    def fits(self, leaf: Leaf, other: Tensor, full: Tensor) -> bool:
-        """Whether `x` may be stored, after forward has replaced a leaf's tensor by `w.data = x`."""
-        fits = (other.numel(), other.dtype, other.device) == (full.numel(), full.dtype, full.device)
-        if not fits:
-            self.lost[leaf.path] = f"its .data was exchanged for {tuple(other.shape)} {other.dtype} on {other.device}"
-        return fits
-
-    def store(self, leaf: Leaf, full: Tensor, rows: Tensor | None) -> bool:
-        """Store this rank's rows of a full parameter if they have changed. Return whether they were stored.
-
-        Args:
-            leaf: the leaf.
-            full: its full parameter.
-            rows: this rank's rows from before the write; by default those of the shard.
-        """
-        mine, stored = self.rows(leaf, full), self.params[leaf.path]
-        if rows is None:
-            rows = stored if stored.dtype == mine.dtype else stored.to(mine.dtype)
-        if same(mine, rows):
-            return False
+    def store(self, leaf: Leaf, full: Tensor) -> bool:
+        """Store this rank's rows of a full parameter that was written into. Return whether they have changed."""
+        self.note(leaf, full)
         if not self.exact:
-            self.note(leaf, full)
             return False
-        stored.copy_(carried(mine, rows, stored))
+        mine, stored = self.rows(leaf, full), self.params[leaf.path]
+        before = stored if stored.dtype == mine.dtype else stored.to(mine.dtype)
+        if same(mine, before):
+            return False
+        stored.copy_(carried(mine, before, stored))
         return True
 
     def marks(self) -> dict[str, int]:
@@ -167,109 +140,15 @@ def checksum(x: Tensor) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `FreedCopies` watches full parameters that were freed here while user code still has them, and stores later writes.
+# `ForwardWrites` finds what a model's forward writes into its own parameters under `shard`, and stores it.
 #
-# User code may keep a full parameter after its unit was freed (`torch._foreach_mul_` of a list of many blocks'
-# parameters). It is watched as long as user code has it, at most to the end of the call, so memory use does not grow.
+# Forward gets full parameters from an all-gather. A momentum encoder, a codebook or a clamp writes into them, and the
+# write would be lost when they are freed. autograd counts writes, and the count is looked at when they are freed.
+# Writes through `w.data` and NumPy are not counted, and are lost: to find them took a pass over each parameter.
 
 
 # A storage is one Python object for as long as anybody has a tensor on it.
 StorageRef = weakref.ref[torch.UntypedStorage]
-
-
-# For a leaf whose unit is freed: the tensors that forward got, with the place of their memory then; and the tensor that
-# forward assigned by `w.data = x`, if it did.
-Escaped = tuple[list[tuple[weakref.ref[Tensor], Region]], Tensor | None]
-
-
-@dataclass
-class FreedCopy:
-    """The full parameter of one leaf, freed here, that user code still has.
-
-    Attributes:
-        place: the leaf's unit and place in it.
-        ref: its memory; `None` if forward has put another tensor there, which is kept to the end of the call.
-        full: a flat tensor on that memory.
-        rows: this rank's rows of it at the last look.
-        views: tensors on it that forward was given, and where their memory was then.
-    """
-
-    place: tuple[int, int]
-    ref: StorageRef | None
-    full: Tensor
-    rows: Tensor
-    views: list[tuple[Tensor, Region]]
-
-    def is_used(self) -> bool:
-        """Whether user code still has the memory. To find out, this drops all references of its own."""
-        if self.ref is None:
-            return True
-        refs = [(weakref.ref(view), was) for view, was in self.views]
-        self.views, self.full = [], self.rows
-        self.views = alive(refs)
-        found = flat_memory(self.ref, self.rows.dtype)
-        self.full = self.rows if found is None else found
-        return found is not None
-
-
-class FreedCopies:
-    """The freed full parameters of one model's units that user code still has.
-
-    Args:
-        units: leaves that are gathered together.
-        write_back: stores what was written into them.
-    """
-
-    def __init__(self, units: list[list[Leaf]], write_back: WriteBack):
-        self.units, self.write_back = units, write_back
-        self.copies: list[FreedCopy] = []
-
-    def hold(self, i: int, escaped: list[Escaped], memories: list[tuple[StorageRef, torch.dtype]]) -> None:
-        """Remember which tensors of a freed unit user code still has, for `look_again`."""
-        for j, (leaf, (views, own), (ref, dtype)) in enumerate(zip(self.units[i], escaped, memories, strict=True)):
-            full = flat_memory(ref, dtype) if own is None else own
-            if full is not None:
-                rows = self.write_back.rows(leaf, full).clone()
-                self.copies.append(FreedCopy((i, j), ref if own is None else None, full, rows, alive(views)))
-
-    def look_again(self) -> list[tuple[int, int]]:
-        """Store what was written since the last look. Return the changed leaves, by unit and place in it."""
-        changed: list[tuple[int, int]] = []
-        with torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            for copy in self.copies:
-                leaf = self.units[copy.place[0]][copy.place[1]]
-                for n, (view, was) in enumerate(copy.views):
-                    if place(view) != was and self.write_back.fits(leaf, view, copy.full):
-                        copy.full, copy.ref, copy.views[n] = view.detach(), None, (view, place(view))
-                        self.write_back.note(leaf, copy.full)
-                if self.write_back.store(leaf, copy.full, copy.rows):
-                    copy.rows.copy_(self.write_back.rows(leaf, copy.full))
-                    changed.append(copy.place)
-        self.copies = [copy for copy in self.copies if copy.is_used()]
-        return changed
-
-
-def alive(refs: list[tuple[weakref.ref[Tensor], Region]]) -> list[tuple[Tensor, Region]]:
-    """The tensors that are still there."""
-    return [(x, was) for x, was in ((ref(), was) for ref, was in refs) if x is not None]
-
-
-def flat_memory(ref: StorageRef, dtype: torch.dtype) -> Tensor | None:
-    """The whole storage as a flat tensor; `None` if it was freed."""
-    storage = ref()
-    if storage is None or not storage.nbytes():
-        return None
-    flat = torch.empty(0, dtype=dtype, device=storage.device)
-    return flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `ForwardWrites` finds what a model's forward writes into its own parameters under `shard`, and stores it.
-#
-# Forward gets full parameters from an all-gather. A momentum encoder, a codebook or a clamp writes into them, and the
-# write would be lost when they are freed. It is found at that moment, by comparing this rank's rows with the gathered
-# ones: one pass over 1/N of the parameter and no collective. A version count alone would cost less, but `w.data`,
-# NumPy and `foreach` over `w.data` escape it.
 
 
 class GivenViews:
@@ -277,21 +156,16 @@ class GivenViews:
 
     Attributes:
         views: the tensors, one tuple for each time that forward was given them.
-        places: `place` of each at that time; `view.data = x` changes it.
         nodes: the autograd nodes that made them.
-        own: by index of a leaf in the unit, the tensor that forward has put there by `w.data = x`.
     """
 
     def __init__(self) -> None:
         self.views: list[tuple[Tensor, ...]] = []
-        self.places: list[list[Region]] = []
         self.nodes: list[Any] = []
-        self.own: dict[int, Tensor] = {}
 
     def add(self, views: tuple[Tensor, ...]) -> None:
         """Record one more tensor of each leaf that forward is given."""
         self.views.append(views)
-        self.places.append(places(views))
         # All were made by one node, if any was.
         for v in views:
             if v.grad_fn is not None:
@@ -299,7 +173,7 @@ class GivenViews:
                 break
 
     def version(self, j: int) -> int:
-        """How often these tensors of one leaf were written into, as far as autograd counts it."""
+        """How often these tensors of one leaf were written into, as autograd counts it."""
         return sum(version(views[j]) for views in self.views if not views[j].is_inference())
 
     def versions(self) -> list[int]:
@@ -320,22 +194,29 @@ class GivenViews:
                     found.add(j)
         return found
 
-    def is_replaced(self, j: int) -> bool:
-        """Whether forward has put another tensor in a leaf's place by `w.data = x`."""
-        for views, were in zip(self.views, self.places, strict=True):
-            if place(views[j]) != were[j]:
-                return True
-        return j in self.own
 
-    def replaced(self) -> dict[int, Tensor]:
-        """The tensors that forward has put in leaves' places since the last call of this."""
-        found: dict[int, Tensor] = {}
-        for n, views in enumerate(self.views):
-            now = places(views)
-            if now != self.places[n]:
-                found |= {j: v for j, v in enumerate(views) if now[j] != self.places[n][j]}
-                self.places[n] = now
-        return found
+@dataclass
+class FreedView:
+    """A tensor on a full parameter that was freed here, and that user code still has.
+
+    Attributes:
+        unit, index: the leaf's unit and place in it.
+        view: the tensor. User code may drop it after a write, and before the next look.
+        count: how often it had been written into when it was freed.
+    """
+
+    unit: int
+    index: int
+    view: Tensor | None
+    count: int
+
+    def is_used(self) -> bool:
+        """Whether user code still has the tensor. To find out, this drops its own reference."""
+        if self.view is None:
+            return False
+        ref, self.view = weakref.ref(self.view), None
+        self.view = ref()
+        return self.view is not None
 
 
 class ForwardWrites:
@@ -346,78 +227,78 @@ class ForwardWrites:
         write_back: stores it.
 
     Attributes:
-        freed: full parameters that were freed here and that user code still has.
+        freed: tensors of units that were freed in this call. A later write into one would be lost, and is refused.
     """
 
     def __init__(self, units: list[list[Leaf]], write_back: WriteBack):
         self.units, self.write_back = units, write_back
-        self.freed = FreedCopies(units, write_back)
-        # By unit, this rank's rows as they were gathered, if full parameters have other numbers than stored ones.
-        self.began: dict[int, list[Tensor]] = {}
+        self.freed: list[FreedView] = []
         # By unit, the views of full parameters that are kept now.
         self.given: dict[int, GivenViews] = {}
+        # By unit, how many of its writes are stored.
+        self.stored: dict[int, list[int]] = {}
         # By unit and place in it, how many writes went into full parameters that are freed.
         self.counts = [[0] * len(unit) for unit in units]
-
-    def begin(self, i: int, fulls: list[Tensor]) -> None:
-        """Start watching a unit that was gathered."""
-        if not self.write_back.exact:
-            self.began[i] = [
-                self.write_back.rows(leaf, x).clone() for leaf, x in zip(self.units[i], fulls, strict=True)
-            ]
 
     def give(self, i: int, views: tuple[Tensor, ...]) -> None:
         """Record that forward is given these tensors of a unit's full parameters."""
         self.given.setdefault(i, GivenViews()).add(views)
-
-    def is_replaced(self, i: int, j: int) -> bool:
-        """Whether forward has put another tensor in a leaf's place; a new gather would not return it."""
-        given = self.given.get(i)
-        return given is not None and given.is_replaced(j)
 
     def version(self, i: int, j: int) -> int:
         """How often a leaf was written into: the version that autograd compares between forward and backward."""
         return self.counts[i][j] + (self.given[i].version(j) if i in self.given else 0)
 
     def settle(self, i: int, fulls: list[Tensor]) -> bool:
-        """Store what forward has written into a unit's full parameters so far. Return whether it has written.
-
-        A tensor that forward has put in a leaf's place takes that place in `fulls`.
-        """
+        """Store what forward has written into a unit's full parameters so far. Return whether the shards changed."""
         given, changed = self.given[i], False
+        written = given.versions()
+        before = self.stored.get(i, [0] * len(written))
+        if written == before:
+            return False
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            replaced, recorded, written = given.replaced(), given.recorded(), given.versions()
+            recorded = given.recorded()
             for j, leaf in enumerate(self.units[i]):
-                other = replaced.get(j)
-                if other is not None and self.write_back.fits(leaf, other, fulls[j]):
-                    fulls[j] = given.own[j] = other.detach()
-                    self.counts[i][j] += 1
                 if j in recorded:
                     self.write_back.lost[leaf.path] = "written with gradients enabled"
-                changed |= self.write_back.store(leaf, fulls[j], self.began[i][j] if i in self.began else None)
-                if other is not None or written[j]:
-                    self.write_back.note(leaf, fulls[j])
+                elif written[j] != before[j]:
+                    changed |= self.write_back.store(leaf, fulls[j])
+        self.stored[i] = written
         return changed
 
-    def leave(self, i: int) -> list[Escaped] | None:
-        """The tensors that forward was given of each leaf of a unit that is about to be freed; `None` if none."""
+    def leave(self, i: int) -> list[tuple[int, weakref.ref[Tensor]]]:
+        """Stop watching a unit that is about to be freed. Return its tensors, by place in the unit, for `hold`."""
         given = self._take(i)
-        if given is None:
-            return None
-        # By leaf, the views of each time that forward got them.
-        views = zip(*[map(weakref.ref, views) for views in given.views], strict=True)
-        both = zip(views, zip(*given.places, strict=True), strict=True)
-        return [(list(zip(*of_leaf, strict=True)), given.own.get(j)) for j, of_leaf in enumerate(both)]
+        views = () if given is None else given.views
+        return [(j, weakref.ref(view)) for each in views for j, view in enumerate(each) if not view.is_inference()]
+
+    def hold(self, i: int, left: list[tuple[int, weakref.ref[Tensor]]]) -> None:
+        """Watch the tensors of a unit that is freed now, those that user code still has."""
+        for j, ref in left:
+            view = ref()
+            if view is not None:
+                self.freed.append(FreedView(i, j, view, version(view)))
+
+    def look_again(self) -> None:
+        """Refuse writes into full parameters that were freed before, and forget those that nobody has any more."""
+        for of in self.freed:
+            if of.view is not None and version(of.view) != of.count:
+                self.write_back.lost[self.units[of.unit][of.index].path] = AFTER
+        self.freed = [of for of in self.freed if of.is_used()]
 
     def forget(self) -> None:
         """Stop watching the tensors that forward was given."""
         for i in list(self.given):
             self._take(i)
-        self.freed.copies.clear()
+        self.freed.clear()
+
+    def forget_leaf(self, i: int, j: int) -> None:
+        """Stop watching the freed tensors of one leaf: it was updated since."""
+        self.freed = [of for of in self.freed if (of.unit, of.index) != (i, j)]
 
     def _take(self, i: int) -> GivenViews | None:
         """Take the tensors of a unit that forward was given, and add up how often they were written."""
         given = self.given.pop(i, None)
+        self.stored.pop(i, None)
         if given is not None:
             self.counts[i] = list(map(add, self.counts[i], given.versions()))
         return given

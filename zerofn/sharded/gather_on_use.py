@@ -98,9 +98,6 @@ class GatheredUnits:
             for j in range(len(self.units[i])):
                 self.age(i, j)
         if i in self.coming:
-            # Since the prefetch began forward may have written into an older copy, which frees what is coming.
-            self.look_again()
-        if i in self.coming:
             self.put(i, self.coming.pop(i)())
         elif i in self.live:
             self.live.move_to_end(i)
@@ -114,8 +111,6 @@ class GatheredUnits:
             if storage.nbytes():
                 self.known[memory(full)] = (weakref.ref(storage), i, j)
         self.known = {k: entry for k, entry in self.known.items() if entry[0]() is not None}
-        if i < self.blocks:
-            self.forward_writes.begin(i, fulls)
 
     def drop(self, keep: int = 0) -> None:
         """Free the least recently used units until `keep` are left, counting those that are being prefetched."""
@@ -136,16 +131,12 @@ class GatheredUnits:
             self.coming.pop(i)()
         if i not in self.live:
             return
-        escaped = None
-        if i in self.forward_writes.given:
-            if not settled:
-                self.settle(i)
-            escaped = self.forward_writes.leave(i)
-            memories = [(weakref.ref(full.untyped_storage()), full.dtype) for full in self.live[i]]
+        if not settled:
+            self.settle(i)
+        left = self.forward_writes.leave(i)
         del self.live[i]
         self.seen.pop(i, None)
-        if escaped is not None:
-            self.forward_writes.freed.hold(i, escaped, memories)
+        self.forward_writes.hold(i, left)
 
     def settle(self, i: int) -> None:
         """Store what forward has written into a unit's full parameters so far."""
@@ -154,29 +145,16 @@ class GatheredUnits:
             self.counts[i] = writes(self.parts[i])
 
     def settle_all(self) -> None:
-        """At the end of a call or a backward: store what forward has written. Later writes are not found."""
-        if not (self.forward_writes.given or self.forward_writes.freed.copies):
-            return
+        """At the end of a call or a backward: store what forward has written. Later writes are lost."""
         for i in list(self.forward_writes.given):
             self.settle(i)
-            if self.forward_writes.given[i].own:
-                # Memory that forward put there by `w.data = x` is its own.
-                self.free_unit(i)
         self.look_again()
         self.forward_writes.forget()
 
     def look_again(self) -> None:
-        """Store what forward has written into copies that it still has after they were freed here."""
-        if not self.forward_writes.freed.copies:
-            return
-        for i in list(self.live):
-            # First, while the shard is what the newer copy was gathered from: writes are found by comparing the two.
-            self.settle(i)
-        for i, j in self.forward_writes.freed.look_again():
-            self.forward_writes.counts[i][j] += 1
-            # Our own write into the shard, not one of the user's.
-            self.counts[i] = writes(self.parts[i])
-            self.free_unit(i, settled=True)
+        """Refuse writes into full parameters that were freed before them: they would be lost."""
+        if self.forward_writes.freed:
+            self.forward_writes.look_again()
 
     def renew(self) -> None:
         """Mark all gathered parameters as out of date, after an update."""
@@ -209,12 +187,11 @@ def updating(gathered: GatheredUnits, places: Collection[tuple[int, int]]) -> It
         gathered.look_again()
         gathered.settle(i)
     yield
-    freed = gathered.forward_writes.freed
     for i, j in places:
         gathered.writes[i][j] += 1
         gathered.counts[i] = writes(gathered.parts[i])
         gathered.free_unit(i, settled=True)
-        freed.copies = [copy for copy in freed.copies if copy.place != (i, j)]
+        gathered.forward_writes.forget_leaf(i, j)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -737,7 +714,7 @@ def note_of(source: Units, t: Tensor) -> Note | None:
     """The note for a saved tensor; `None` if it is not a full parameter."""
     local = _local(t)
     found = source.gathered.origin(local)
-    if found is None or source.forward_writes.is_replaced(*found):
+    if found is None:
         return None
     place = tuple(local.size()), tuple(local.stride()), int(local.storage_offset())
     return Note(source, source.age(*found), *found, *place, None if local is t else Form.of(t))
