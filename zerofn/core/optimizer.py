@@ -271,7 +271,7 @@ class _KernelUpdate(Function):
 
 
 class _Pull(Function):
-    """The backward of `_KernelUpdate`, with a derivative of its own that computes it again and saves no intermediates."""
+    """The backward of `_KernelUpdate`. Its own derivative computes it again, and saves no intermediates."""
 
     @staticmethod
     def forward(pull: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
