@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -155,3 +156,42 @@ def on_to_torch(runs: str, name: str) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")
 def test_a_run_goes_on_under_torch_optim(runs, name, ranks):
     assert zf.launch(on_to_torch, ranks, str(runs), name, timeout=limit(200)) == [[]] * ranks
+
+
+def on_to_deepspeed() -> list[str]:
+    """A run of ours at every stage goes on in DeepSpeed; what differs from the run that went on here."""
+    wrong = []
+    # Three ranks have the same batch, as in `goes_on`.
+    drawn = (dist.get_rank(),) if dist.get_world_size() == 2 else (0, 1)
+
+    def steps(opt: Any, model: torch.nn.Module, which: range) -> None:
+        for step in which:
+            ds.loss_of(model, step, drawn).backward()
+            opt.step()
+            opt.zero_grad()
+
+    for stage in range(4):
+        model = ds.Tied()
+        opt = zf.attach(model, chain(stage, "fp32"))
+        steps(opt, model, range(ds.BEFORE))
+        start = numbers(opt, model)
+        # A copy: torch.optim trains the tensors that it loads.
+        states = copy.deepcopy(get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=True)))
+        with opt.gathered():
+            weights = {k: x.detach().clone() for k, x in model.state_dict().items()}
+        found = ds.goes_on_from(weights, states, range(ds.BEFORE, ds.AFTER))
+        steps(opt, model, range(ds.BEFORE, ds.AFTER))
+        for key, x in numbers(opt, model).items():
+            if key in found and "frozen" not in key:
+                off, change = (found[key] - x).double().norm(), (x - start[key]).double().norm()
+                wrong += [] if change > 0 and off <= 1e-5 * change else [f"{stage}: {key} {float(off / change)}"]
+        wrong += [] if len(found) > 10 else [f"{stage}: {list(found)}"]
+        opt.detach()
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:.*torch.distributed")
+def test_a_run_of_ours_goes_on_under_deepspeed(ranks):
+    pytest.importorskip("deepspeed")
+    assert zf.launch(on_to_deepspeed, ranks, timeout=limit(200)) == [[]] * ranks

@@ -87,6 +87,34 @@ def run(directory: str) -> list[str]:
     return []
 
 
+def goes_on_from(weights: dict, states: dict, steps: range) -> dict[str, torch.Tensor]:
+    """Weights and a full state dict of torch's form go on in DeepSpeed at stage 0; its numbers after some steps.
+
+    At stage 0 DeepSpeed trains by the optimizer that it was given. At the others it reads no state dict but its own.
+    """
+    warnings.simplefilter("ignore")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    model = Tied(seed=9)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1.0)
+    config: dict = {"train_micro_batch_size_per_gpu": 6, "zero_allow_untested_optimizer": True}
+    config |= {"gradient_clipping": 0.0, "steps_per_print": 1000, "zero_optimization": {"stage": 0}}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.module.load_state_dict(weights)
+    set_optimizer_state_dict(engine.module, optimizer, states, options=StateDictOptions(full_state_dict=True))
+    drawn = (dist.get_rank(),) if dist.get_world_size() == 2 else (0, 1)
+    for step in steps:
+        engine.backward(loss_of(engine, step, drawn))
+        engine.step()
+    found = {f"{k} fp32": p.detach().clone() for k, p in model.named_parameters()}
+    for k, p in model.named_parameters():
+        found |= {f"{k} {n}": x.detach().clone() for n, x in optimizer.state[p].items()} if p.requires_grad else {}
+    engine.destroy()
+    return found
+
+
 def _convert(source: str, stage: int) -> None:
     from deepspeed.checkpoint.ds_to_universal import main
 

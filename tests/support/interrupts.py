@@ -66,6 +66,13 @@ class Moment:
         if frame.f_code.co_name == "__exit__" and frame.f_code.co_filename == contextlib.__file__:
             # Python itself loses what is left to be closed: of an `ExitStack` the callbacks behind this one.
             return
+        if (
+            event == "c_return"
+            and frame.f_code.co_name == "__enter__"
+            and frame.f_code.co_filename == contextlib.__file__
+        ):
+            # What was entered is closed by nobody but the garbage collector: Python has not begun the `with` yet.
+            return
         if self.files and not frame.f_code.co_filename.endswith(self.files):
             return
         self.seen += 1

@@ -346,9 +346,12 @@ class Segment:
             elif update is pass_through:
                 out, own = signal, state
             else:
-                if type(update) is CheckedUpdate and update.settled and not ctx.recorded:
-                    update = update.update_fn
+                settled = type(update) is CheckedUpdate and update.settled and not ctx.recorded
+                update = update.update_fn if settled else update
                 out, own = update(signal, state, seen, p.carry, ctx)
+                if settled and out is not None and out is not signal and [*out] != [*signal]:
+                    # As `check_returned` does: what stands behind may pair lists by position.
+                    out = {path: out[path] for path in params if path in out}
             if p.carries_state:
                 self.changed.setdefault(part.name, {}).update(own)
             elif own is not state:
