@@ -396,7 +396,7 @@ class Segment:
                 old = new[part.name]
                 merged = {**old, **changed}
                 for key, x in p.state.items():
-                    # Of a tree in which its update has written too only what was prepared.
+                    # Of an entry into which its update has written as well, only what was prepared is taken from here.
                     merged[key] = x if isinstance(x, Tensor) else overlaid(merged.get(key), moved(x, old.get(key)))
                 new[part.name] = select(emitted, merged, old) if emitted is not True else merged
             emitted = emitted if p.emit is True else both(emitted, p.emit)

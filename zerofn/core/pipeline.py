@@ -530,7 +530,8 @@ def _guarded(t: Transform, paths: Set[str], where: str, checked: bool = False) -
 def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
     """The same transform, whose functions raise where they return what does not fit its leaves.
 
-    And unless it says that it keeps nothing of others, it shares no memory with what is written behind it.
+    What it returns is copied where it shares memory with tensors that a later transform writes, unless
+    `Facts(keeps=False)` says that it never does.
 
     Args:
         t: the transform.

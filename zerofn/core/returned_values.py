@@ -167,10 +167,10 @@ COMPARED = 3
 
 
 class Comparing:
-    """How it is told that tensors which a transform returns are one with others that are written.
+    """Finds tensors that a transform returns and that are written later under another name.
 
-    By the addresses of their storages (`memories`) in its first steps, and as long as it returns what has to be copied.
-    Later by the objects that they are.
+    In its first steps it compares the addresses of their storages (`memories`), and goes on so as long as it finds any.
+    Later it compares the objects alone.
 
     Args:
         budget: what its first steps take of it.

@@ -316,7 +316,7 @@ class UnitRounds:
             return False
         # One that was prefetched and passed over is not expected any more.
         self.gathered.finish_prefetched()
-        # Beside the unit that comes, only one that is being gathered `now` is kept: what computes has its own tensors.
+        # Two units are full at most: the one that comes, and one that is gathered now. What computes has its own tensors.
         self.gathered.drop(ALIVE - 1 - (now[0] == PARAMETERS))
         self.gathered.coming[i] = self._gather(i)
         self.last_two = (self.last_two[1], then)
@@ -622,8 +622,8 @@ class GatherUnit(Function):
         ctx.units, ctx.i = inputs[0], inputs[1]
         ctx.set_materialize_grads(False)
         if inputs[2] == PARAMETERS:
-            # Those that are frozen for this call too: their neighbours in the unit need gradients, and what came of
-            # one would be dropped here and taken by the ranks that only join.
+            # A leaf that is frozen for this call is marked too, since its neighbours in the unit need gradients: its
+            # gradient would be dropped here, and taken by the ranks that only join this backward.
             trained = ctx.needs_input_grad[3:]
             ctx.mark_non_differentiable(*(x for x, needed in zip(output, trained, strict=True) if not needed))
 
