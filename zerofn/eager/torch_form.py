@@ -43,7 +43,7 @@ OWN_ENTRY = "zerofn/"
 FORMAT = 3
 # What `torch.optim` calls the count of a leaf's updates.
 STEP = "step"
-# Counts of a whole transform and of the state. Where a file has none of them, the counts of leaves say what they were.
+# Counts of a whole transform and of the state. Where a file has none, the counts of leaves say what they were.
 COUNTED = (STEP, "micro_step")
 # The most updates that a leaf has had: where leaves say another number, another library has gone on from these entries.
 UPDATES = OWN_ENTRY + "updates"

@@ -316,7 +316,7 @@ class UnitRounds:
             return False
         # One that was prefetched and passed over is not expected any more.
         self.gathered.finish_prefetched()
-        # Two units are full at most: the one that comes, and one that is gathered now. What computes has its own tensors.
+        # At most two units are full: the one that comes, and one gathered now. What computes has its own tensors.
         self.gathered.drop(ALIVE - 1 - (now[0] == PARAMETERS))
         self.gathered.coming[i] = self._gather(i)
         self.last_two = (self.last_two[1], then)
