@@ -124,8 +124,8 @@ def to_resident(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
         keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
     if resident.dtype != wide.dtype or pipe.road.renumbers_after_update:
         return pipe.road.store(full, leaf).clone(memory_format=torch.contiguous_format)
-    # A view of `p`, so that a step's write into the stored tensor is counted as a write into `p`. Not under `shard`: its
-    # graphs gather anew and count updates themselves, and the version of `p` counts the user's writes alone.
+    # A view of `p`, so that a step's write into the stored tensor is counted as a write into `p`. Not under `shard`,
+    # whose graphs gather anew and count updates themselves: there the version of `p` counts the user's writes alone.
     return pipe.road.own(p.detach() if pipe.gathering is None else resident.detach(), leaf)
 
 
