@@ -132,8 +132,15 @@ def on_ranks(kind, several):
     return done
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    ("several", "ranks"),
+    [
+        (False, 1),
+        (True, 1),
+        (True, 2),
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((False, 2), (False, 3), (True, 3))],
+    ],
+)
 @pytest.mark.parametrize("kind", CHAINS)
 def test_what_a_transform_is_handed_is_in_the_order_of_the_layout(kind, several, ranks):
     assert set(zf.launch(on_ranks, ranks, kind, several, timeout=limit())) == {12}

@@ -88,6 +88,11 @@ RUNS = [
 ]
 
 
+def slow_but(stage: str, *quick: str):
+    """The mark of a row: stages that the default run leaves to another test of this file are slow."""
+    return () if stage in quick else pytest.mark.slow
+
+
 def close(mine: list[Tensor], reference: list[Tensor], what: object) -> None:
     start = [p.detach() for p in net().parameters()]
     moved = [not torch.equal(b, s) for b, s in zip(reference, start, strict=True)]
@@ -113,7 +118,7 @@ def on_a_rank(stage: str, runs: list) -> list[list[Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(x, marks=slow_but(x, "data parallel", "ZeRO-3")) for x in STAGES])
 def test_ranks_freeze_as_torch_optim_does(stage):
     for ranks in zf.launch(on_a_rank, 2, stage, RUNS, timeout=limit()):
         for run, mine in zip(RUNS, ranks, strict=True):
@@ -183,7 +188,7 @@ def test_a_frozen_leaf_is_one_without_a_gradient(hold):
         assert all(torch.equal(a, b) for a, b in zip(mine, expected[name], strict=True)), name
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [pytest.param(x, marks=slow_but(x, "ZeRO-1", "ZeRO-2")) for x in STAGES])
 def test_a_frozen_leaf_is_one_without_a_gradient_on_ranks(stage):
     expected = dropped(2 if stage == "ZeRO-1" else 1)
     for both in zf.launch(others_on_a_rank, 2, stage, timeout=limit()):

@@ -164,7 +164,9 @@ def evaluates(when: str, alone: bool, stage: Any, in_backward: bool) -> dict[str
         return {path: p.detach() - begun[path] for path, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["all", "one rank alone"])
+@pytest.mark.parametrize(
+    "alone", [pytest.param(False, marks=pytest.mark.slow, id="all"), pytest.param(True, id="one rank alone")]
+)
 @pytest.mark.parametrize("when", ["before forward", "before backward", "after backward", "in backward"])
 def test_an_evaluation_changes_nothing_wherever_it_stands(when: str, alone: bool):
     """A gathered copy of before the update was taken for a write by forward, which undid it."""
