@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .._compat.autograd import has_hooks, in_backward
 from .._compat.functorch import uncompiled
-from .._compat.tensors import local_of, registered, set_local, sharded_by_torch
+from .._compat.tensors import local_of, registered, set_local
 from .._errors import bad_leaves, explain
 from ..core.layout import Within
 from ..ranks.dtensor import CUT, Form, is_distributed, why_not_attachable
@@ -66,7 +66,6 @@ class DistributedModel:
         self.groups: tuple[Group, ...] = ()
         if not self.named:
             return
-        _check_cared_for(model)
         self._check()
         self.forms = {path: Form.of(p) for path, p in self.named.items()}
         first = next(iter(self.forms.values()))
@@ -122,20 +121,6 @@ class DistributedModel:
             for name, p in list(registered(module)[0].items()):
                 if id(p) in new:
                     setattr(module, name, new[id(p)])
-
-
-def _check_cared_for(model: nn.Module) -> None:
-    if names := sharded_by_torch(model):
-        raise ValueError(
-            bad_leaves(
-                "attach: a model that fully_shard gathers and cuts itself",
-                [
-                    (name or "<root>", "its parameters are DTensors that FSDP2's hooks exchange in forward")
-                    for name in names
-                ],
-                "zf.attach(model, zf.chain(zf.shard(), ...)) of the model before fully_shard, which shard replaces",
-            )
-        )
 
 
 def _local(p: Any, form: Form) -> nn.Parameter:
