@@ -22,7 +22,7 @@ from zerofn import extend
 BUILT_IN = Path(zf.__file__).parent / "transforms"
 NAMES = (
     *("shard", "reduce_scatter", "all_reduce", "precision", "scale_loss", "accumulate", "clip_by_global_norm"),
-    *("clip_by_value", "sgd", "adam", "adamw", "low_precision_adam", "offload", "ema", "Sharding", "Averaging"),
+    *("clip_by_value", "sgd", "adam", "adamw", "low_precision_adam", "offload", "ema"),
 )
 MIDDLE = {
     "fp32": lambda z: ([], [z.clip_by_global_norm(0.5), z.adamw(1e-2)]),
