@@ -167,13 +167,18 @@ def program(fn):
     return fn
 
 
-def trained(engine, model, rank, loss=usual, steps=2):
+def stepped(engine, model, backward, steps=2):
+    """Full parameters after steps, before each of which `backward(model, step)` has run."""
     opt = engine.attach(model)
     for step in range(steps):
-        loss(model, rank, step).backward()
+        backward(model, step)
         opt.step()
         opt.zero_grad()
     return opt.full()
+
+
+def trained(engine, model, rank, loss=usual):
+    return stepped(engine, model, lambda model, step: loss(model, rank, step).backward())
 
 
 @program
@@ -228,25 +233,21 @@ def several_forwards_then_backward(engine, rank):
 
 @program
 def retain_graph(engine, rank):
-    opt = engine.attach(net())
-    for step in range(2):
-        loss = usual(opt.model, rank, step)
+    def backward(model, step):
+        loss = usual(model, rank, step)
         loss.backward(retain_graph=True)
         (2 * loss).backward()
-        opt.step()
-        opt.zero_grad()
-    return opt.full()
+
+    return stepped(engine, net(), backward)
 
 
 @program
 def backward_with_a_gradient(engine, rank):
-    opt = engine.attach(net())
-    for step in range(2):
-        out = opt.model(batch(rank, step)[0])
+    def backward(model, step):
+        out = model(batch(rank, step)[0])
         out.backward(torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out) / 50)
-        opt.step()
-        opt.zero_grad()
-    return opt.full()
+
+    return stepped(engine, net(), backward)
 
 
 @program
@@ -512,13 +513,11 @@ def a_block_called_twice(engine, rank):
 
 @program
 def two_backwards_then_a_step(engine, rank):
-    opt = engine.attach(net())
-    for step in range(2):
+    def backward(model, step):
         for i in range(2):
-            usual(opt.model, rank, 2 * step + i).backward()
-        opt.step()
-        opt.zero_grad()
-    return opt.full()
+            usual(model, rank, 2 * step + i).backward()
+
+    return stepped(engine, net(), backward)
 
 
 @program

@@ -269,7 +269,8 @@ forward_hooks: Callable[[nn.Module], Any] = attrgetter("_forward_hooks")
 def set_flat_weights(module: Any, weights: Callable[[list[str]], list[Any]], ref: Any) -> None:
     """Set the list of weights that a recurrent module's kernel takes, from their names.
 
-    `ref` replaces the weak references by which the module notices that weights were replaced.
+    The module has a weak reference to each weight, by which it notices that the weight was replaced. `ref` is put in
+    the place of each.
     """
     names = module._flat_weights_names
     module._flat_weights = weights(names)

@@ -19,7 +19,7 @@ from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
 from .facts import Facts, Scope
 from .layout import Leaves
-from .returned_values import CheckedUpdate
+from .returned_values import CheckedUpdate, in_order
 from .transform import Transform, TransformState, gives_parameters, nothing_to_prepare, pass_through
 from .tree import Places, flatten, moved, of_leaves, overlaid, places, select
 
@@ -350,8 +350,7 @@ class Segment:
                 update = update.update_fn if settled else update
                 out, own = update(signal, state, seen, p.carry, ctx)
                 if settled and out is not None and out is not signal and [*out] != [*signal]:
-                    # As `check_returned` does: what stands behind may pair lists by position.
-                    out = {path: out[path] for path in params if path in out}
+                    out = in_order(out, params)
             if p.carries_state:
                 self.changed.setdefault(part.name, {}).update(own)
             elif own is not state:

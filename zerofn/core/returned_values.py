@@ -270,8 +270,12 @@ def check_returned(
         rows = [(str(path), reason) for path, reason in bad.items()]
         right = _right(facts, rows)
         raise ValueError(bad_leaves(f"{name}: an update that does not fit its leaves", rows, right))
-    # In the order of the layout, whatever theirs is: what stands behind may pair lists by position.
-    return {path: out[path] for path in params if path in out}, state
+    return in_order(out, params), state
+
+
+def in_order(out: Mapping[str, Tensor], params: Leaves) -> Leaves:
+    """Updates in the order of the layout, whatever theirs is: what stands behind may pair lists by position."""
+    return {path: out[path] for path in params if path in out}
 
 
 class CheckedUpdate:

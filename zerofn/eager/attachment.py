@@ -414,10 +414,8 @@ class Attachment:
     def step(self, weight: Any) -> dict[str, Tensor]:
         """Run one micro-step. Return its metrics, each a tensor of its own."""
         home, early = self.home, self.home.in_backward
-        if not self.here or graph_task() != NO_BACKWARD or self.averages.on or home.is_full:
-            self.check("step")
-        if self.watch.now() != self.watch.known:
-            self.watch.check()
+        self.check("step")
+        self.watch.check()
         if early is not None and weight is not None:
             raise ValueError(
                 "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."

@@ -30,12 +30,17 @@ class Channels(NamedTuple):
     equals: Group | None = None
 
 
-def open_channels(pipe: Pipeline) -> Channels:
-    """Open the groups that a pipeline needs. Every rank of the job must call it, and waits for the others once."""
+def open_channels(pipe: Pipeline, gathers: bool = True) -> Channels:
+    """Open the groups that a pipeline needs. Every rank of the job must call it, and waits for the others once.
+
+    Args:
+        pipe: the pipeline.
+        gathers: whether sharded parameters are gathered here, and not by FSDP2.
+    """
     if not pipe.step_groups:
         return Channels()
     joining: dict[str, Sequence[Group]] = {"control": pipe.step_groups}
-    if pipe.gathering is not None:
+    if pipe.gathering is not None and gathers:
         joining["wanted"] = [pipe.gathering.group]
     if reduction(pipe) is not None:
         joining["more"] = pipe.step_groups

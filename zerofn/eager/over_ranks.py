@@ -14,7 +14,7 @@ from ..sharded.guarded_parameter import Asks
 from ..sharded.units import UnitPlans, split
 from .gradients import GradientHooks, MicroStep
 from .resident_params import ResidentParams
-from .sharded_states import DTensorStateViews, ShardedStateViews, gathering_of_states
+from .sharded_states import as_dtensors, as_shards, gathering_of_states
 from .step_agreement import StepAgreement, WholeParameters
 
 
@@ -22,7 +22,7 @@ def hook(home: ResidentParams) -> None:
     """Hook parameters and modules: gradients are reduced or used as they arrive, and full parameters gathered."""
     pipe, params, channels = home.pipe, home.params, home.channels
     hooks = GradientHooks(pipe, params, channels, home.in_backward, home.masters.carry_leaf, home.undo)
-    home.units, blocks = _units(home, hooks.accept) if home.fully_sharded is None else (None, [])
+    home.units, blocks = _units(home, hooks.accept)
     hooks.units = home.units
     home.hook_modules(blocks)
     if channels.equals is not None:
@@ -33,11 +33,11 @@ def hook(home: ResidentParams) -> None:
     home.gradients = ends = MicroStep(hooks, agreement, home.masters, home.refresh)
     asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, functools.partial(_moved, home))
     if home.fully_sharded is not None:
-        home.state_views = DTensorStateViews(home.fully_sharded)
+        home.state_views = as_dtensors(home.fully_sharded)
         return
     gathering = None if home.units is None else gathering_of(home.units)
     by = gathering or gathering_of_states(pipe, channels.control, lambda: home.left)
-    home.state_views = ShardedStateViews(by)
+    home.state_views = None if by is None else as_shards(by)
     label(home.undo, home.model, pipe, params, gathering, home.units, home.context is not None, asks, home.forms)
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..module.fully_sharded import FullySharded
     from ..sharded.gather_on_use import Units
     from .in_backward import InBackward
-    from .sharded_states import DTensorStateViews, ShardedStateViews
+    from .sharded_states import StateViews
     from .step_agreement import WholeParameters
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class ResidentParams:
         units: gathers sharded parameters on use; `None` where they are not sharded.
         boundary: of the model's calls; `None` if its modules have no hooks.
         wholes: full parameters of which each rank stores a shard, if ranks compare them.
-        state_views: shows shards of states in their full shapes; `None` on one process.
+        state_views: shows shards of states in their full shapes; `None` where they are shown as they are.
         undo: functions that remove what was put on the model, called from the last to the first.
         stored: the first stored parameters; empty before they are made.
         hooked, left: whether `attach` has come to its end, and whether `detach` has begun.
@@ -347,7 +347,7 @@ class ResidentParams:
         self.buffers = dtypes_of_buffers(model, pipe.dtypes)
         # With the views that read a state as they are: there is none yet.
         self.make = start(self.unread, params)
-        self.channels = open_channels(pipe)
+        self.channels = open_channels(pipe, gathers=fully_sharded is None)
         # By path: the dtype that gradients were to have, where it was not the parameter's own.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
         self.dtypes = dict(zip(params, map(_DTYPE, params.values()), strict=True))
@@ -357,7 +357,7 @@ class ResidentParams:
         self.units: Units | None = None
         self.boundary: ModelBoundary | None = None
         self.wholes: WholeParameters | None = None
-        self.state_views: ShardedStateViews | DTensorStateViews | None = None
+        self.state_views: StateViews[Any] | None = None
         self.gradients: OwnGradients
         # Whether there is nobody to compare with, and no copy to store: a step then takes gradients as they are.
         self.alone = False

@@ -1,4 +1,4 @@
-"""`ShardedStateViews`: shards of a state as `opt.state[p]` shows them, with the shape of the full tensor.
+"""`StateViews`: shards of a state as `opt.state[p]` shows them, with the shape of the full tensor.
 
 So a second moment has the shape of `p.grad` as in one process, at every stage. Elementwise functions run on the shard;
 norms, indices and writes by index are those of the full tensor. A sharded tensor that cannot be gathered here, for
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..ranks.group import Group
 from ..ranks.process_groups import together
 from ..sharded.parameter import Gathering, Origin, Piece, part_of
 
+T = TypeVar("T")
 ON_EVERY_RANK = "the same line on every rank, and what is done with its result on one"
 
 
@@ -46,41 +47,44 @@ def gathering_of_states(pipe: Pipeline, control: Group | None, left: Callable[[]
     return Gathering(wire, meet, left)
 
 
-class ShardedStateViews:
-    """Shows tensors of a state as shards, like the parameters of one attached model.
+class StateViews(Generic[T]):
+    """Shows tensors of a state otherwise than they are stored, on the same memory.
 
     Args:
-        gathering: gathers shards outside of the model's calls; `None` where nothing is sharded.
+        find: returns, by id of a state's tensor, what `show` needs to know of it. Tensors that it leaves out are shown
+            as they are.
+        show: returns the tensor as it is shown.
     """
 
-    def __init__(self, gathering: Gathering | None):
-        self.gathering = gathering
+    def __init__(self, find: Callable[[State], dict[int, T]], show: Callable[[Tensor, T], Tensor]):
+        self.find, self.show = find, show
         # Programs ask for one parameter after the other, and the state does not change in between.
         self._state: Callable[[], State | None] = lambda: None
-        self._known: dict[int, Origin] = {}
+        self._known: dict[int, T] = {}
 
     def shown(self, state: State, x: Any) -> Any:
-        """A tensor of the state; as a shard that shows the full shape, if it is sharded like its parameter."""
-        if self.gathering is None:
-            return x
+        """A tensor of the state as it is shown."""
         if self._state() is not state:
-            self._state, self._known = weakref.ref(state), _origins(state, self.gathering)
+            self._state, self._known = weakref.ref(state), self.find(state)
         of = self._known.get(id(x))
-        if of is None:
-            return x
-        # Ranks that are not the owner have one number, expanded, and nothing could be written into it.
-        return part_of(x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device), of)
+        return x if of is None else self.show(x, of)
 
 
-class DTensorStateViews:
-    """Shows tensors of a state as DTensors like their parameters, as those of torch's optimizers are under FSDP2."""
+def as_shards(gathering: Gathering) -> StateViews[Origin]:
+    """Shows tensors that are sharded like their parameters as shards, with the shape of the full tensor."""
+    return StateViews(lambda state: _origins(state, gathering), _as_shard)
 
-    def __init__(self, model: FullySharded):
-        self.model = model
 
-    def shown(self, state: State, x: Any) -> Any:
-        """A tensor of the state; as a DTensor on the same memory, if it is sharded like its parameter."""
-        return self.model.as_dtensor(x, next((e for e in entries(state) if e.value is x), None))
+def as_dtensors(model: FullySharded) -> StateViews[str]:
+    """Shows tensors that are sharded like their parameters as DTensors, as torch's optimizers have them under FSDP2."""
+    return StateViews(
+        lambda state: {id(e.value): e.path for e in entries(state) if model.is_alike(e)}, model.as_dtensor
+    )
+
+
+def _as_shard(x: Tensor, of: Origin) -> Tensor:
+    # Ranks that are not the owner have one number, expanded, and nothing could be written into it.
+    return part_of(x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device), of)
 
 
 def _origins(state: State, by: Gathering) -> dict[int, Origin]:

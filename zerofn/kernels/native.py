@@ -92,7 +92,7 @@ def _private(inner: Path) -> bool:
 
     In directories above it nobody else may write, except where the sticky bit protects files of others. A group counts
     as somebody else, though some systems give each user a group of their own: who is in it cannot be known without
-    asking the network, and being wrong only costs another build, half a second, in the next directory.
+    asking the network. A wrong guess costs one more build, half a second, in the next directory.
     """
     status = inner.stat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:

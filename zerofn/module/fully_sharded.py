@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._compat.autograd import has_hooks
 from .._compat.tensors import local_of, sharded_by_torch, version
@@ -22,9 +22,10 @@ from ..core.state_entries import Entry
 from ..core.transform import Transform
 from ..core.view import View, over_ranks
 from ..core.wires import Sharding
-from ..ranks.dtensor import Rows, is_distributed, rows_over, shard_on, why_not_by_rows
+from ..ranks.dtensor import Form, Rows, is_distributed, rows_over, why_not_by_rows
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
+from .tensor_parallel import within_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # While a model of `fully_shard` is attached, FSDP2 all-gathers its parameters and reduces their gradients. The chain
@@ -61,8 +62,7 @@ class FullySharded:
     """
 
     def __init__(self, model: nn.Module, named: dict[str, nn.Parameter]):
-        self.model = model
-        self.modules: list[Any] = [module for _, module in fully_sharded_modules(model)]
+        self.modules: list[Any] = [model.get_submodule(name) for name in sharded_by_torch(model)]
         _check(named)
         lie = {path: rows_over(p) for path, p in named.items()}
         first = next(iter(lie.values()))
@@ -153,12 +153,15 @@ class FullySharded:
                 p.grad = None
         self._spent = []
 
-    def as_dtensor(self, x: Any, of: Entry | None) -> Any:
-        """An entry of the state as a DTensor like its parameter, on the same memory, if it is sharded like that."""
-        p = None if of is None else self.parameters.get(of.path)
-        if p is None or of is None or of.at_owner or x.shape != self.rows[of.path].shape:
-            return x
-        return shard_on(x.view(local_of(p).shape), p)
+    def is_alike(self, e: Entry) -> bool:
+        """Whether an entry of the state is sharded like its parameter."""
+        mine = self.rows.get(e.path) if e.of_leaf and not e.at_owner else None
+        return mine is not None and isinstance(e.value, Tensor) and e.value.shape == mine.shape
+
+    def as_dtensor(self, x: Tensor, path: str) -> Tensor:
+        """Such an entry as a DTensor like the parameter, on the same memory."""
+        p = self.parameters[path]
+        return Form.of(p).wrap(x.view(local_of(p).shape))
 
     def clear(self, to_none: bool) -> None:
         """Clear the gradients of the model."""
@@ -186,12 +189,6 @@ def check_ways(in_backward: bool, made: bool) -> None:
         right = "model.to_empty(device=...), first values of its parameters, and zf.attach(model, tx);\n"
         right += "zf.materialize(model, zf.chain(zf.shard(), ...)) of the model before fully_shard"
         raise ValueError(explain("materialize(model, tx), and a model of fully_shard", why, right))
-
-
-def fully_sharded_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules to which `fully_shard` was applied, with their names."""
-    names = set(sharded_by_torch(model))
-    return [(name, module) for name, module in model.named_modules() if name in names]
 
 
 def _sharded_already(spec: Spec) -> Spec:
@@ -236,13 +233,7 @@ def _tensor_parallel(lie: dict[str, Rows]) -> tuple[tuple[Group, ...], dict[str,
     forms = [x.tensor_parallel for x in lie.values() if x.tensor_parallel is not None]
     if not forms:
         return (), {}
-    within = {}
-    for path, x in lie.items():
-        form = x.tensor_parallel
-        boxes = (((0,) * len(x.shape), tuple(x.shape)),) if form is None else form.boxes
-        shape = x.shape if form is None else form.shape
-        cut = len(boxes) > 1
-        within[path] = Within(shape, boxes, forms[0].place if cut else 0, cut or forms[0].place == 0)
+    within = {path: within_of(x.shape, x.tensor_parallel, forms[0].place) for path, x in lie.items()}
     return (group_for("zf.attach", forms[0].mesh),), within
 
 

@@ -71,9 +71,7 @@ class DistributedModel:
         first = next(iter(self.forms.values()))
         self.groups = (group_for("zf.attach", first.mesh),)
         for path, p in named.items():
-            boxes = self.forms[path].boxes if path in self.forms else (((0,) * p.ndim, tuple(p.shape)),)
-            at = first.place if len(boxes) > 1 else 0
-            self.within[path] = Within(p.shape, boxes, at, len(boxes) > 1 or first.place == 0)
+            self.within[path] = within_of(p.shape, self.forms.get(path), first.place)
 
     def _check(self) -> None:
         bad = [(path, why) for path, p in self.named.items() if (why := why_not_attachable(p)) is not None]
@@ -121,6 +119,20 @@ class DistributedModel:
             for name, p in list(registered(module)[0].items()):
                 if id(p) in new:
                     setattr(module, name, new[id(p)])
+
+
+def within_of(shape: torch.Size, form: Form | None, place: int) -> Within:
+    """Where a leaf lies in its full tensor.
+
+    Args:
+        shape: of a leaf that all ranks have.
+        form: of a leaf that tensor parallelism has made a DTensor; `None` for others.
+        place: the index of this rank among those of tensor parallelism.
+    """
+    full = shape if form is None else form.shape
+    boxes = (((0,) * len(full), tuple(full)),) if form is None else form.boxes
+    cut = len(boxes) > 1
+    return Within(full, boxes, place if cut else 0, cut or place == 0)
 
 
 def _local(p: Any, form: Form) -> nn.Parameter:

@@ -186,10 +186,7 @@ def as_part_of(like: Any, x: Any) -> Any:
     """This rank's shard as a DTensor like another one that has as many elements here; anything else unchanged."""
     if not is_distributed(like) or type(x) is not Tensor or x.shape != (like.to_local().numel(),):
         return x
-    from torch.distributed.tensor import DTensor
-
-    rows, where = x.view(like.to_local().shape), (like.device_mesh, like.placements)
-    return DTensor.from_local(rows, *where, run_check=False, shape=like.shape, stride=like.stride())
+    return Form.of(like).wrap(x.view(like.to_local().shape))
 
 
 def placed_like(x: Any, like: Any) -> Tensor:
@@ -362,11 +359,3 @@ def _line(mesh: Any, axis: int) -> DeviceMesh:
     if mesh.mesh_dim_names is not None:
         return mesh[mesh.mesh_dim_names[axis]]
     return DeviceMesh.from_group(mesh.get_group(axis), mesh.device_type)
-
-
-def shard_on(local: Tensor, like: Any) -> Tensor:
-    """The DTensor like another one, with this local tensor."""
-    from torch.distributed.tensor import DTensor
-
-    how: Any = dict(run_check=False, shape=like.shape, stride=like.stride())
-    return DTensor.from_local(local, like.device_mesh, like.placements, **how)

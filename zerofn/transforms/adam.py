@@ -61,7 +61,7 @@ def adam(
         ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
 
     Warns:
-        UserWarning: when the state is made or planned, a parameter is stored in bf16.
+        UserWarning: a parameter is stored in bf16. It comes when the state is made or planned.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -85,9 +85,8 @@ def adam(
         first update. In derivatives and in the formula the root of a second moment below 1e-38 counts as 1e-19, which
         shows only with an `eps` below 1e-10.
 
-        A shard has the bits of the full leaf, except near the ends of shards: torch's kernel rounds the last elements
-        of a tensor, fewer than a vector has, differently, by about one unit in the last place of a moment in each
-        update.
+        A shard has the bits of the full leaf, except in its last elements, those that do not fill a vector register.
+        torch's kernel rounds them otherwise: a moment differs by about one unit in the last place in each update.
     """
     return adam_of("adam", lr, betas, eps, weight_decay, decoupled=False)
 
@@ -116,7 +115,7 @@ def adamw(
         ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
 
     Warns:
-        UserWarning: when the state is made or planned, a parameter is stored in bf16.
+        UserWarning: a parameter is stored in bf16. It comes when the state is made or planned.
 
     Examples:
         >>> import torch, zerofn as zf
