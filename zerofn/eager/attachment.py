@@ -39,9 +39,9 @@ from ..module.attach_checks import (
 from ..ranks.dtensor import is_distributed
 from ..ranks.process_groups import lease, together
 from .accumulation_window import AccumulationWindow
-from .masters import make_whole, move_out, put
 from .param_groups import ParamGroups, as_text
 from .resident_params import AveragedParameters, ResidentParams, Start, from_rows, from_values, hook_one_process
+from .stored_parameters import make_whole, move_out, put
 
 if TYPE_CHECKING:
     from ..module.fully_sharded import FullySharded
@@ -68,7 +68,7 @@ def leave(home: ResidentParams, steps: list[Callable[[], object]]) -> None:
 
 
 def _steps(home: ResidentParams) -> list[Callable[[], object]]:
-    steps: list[Callable[[], object]] = [home.masters.carry_over]
+    steps: list[Callable[[], object]] = [home.stored_params.store_writes]
     steps.append(home.gradients.forget_all)
     if home.units is not None:
         # A gather that was begun for nobody ends before its channel is closed.
@@ -95,18 +95,18 @@ def give_up(home: ResidentParams, error: BaseException) -> None:
     if home.start is not from_values:
         # It was on the meta device, and might not fit whole.
         return
-    if home.hooked or home.stored:
+    if home.hooked or home.first_stored:
         begun = home.current.begun
         if begun and home.units is not None:
             _end_units(home)
         if not begun:
-            make_whole(home.unread, home.params, home.stored, "zf.attach failed")
+            make_whole(home.unread, home.params, home.first_stored, "zf.attach failed")
         elif all(group.size == 1 for group in home.pipe.groups):
             make_whole(home.pipe, home.params, home.current.state.leaves, "zf.attach failed")
         else:
             error.add_note("zf.attach failed on this rank alone, whose parameters may be parts: make the model anew.")
         _cast_back(home, error)
-        home.hooked, home.stored = False, {}
+        home.hooked, home.first_stored = False, {}
     move_out(home.pipe, home.params, home.grad_dtypes)
     home.existing.put_back()
 

@@ -23,9 +23,9 @@ from ..sharded.gather_on_use import Units
 from ..sharded.reducer import Stream, UnclearedGradients
 from .channels import Channels, reduction
 from .in_backward import InBackward
-from .masters import MasterWeights
 from .own_gradients import OwnGradients
 from .step_agreement import MARKS, StepAgreement
+from .stored_parameters import StoredParameters
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Hooks take each gradient as it arrives: they reduce it, update its leaf at once, or leave it in `p.grad`.
@@ -50,7 +50,7 @@ class GradientHooks:
         params: its parameters by path, in their resident form.
         channels: its process groups.
         in_backward: updates leaves as their gradients arrive, if the model was attached so.
-        carry: stores writes by hand into a parameter that is a copy.
+        store_writes: stores writes by hand into a parameter that is a copy.
         undo: gets the functions that remove the hooks.
 
     Attributes:
@@ -68,10 +68,10 @@ class GradientHooks:
         params: Leaves,
         channels: Channels,
         in_backward: InBackward | None,
-        carry: Callable[[Leaf], object],
+        store_writes: Callable[[Leaf], object],
         undo: list[Callable[[], object]],
     ):
-        self.pipe, self.params, self.in_backward, self.carry = pipe, params, in_backward, carry
+        self.pipe, self.params, self.in_backward, self.store_writes = pipe, params, in_backward, store_writes
         self.reduced: Leaves = {}
         self.taken: Leaves = {}
         self.held: Leaves = {}
@@ -190,7 +190,7 @@ class GradientHooks:
             g = g.to(dtype)
         g = g.reshape(shape)
         if self.in_backward is not None:
-            self.carry(leaf)
+            self.store_writes(leaf)
             self._use(self.in_backward, leaf.path, pull(self.pipe.road.behind_reduction, g, leaf).to(dtype))
             return
         old = self.reduced.get(leaf.path)
@@ -223,7 +223,7 @@ class MicroStep(OwnGradients):
     Args:
         hooks: bring its gradients.
         agreement: compares numbers of ranks at a step.
-        masters: the stored form of parameters that are copies.
+        stored_params: the stored form of parameters that are copies.
         refresh: writes the parameters again from the state, after a step that was given up half done.
 
     Attributes:
@@ -231,11 +231,15 @@ class MicroStep(OwnGradients):
     """
 
     def __init__(
-        self, hooks: GradientHooks, agreement: StepAgreement, masters: MasterWeights, refresh: Callable[[], None]
+        self,
+        hooks: GradientHooks,
+        agreement: StepAgreement,
+        stored_params: StoredParameters,
+        refresh: Callable[[], None],
     ):
-        super().__init__(hooks.pipe, hooks.params, masters)
+        super().__init__(hooks.pipe, hooks.params, stored_params)
         self.hooks, self.agreement = hooks, agreement
-        self.current, self.refresh = masters.current, refresh
+        self.current, self.refresh = stored_params.current, refresh
         self.uncleared = UnclearedGradients(self._zero)
 
     def _zero(self, path: str) -> Tensor:
@@ -244,8 +248,8 @@ class MicroStep(OwnGradients):
 
     def collect(self, boundary: bool | None, given: Callable[[], str]) -> Leaves:
         """The gradients of this micro-step, once ranks have compared what must be equal."""
-        if self.masters.leaves:
-            self.masters.carry_over()
+        if self.stored_params.leaves:
+            self.stored_params.store_writes()
         agreement, units = self.agreement, self.hooks.units
         if agreement.control is None:
             return self.grads()
@@ -357,7 +361,7 @@ class MicroStep(OwnGradients):
         try:
             self.hooks.release()
             if stream is not None and (always or not stream.idle):
-                self.masters.carry_over()
+                self.stored_params.store_writes()
                 stream.broken = False
                 stream.settle(self._dropped())
         finally:

@@ -28,8 +28,8 @@ from ..core.rank_agreement import (
 from ..core.transform import Transform
 from ..core.wrapper_names import modules_of
 from ..module.attach_checks import check_memory
-from .masters import to_resident
 from .optimizer import Optimizer
+from .stored_parameters import to_resident
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These classes compute values for modules on the meta device, with the modules' own `reset_parameters`, one module

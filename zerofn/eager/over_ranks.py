@@ -21,7 +21,7 @@ from .step_agreement import StepAgreement, WholeParameters
 def hook(home: ResidentParams) -> None:
     """Hook parameters and modules: gradients are reduced or used as they arrive, and full parameters gathered."""
     pipe, params, channels = home.pipe, home.params, home.channels
-    hooks = GradientHooks(pipe, params, channels, home.in_backward, home.masters.carry_leaf, home.undo)
+    hooks = GradientHooks(pipe, params, channels, home.in_backward, home.stored_params.store_writes_of, home.undo)
     home.units, blocks = _units(home, hooks.accept)
     hooks.units = home.units
     home.hook_modules(blocks)
@@ -30,7 +30,7 @@ def hook(home: ResidentParams) -> None:
         if hooks.stream is not None and home.context is not None:
             hooks.stream.agreement.opening = functools.partial(home.wholes.before_backward, hooks.stream.control)
     agreement = StepAgreement(channels.control, home.wholes)
-    home.gradients = ends = MicroStep(hooks, agreement, home.masters, home.refresh)
+    home.gradients = ends = MicroStep(hooks, agreement, home.stored_params, home.refresh)
     asks = Asks(hooks.left, hooks.gone, ends.cleared, ends.uncleared.missed, functools.partial(_moved, home))
     if home.fully_sharded is not None:
         home.state_views = as_dtensors(home.fully_sharded)
@@ -54,7 +54,7 @@ def _units(home: ResidentParams, accept: Callable[[Leaf, Tensor], None]) -> tupl
 
 def _moved(home: ResidentParams, path: str) -> None:
     """Store a sharded parameter in the new memory that the user has given it; the old memory is no longer used."""
-    if home.units is not None and path not in home.masters.copies:
+    if home.units is not None and path not in home.stored_params.copies:
         # A copy's values are carried over to the tensor that is stored elsewhere.
         (leaf,) = home.units.units[home.units.plans.alone[path]]
         mine = home.params[path].detach().as_subclass(Tensor)

@@ -10,7 +10,7 @@ import torch
 from .._compat.tensors import read_grad
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
-from .masters import MasterWeights
+from .stored_parameters import StoredParameters
 
 
 class OwnGradients:
@@ -19,11 +19,11 @@ class OwnGradients:
     Args:
         pipe: its pipeline.
         params: its parameters by path.
-        masters: the stored form of parameters that are copies.
+        stored_params: the stored form of parameters that are copies.
     """
 
-    def __init__(self, pipe: Pipeline, params: Leaves, masters: MasterWeights):
-        self.pipe, self.masters = pipe, masters
+    def __init__(self, pipe: Pipeline, params: Leaves, stored_params: StoredParameters):
+        self.pipe, self.stored_params = pipe, stored_params
         self.trainable = {leaf.path: params[leaf.path] for leaf in pipe.layout.trainable}
 
     def grads(self) -> Leaves:
@@ -40,7 +40,7 @@ class OwnGradients:
             boundary: the argument of `set_boundary` for this step, the same on all ranks.
             given: returns the settings of `opt.param_groups` as text, the same on all ranks.
         """
-        self.masters.carry_over()
+        self.stored_params.store_writes()
         return self.grads()
 
     # What follows concerns gradients that have left `p.grad`: here none has.

@@ -28,8 +28,8 @@ from ..ranks.dtensor import Form
 from ..ranks.group import Group
 from .channels import open_channels
 from .current_state import CurrentState
-from .masters import MasterWeights, put, to_resident
 from .own_gradients import OwnGradients
+from .stored_parameters import StoredParameters, put, to_resident
 
 if TYPE_CHECKING:
     from ..module.boundary import ModelBoundary
@@ -318,7 +318,7 @@ class ResidentParams:
         wholes: full parameters of which each rank stores a shard, if ranks compare them.
         state_views: shows shards of states in their full shapes; `None` where they are shown as they are.
         undo: functions that remove what was put on the model, called from the last to the first.
-        stored: the first stored parameters; empty before they are made.
+        first_stored: the first stored parameters; empty before they are made.
         hooked, left: whether `attach` has come to its end, and whether `detach` has begun.
     """
 
@@ -352,7 +352,7 @@ class ResidentParams:
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
         self.dtypes = dict(zip(params, map(_DTYPE, params.values()), strict=True))
         self.undo: list[Callable[[], object]] = []
-        self.stored: dict[str, Tensor] = {}
+        self.first_stored: dict[str, Tensor] = {}
         self.hooked, self.left = False, False
         self.units: Units | None = None
         self.boundary: ModelBoundary | None = None
@@ -369,21 +369,21 @@ class ResidentParams:
         """Give parameters their resident form, make the first state, and hook the model. `leaving` takes it back."""
         pipe = self.pipe
         self.existing.take()
-        self.stored = self.make()
-        states = first_states(pipe, self.stored, self.channels.control, self.existing)
-        self.current.state = first_state(pipe, self.stored, states)
+        self.first_stored = self.make()
+        states = first_states(pipe, self.first_stored, self.channels.control, self.existing)
+        self.current.state = first_state(pipe, self.first_stored, states)
         with _unfrozen([self.params[path] for path in pipe.layout.trained]):
             self._hook()
         self.hooked = True
         self.existing.grads.clear()
-        self.stored = {}
+        self.first_stored = {}
 
     def _hook(self) -> None:
-        self.masters = MasterWeights(self.pipe, self.params, self.current)
+        self.stored_params = StoredParameters(self.pipe, self.params, self.current)
         self.hook(self)
-        self.alone = self.channels.control is None and not self.masters.leaves
+        self.alone = self.channels.control is None and not self.stored_params.leaves
         gathered = self.units is not None or self.fully_sharded is not None
-        self.refreshes = gathered or self.in_backward is not None or bool(self.masters.buckets)
+        self.refreshes = gathered or self.in_backward is not None or bool(self.stored_params.buckets)
         if not self.pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
@@ -414,7 +414,7 @@ class ResidentParams:
     def settled(self) -> State:
         """The state, after writes by hand and updates within backward were stored in it."""
         with interrupts_held():
-            self.masters.carry_over()
+            self.stored_params.store_writes()
             if self.in_backward is not None:
                 self.in_backward.settle()
         return self.current.state
@@ -428,8 +428,8 @@ class ResidentParams:
             self.units.gathered.renew()
         if self.fully_sharded is not None:
             self.fully_sharded.reshard()
-        if self.masters.buckets:
-            self.masters.refresh()
+        if self.stored_params.buckets:
+            self.stored_params.refresh()
             if self.wholes is not None:
                 self.wholes.note()
 
@@ -444,7 +444,7 @@ class ResidentParams:
             try:
                 yield
             finally:
-                self.masters.carry_over()
+                self.stored_params.store_writes()
             return
         written: set[str] = set()
         try:
@@ -466,7 +466,7 @@ class ResidentParams:
 def hook_one_process(home: ResidentParams) -> None:
     """Hook a model whose gradients stay in `p.grad` until a step takes them."""
     home.hook_modules([])
-    home.gradients = OwnGradients(home.pipe, home.params, home.masters)
+    home.gradients = OwnGradients(home.pipe, home.params, home.stored_params)
 
 
 def _in_backward(pipe: Pipeline, current: CurrentState, context: Callable[[], Context]) -> InBackward:
@@ -494,7 +494,7 @@ def _unfrozen(params: list[Tensor]) -> Iterator[None]:
 def _suspended(home: ResidentParams) -> Iterator[None]:
     """Inside, the model computes with its parameters as they are: nothing is gathered or cast on use."""
     # Earlier writes into copies are seen inside, and not lost at the end.
-    home.masters.carry_over()
+    home.stored_params.store_writes()
     views: list[Any] = [
         x for x in (home.units, None if home.boundary is None else home.boundary.views) if x is not None
     ]

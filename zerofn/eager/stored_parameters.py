@@ -17,7 +17,8 @@ from ..core.view import see, store
 from .current_state import CurrentState
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `MasterWeights` refreshes parameters whose stored form is another tensor, and stores what the user writes into them.
+# `StoredParameters` refreshes parameters whose stored form is another tensor, and stores what the user writes into
+# them.
 #
 # Where `all_reduce` or `reduce_scatter` makes full parameters, they are all-gathered again after an update, one bucket
 # at a time. Where `precision(param_dtype=...)` follows one of them, the model has full parameters in the compute dtype
@@ -28,7 +29,7 @@ from .current_state import CurrentState
 # A write by NumPy through `p.detach().numpy()` changes no version counter, and is lost.
 
 
-class MasterWeights:
+class StoredParameters:
     """The stored form of an attached model's parameters, where it is another tensor than the parameter.
 
     Args:
@@ -68,25 +69,25 @@ class MasterWeights:
                     plain[path].copy_(x)
         self.counts = self._counts()
 
-    def carry_over(self) -> None:
+    def store_writes(self) -> None:
         """Store new writes into copies. Of a torn state nothing is stored: its copies are older than the state."""
         if self.current.torn:
             return
         if self._counts() != self.counts:
             for leaf in self.leaves:
-                self.carry_leaf(leaf)
+                self.store_writes_of(leaf)
 
-    def carry_leaf(self, leaf: Leaf) -> bool:
+    def store_writes_of(self, leaf: Leaf) -> bool:
         """Store new writes into a parameter, if it is a copy. Return whether a write was counted."""
         copy = self.copies.get(leaf.path)
         if copy is None or self.current.torn or writes([copy]) == [self.counts[leaf.path]]:
             return False
-        self._carry(leaf)
+        self._store(leaf)
         (self.counts[leaf.path],) = writes([copy])
         return True
 
     @torch.no_grad()
-    def _carry(self, leaf: Leaf) -> None:
+    def _store(self, leaf: Leaf) -> None:
         """Store the elements of a copy that differ from its master."""
         master = self.current.state.leaves[leaf.path]
         new = store(self.views, self.params[leaf.path].detach(), leaf)
