@@ -50,7 +50,7 @@ class Like(NamedTuple):
     device: torch.device
 
 
-def cut(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
+def into_buckets(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
     """Leaves in order, in buckets of one dtype and about `limit` bytes each."""
     if limit is None:
         total = sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves)
@@ -80,7 +80,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
             wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
             return into
         out: Leaves = {}
-        for bucket in cut(leaves, {p: x.dtype for p, x in xs.items()}):
+        for bucket in into_buckets(leaves, {p: x.dtype for p, x in xs.items()}):
             fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket)
             out.update({leaf.path: x.reshape(view.given(leaf).shape) for leaf, x in zip(bucket, fulls, strict=True)})
         return out
@@ -320,7 +320,7 @@ def _sums(specs: Mapping[str, Spec], leaves: Sequence[Leaf], wire: Wire) -> tupl
         assert dtype is not None
         dtypes[leaf.path] = dtype
     found = []
-    for bucket in cut(leaves, dtypes):
+    for bucket in into_buckets(leaves, dtypes):
         paths = [leaf.path for leaf in bucket]
         forms = [specs[path] for path in paths]
         numels, shapes = [spec.numel for spec in forms], [spec.local_shape for spec in forms]

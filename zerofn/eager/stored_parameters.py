@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._compat.tensors import Writes, read_grad, write_grad, writes
 from .._errors import explain
-from ..core.bucketed_views import cut
+from ..core.bucketed_views import into_buckets
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..core.view import see, store
@@ -48,7 +48,7 @@ class StoredParameters:
         self.pipe, self.params, self.current = pipe, params, current
         # Between the stored and the resident form.
         self.views = pipe.road.after_update
-        buckets = cut(pipe.layout.leaves, {path: x.dtype for path, x in params.items()}) if self.views else []
+        buckets = into_buckets(pipe.layout.leaves, {path: x.dtype for path, x in params.items()}) if self.views else []
         self.buckets = [(bucket, {leaf.path: params[leaf.path] for leaf in bucket}) for bucket in buckets]
         stored, viewed = current.state.leaves, pipe.road.renumbers_after_update
         self.leaves = [x for x in pipe.layout.leaves if viewed or params[x.path].dtype != stored[x.path].dtype]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._errors import explain
 from .._ranges import VIEW, WAIT, ranged
-from ..core.bucketed_views import Like, cut
+from ..core.bucketed_views import Like, into_buckets
 from ..core.layout import Leaf, Leaves
 from ..core.view import Wire
 from ..ranks.collectives import all_gather_into
@@ -166,7 +166,7 @@ class Stream:
         self.wire, self.control, self.done, self.name = wire, control, done, name
         self.buckets = [
             GradBucket(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
-            for bucket in cut(leaves, {p: x.dtype for p, x in like.items()})
+            for bucket in into_buckets(leaves, {p: x.dtype for p, x in like.items()})
         ]
         self.devices = [like[bucket.leaves[0].path].device for bucket in self.buckets]
         self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket.leaves}

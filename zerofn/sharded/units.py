@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._ranges import VIEW, ranged
-from ..core.bucketed_views import Road, cut
+from ..core.bucketed_views import Road, into_buckets
 from ..core.layout import Leaf, Leaves
 from ..core.view import View, Wire, over, pull, see, summed_in
 
@@ -95,11 +95,11 @@ class UnitPlans:
             dtypes = {leaf.path: of(leaf) for leaf in unit}
             grad_buckets = [
                 GradBucket(bucket, [leaf.numel for leaf in bucket], summed_in(self.wire, dtypes[bucket[0].path]))
-                for bucket in cut([leaf for leaf in unit if leaf.trainable], dtypes, NO_LIMIT)
+                for bucket in into_buckets([leaf for leaf in unit if leaf.trainable], dtypes, NO_LIMIT)
             ]
             grad_dtypes = {leaf.path: self.road.resident_grad_dtype(leaf) for leaf in unit}
             place = {leaf.path: j for j, leaf in enumerate(unit)}
-            buckets = cut(unit, dtypes, NO_LIMIT)
+            buckets = into_buckets(unit, dtypes, NO_LIMIT)
             found = self.plans[i] = Plan(stages, dtypes, buckets, grad_buckets, grad_dtypes, place)
         return found
 
