@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofn as zf
-from zerofn.core.view import over  # inside
+from zerofn.core.view import divided  # inside
 
 S = 2.0**7
 WIDE = 96
@@ -225,8 +225,8 @@ def test_a_narrow_gradient_over_the_scale_is_rounded_once(dtype, scale):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     factor = torch.tensor(scale)
     expected = (x.double() / factor.double()).float().to(dtype)
-    assert torch.equal(over(x, factor, dtype).nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
-    in_members = torch.func.vmap(lambda s: over(x, s, dtype))(factor[None])[0]
+    assert torch.equal(divided(x, factor, dtype).nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+    in_members = torch.func.vmap(lambda s: divided(x, s, dtype))(factor[None])[0]
     assert torch.equal(in_members.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
 
 

@@ -16,7 +16,7 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofn as zf
-from zerofn.core.view import over, times  # inside
+from zerofn.core.view import divided, multiplied  # inside
 from zerofn.testing import assert_trees_close, assert_trees_equal
 
 F32, F64, C64, C128 = torch.float32, torch.float64, torch.complex64, torch.complex128
@@ -301,7 +301,7 @@ def test_outputs_of_precision_stay_complex():
 def test_scaling_does_not_mix_the_parts(dtype, scale):
     """As `s + 0i` a scale would make NaN of the part beside an infinite one."""
     real, imag = torch.tensor([[torch.inf, 3.0], [2.0, -torch.inf], [-0.0, 5.0]]), torch.arange(6.0).view(3, 2)
-    for fn, factor in ((times, 1024.0), (over, 1 / 1024.0)):
+    for fn, factor in ((multiplied, 1024.0), (divided, 1 / 1024.0)):
         z = torch.complex(real, imag).to(dtype)
         got = torch.view_as_real(fn(z.conj(), scale, dtype))
         expected = torch.stack([real * factor, -imag * factor], -1).to(dtype.to_real())
@@ -313,9 +313,9 @@ def test_scaling_does_not_mix_the_parts(dtype, scale):
 def test_scaled_in_fp32_and_rounded_once():
     x = torch.tensor([1.0], dtype=torch.float16)
     third, scale = torch.tensor(1 / 3), torch.tensor(3.0)
-    assert torch.equal(over(torch.complex(x, -x), scale, C64), torch.complex(third, -third)[None])
+    assert torch.equal(divided(torch.complex(x, -x), scale, C64), torch.complex(third, -third)[None])
     large = torch.complex(x * 2.0**15, x)
-    assert torch.equal(times(large, scale, C64), torch.tensor([3 * 2.0**15 + 3j]))
+    assert torch.equal(multiplied(large, scale, C64), torch.tensor([3 * 2.0**15 + 3j]))
 
 
 AS_TORCH = {

@@ -23,7 +23,7 @@ from .view import (
     View,
     Wire,
     cutting_wires,
-    over,
+    divided,
     over_ranks,
     see,
     store,
@@ -251,7 +251,7 @@ class Road:
             with torch.no_grad():
                 grads = _pulled(self, stages, grads, stored, scale)
                 if scale is not None:
-                    return {p: over(g, scale, dtypes[p]) for p, g in grads.items()}
+                    return {p: divided(g, scale, dtypes[p]) for p, g in grads.items()}
         return {p: g if g.dtype is dtypes[p] else g.to(dtypes[p]) for p, g in grads.items()}
 
     def pull_recorded(self, stages: tuple[View, ...], grads: Leaves, stored: Leaves) -> Leaves:

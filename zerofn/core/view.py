@@ -437,15 +437,15 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype in WIDE else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def multiplied(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`x * scale` in `dtype`: multiplied in fp32 and rounded once."""
-    return _by_parts(times, x, scale, dtype) if x.is_complex() else (wide(x) * scale).to(dtype)
+    return _by_parts(multiplied, x, scale, dtype) if x.is_complex() else (wide(x) * scale).to(dtype)
 
 
-def over(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`x / scale` in `dtype`: divided in fp32 and rounded once; after a cast to fp16 small gradients would be zero."""
     if x.is_complex():
-        return _by_parts(over, x, scale, dtype)
+        return _by_parts(divided, x, scale, dtype)
     if x.dtype == dtype and _is_number(scale):
         # By a Python number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
         # peak of memory. Not by a tensor: some kernels cast it to fp16 first, where 65536 is infinite. The scale lives
@@ -495,7 +495,7 @@ class LeafView:
         if self.stages:
             stages = self.stages if scale is None else [stage for stage in self.stages if stage.dtypes is None]
             narrow = pull(stages, g, self.leaf)
-        narrow = narrow.to(self.grad_dtype) if scale is None else over(narrow, scale, self.grad_dtype)
+        narrow = narrow.to(self.grad_dtype) if scale is None else divided(narrow, scale, self.grad_dtype)
         return identity(narrow) if narrow is g else narrow
 
     def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
@@ -515,7 +515,7 @@ class LeafView:
                 g = linear_map(g, None, _of_leaf(stage.pull, self.leaf), _of_leaf(stage.view, self.leaf))
             elif scale is None or stage.dtypes is None:
                 g = stage.pull(g, self.leaf)
-        return g.to(self.grad_dtype) if scale is None else over(g, scale.detach(), self.grad_dtype)
+        return g.to(self.grad_dtype) if scale is None else divided(g, scale.detach(), self.grad_dtype)
 
 
 def stored_by(stages: Sequence[View], x: Tensor, leaf: Leaf) -> Tensor:
@@ -555,7 +555,7 @@ class EdgeMap:
     """The map of one input or output: it casts to `dtype`, if given; it scales the cotangent in fp32 and casts it back.
 
     Attributes:
-        by: `times` for an output, `over` for an input.
+        by: `multiplied` for an output, `divided` for an input.
         dtype: to cast to, or `None`.
         own: the dtype of the tensor, and of its cotangent.
     """
@@ -591,12 +591,12 @@ def differentiable(x: Tensor) -> bool:
 
 def leave(y: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """Let one output leave a model."""
-    return y if scale is None and dtype is None else _crossed(times, y, scale, dtype)
+    return y if scale is None and dtype is None else _crossed(multiplied, y, scale, dtype)
 
 
 def enter(x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     """Let one input enter a model."""
-    return x if scale is None and dtype is None else _crossed(over, x, scale, dtype)
+    return x if scale is None and dtype is None else _crossed(divided, x, scale, dtype)
 
 
 def _crossed(by: Callable[..., Tensor], x: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:

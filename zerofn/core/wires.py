@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.packing import flagged, flat_to_sum, over, remembered, row_of, rows_to_sum, wholes_of
+from ..kernels.packing import divided_by_ranks, flagged, flat_to_sum, remembered, row_of, rows_to_sum, wholes_of
 from ..ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from ..ranks.differentiable import check_batch
 from ..ranks.group import Group
@@ -180,7 +180,7 @@ class Averaging:
         if g.shape != leaf.shape and (g.ndim != 1 or not leaf.shape):
             plain = g.shape[g.ndim - len(leaf.shape) :] == leaf.shape
             check_batch(g.shape[: g.ndim - len(leaf.shape) if plain else -1], leaf.path, self.group)
-        mean = over(g, self.group.size, self.reduce_dtype or g.dtype).contiguous()
+        mean = divided_by_ranks(g, self.group.size, self.reduce_dtype or g.dtype).contiguous()
         all_reduce_(mean, self.group)
         return mean
 

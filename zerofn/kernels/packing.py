@@ -114,7 +114,7 @@ def rows_to_sum(
     if torch.compiler.is_compiling():
         one = torch.ones((size, 1, *tail), dtype=dtype, device=device)
         blocks = [
-            one.new_zeros((size, each, *tail)) if x is None else _filled(over(x, size, dtype), size * each)
+            one.new_zeros((size, each, *tail)) if x is None else _filled(divided_by_ranks(x, size, dtype), size * each)
             for x, each in zip(grads, widths, strict=True)
         ]
         cut = [x.reshape(size, each, *tail) for x, each in zip(blocks, widths, strict=True)]
@@ -146,7 +146,10 @@ def flat_to_sum(
     """
     if torch.compiler.is_compiling():
         one = torch.ones(1, dtype=dtype, device=device)
-        parts = [one.new_zeros(n) if x is None else over(x, size, dtype) for x, n in zip(grads, numels, strict=True)]
+        parts = [
+            one.new_zeros(n) if x is None else divided_by_ranks(x, size, dtype)
+            for x, n in zip(grads, numels, strict=True)
+        ]
         return torch.cat([*parts, *(torch.zeros_like(one) if x is None else one for x in grads)])
     flat = torch.empty(sum(numels) + len(grads), dtype=dtype, device=device)
     *blocks, flags = flat.split_with_sizes([*numels, len(grads)])
@@ -171,7 +174,7 @@ def flagged(flags: Tensor) -> list[bool]:
     return (flags.reshape(len(flags), -1)[:, 0] > 0).tolist() if len(flags) else []
 
 
-def over(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+def divided_by_ranks(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """`x / size` in `dtype`, divided in the wider of the two dtypes."""
     wide = torch.promote_types(x.dtype, dtype) == x.dtype
     return (x / size).to(dtype) if wide else x.to(dtype) / size

@@ -30,7 +30,7 @@ from .._compat.functorch import NOT_WRAPPED, functorch_active, level_of
 from .._compat.tensors import has_ended
 from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
-from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, over, times
+from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, multiplied
 from ..ranks.dtensor import Form, is_distributed
 from ..sharded.gather_on_use import Units, Walks, outside_inference_mode
 from .crossing import Crossing, Edge, crossing_of
@@ -436,7 +436,7 @@ class ModelBoundary:
         if dtype in (None, x.dtype) and not differentiable(x):
             # Another tensor on the same memory: `requires_grad_()` of the model then does not change the user's.
             return x.view_as(x) if torch.is_grad_enabled() else x
-        return self.crossing(EdgeMap(over, dtype, x.dtype), True).cross(x)
+        return self.crossing(EdgeMap(divided, dtype, x.dtype), True).cross(x)
 
     def leave(self, y: Tensor) -> Tensor:
         """Let an output leave."""
@@ -456,7 +456,7 @@ class ModelBoundary:
         tracker = self.local.tracker
         if tracker is not None and y.requires_grad and torch.is_grad_enabled() and not functorch_active():
             return tracker.let_out(y, dtype, crosses, how)
-        return self.crossing(EdgeMap(times, dtype, y.dtype), False).cross(y) if crosses else y
+        return self.crossing(EdgeMap(multiplied, dtype, y.dtype), False).cross(y) if crosses else y
 
     def leave_all(self, output: Any) -> Any:
         """Let the outputs of a call leave."""
@@ -475,7 +475,7 @@ class ModelBoundary:
 
     def enter_attribute(self, x: Tensor) -> Tensor:
         """Let a tensor of the user's in an attribute of the model enter, without a cast."""
-        return self.crossing(EdgeMap(over, None, x.dtype), True).cross(x) if crosses(x) else x
+        return self.crossing(EdgeMap(divided, None, x.dtype), True).cross(x) if crosses(x) else x
 
     def scale_of_cotangent(self) -> Tensor | None:
         """The loss scale for a cotangent, the same all through a backward.

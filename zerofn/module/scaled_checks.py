@@ -18,7 +18,7 @@ from .._compat.functorch import is_wrapped
 from .._compat.tensors import backward_hooks, registered, version
 from .._errors import bad_leaves, explain
 from ..core.layout import parameters_of
-from ..core.view import EdgeMap, LeafView, linear_map, times, untracked
+from ..core.view import EdgeMap, LeafView, linear_map, multiplied, untracked
 from ..core.wrapper_names import modules_of
 from .crossing import Crossing, crossing_of
 from .nested_tensors import made, map_tensors
@@ -511,7 +511,7 @@ class OutputTracker:
         upstream = self._upstream(edge)
         if not crosses and not upstream:
             return y
-        crossing = self.crossing(EdgeMap(times, dtype, y.dtype), False)
+        crossing = self.crossing(EdgeMap(multiplied, dtype, y.dtype), False)
         outer = Exit.apply(y, crossing, upstream, *(o for left in upstream if (o := left.as_it_left()) is not None))
         assert isinstance(outer, Tensor)
         self.add(y, outer, how)

@@ -22,7 +22,7 @@ from zerofn.core.executor import passed
 from zerofn.core.layout import Leaf, Leaves
 from zerofn.core.pipeline import Pipeline
 from zerofn.core.state import State
-from zerofn.core.view import over, times
+from zerofn.core.view import divided, multiplied
 from zerofn.kernels.recording import only_compiled, recorded
 from zerofn.sharded.gather_on_use import Units, check_alone
 from zerofn.sharded.lazy_tensor import Lazy
@@ -183,10 +183,10 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
 
     def pull(vectors: list[Tensor], counts: bool | Tensor) -> tuple[Leaves, list]:
         if scale is not None:
-            vectors = [times(v, scale.detach(), v.dtype) for v in vectors]
+            vectors = [multiplied(v, scale.detach(), v.dtype) for v in vectors]
         found, rest = pull_flat(vectors)
         if scale is not None:
-            rest = [None if g is None else over(g, scale.detach(), g.dtype) for g in rest]
+            rest = [None if g is None else divided(g, scale.detach(), g.dtype) for g in rest]
         grads = dict(zip(paths, found, strict=True))
         if pipe.groups:
             # A leaf without a gradient here may have one on other ranks, and all ranks join its reduction.

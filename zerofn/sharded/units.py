@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._ranges import VIEW, ranged
 from ..core.bucketed_views import Road, into_buckets
 from ..core.layout import Leaf, Leaves
-from ..core.view import View, Wire, over, pull, see, summed_in
+from ..core.view import View, Wire, divided, pull, see, summed_in
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `UnitPlans` knows what the collectives of each unit carry: leaves by bucket, dtypes, and the views on both sides.
@@ -201,7 +201,7 @@ class UnitCollectives:
                     g = pull(self.plans.pull_stages, g, leaf)
                     dtype = plan.grad_dtypes[leaf.path]
                     # `.data` has a version count of its own, unlike a view.
-                    g = g.to(dtype, copy=copy).data if scale is None else over(g, scale, dtype)
+                    g = g.to(dtype, copy=copy).data if scale is None else divided(g, scale, dtype)
                     out[plan.place[leaf.path]] = g
         return out
 
