@@ -15,7 +15,7 @@ from .._compat.autograd import gradient_hooks, hooks_after, in_backward
 from .._compat.functorch import uncompiled
 from .._compat.tensors import SHALLOW_COPY_CHECK
 from .._errors import explain
-from ..sharded.guarded_parameter import Partial, in_memory, ours
+from ..sharded.guarded_parameter import GuardedParameter, in_memory, ours
 from ..sharded.lazy_tensor import Lazy
 from ..sharded.parameter import (
     BY_NAME,
@@ -148,7 +148,7 @@ PRINTING = BY_NAME[Kind.PRINTS]
 CONVERSIONS = frozenset({"bfloat16", "contiguous", "cpu", "cuda", "double", "float", "half", "to"})
 
 
-class ShardedParameter(Partial):
+class ShardedParameter(GuardedParameter):
     """A parameter of which this rank has a shard.
 
     Attributes:

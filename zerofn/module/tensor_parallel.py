@@ -18,7 +18,7 @@ from ..core.layout import Within
 from ..ranks.dtensor import CUT, Form, is_distributed, why_not_attachable
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
-from ..sharded.guarded_parameter import Partial, in_memory
+from ..sharded.guarded_parameter import GuardedParameter, in_memory
 from ..sharded.parameter import (
     PRIVATE,
     SIZES,
@@ -198,7 +198,7 @@ OF_DISTRIBUTED = ("device_mesh", "full_tensor", "placements", "redistribute", "t
 LOOKING = SIZES | {"__repr__", "__format__"}
 
 
-class DTensorParameter(Partial):
+class DTensorParameter(GuardedParameter):
     """A local tensor that is a DTensor to everybody else.
 
     Attributes:
@@ -329,4 +329,6 @@ def shown_gradients(func: Any, args: tuple, kwargs: dict, frame: FrameType) -> t
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = inputs if isinstance(inputs, Sequence) else [inputs]
     given = zip(inputs, func(*args, **kwargs), strict=True)
-    return tuple(p._shown(g, "a gradient", frame) if isinstance(p, Partial) and g is not None else g for p, g in given)
+    return tuple(
+        p._shown(g, "a gradient", frame) if isinstance(p, GuardedParameter) and g is not None else g for p, g in given
+    )

@@ -78,7 +78,7 @@ def pieces(tensors: Mapping[str, Tensor]) -> Leaves:
 
 def _piece(x: Tensor) -> Tensor:
     with torch.DisableTorchFunctionSubclass():
-        return x.as_subclass(Tensor) if isinstance(x, Partial) else plain(x)
+        return x.as_subclass(Tensor) if isinstance(x, GuardedParameter) else plain(x)
 
 
 class Asks(NamedTuple):
@@ -99,7 +99,7 @@ class Asks(NamedTuple):
     moved: Callable[[str], None]
 
 
-class Partial(nn.Parameter):
+class GuardedParameter(nn.Parameter):
     """A parameter whose `.grad` is a part of its gradient, or `None`."""
 
     # The class it had, and gets again when it is detached or copied.
@@ -237,7 +237,7 @@ class Partial(nn.Parameter):
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
-class Replica(Partial):
+class Replica(GuardedParameter):
     """A parameter that this rank has in full: what writes into it refuses DTensors, which stand for other ranks too.
 
     Methods, and no `__torch_function__`, which every use of a parameter in forward would pass. So what is no method
@@ -275,7 +275,7 @@ def _logs(frame: Any) -> bool:
     return asks == LOGGING and most == math.inf
 
 
-def tell(undone: list[Callable[[], object]], p: Tensor, cls: type[Partial], **attributes: Any) -> None:
+def tell(undone: list[Callable[[], object]], p: Tensor, cls: type[GuardedParameter], **attributes: Any) -> None:
     """Change the class of a parameter in place, as `torch.nn.parameter` does for lazy modules.
 
     What is put into `undone` undoes it, whether the change has come to its end or not.
