@@ -55,7 +55,7 @@ def by_hand(loss: Loss, state: zf.State, v: list[Tensor], products: int) -> floa
 
 def by_zerofn(loss: Loss, state: zf.State, v: list[Tensor], products: int) -> float:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # not settled: as many products as by hand are to be made
+        warnings.simplefilter("ignore", RuntimeWarning)  # not converged: as many products as by hand are to be made
         found = zf.curvature.max_eigenvalue(loss, TX, state, tol=1e-30, max_iter=products)
     return float(found[""])
 

@@ -137,7 +137,7 @@ def test_in_half_precision_storage_and_under_a_scale():
     assert float(curvature.max_eigenvalue(loss, tx, state)[""]) == pytest.approx(8.0, rel=1e-2)
 
 
-def test_one_that_is_not_settled_is_told():
+def test_one_that_is_not_converged_is_told():
     state = zf.init(TX, {"w": draw(3)})
 
     def loss(params):

@@ -233,14 +233,14 @@ def max_eigenvalue(
     check_number("max_eigenvalue", "tol", tol)
     check_count("max_eigenvalue", "max_iter", max_iter, "products")
     hessian = Hessian(loss_fn, tx, state, batch, "max_eigenvalue")
-    found, unsettled = {}, []
+    found, not_converged = {}, []
     for name, paths in hessian.blocks(blocks).items():
-        value, settled = _power_iteration(hessian, hessian.draw(paths, seed, 0, signs=False), tol, max_iter)
-        unsettled += [] if settled else [f"{name!r}: {value:g}"]
+        value, converged = _power_iteration(hessian, hessian.draw(paths, seed, 0, signs=False), tol, max_iter)
+        not_converged += [] if converged else [f"{name!r}: {value:g}"]
         found[name] = hessian.as_tensor(value)
-    if unsettled:
+    if not_converged:
         warnings.warn(
-            f"max_eigenvalue: not within tol={tol} after {max_iter} products: {', '.join(unsettled)}. "
+            f"max_eigenvalue: not within tol={tol} after {max_iter} products: {', '.join(not_converged)}. "
             "Write a larger max_iter, or use zf.curvature.spectrum, which tells close eigenvalues apart.",
             RuntimeWarning,
             stacklevel=2,
@@ -250,16 +250,16 @@ def max_eigenvalue(
 
 def _power_iteration(hessian: Hessian, start: Leaves, tol: float, max_iter: int) -> tuple[float, bool]:
     """The Rayleigh quotient after the last product, and whether it has converged."""
-    v, value, settled = hessian.unit(start), 0.0, False
+    v, value, converged = hessian.unit(start), 0.0, False
     for i in range(max_iter):
         w = hessian.product(v)
         before, value = value, hessian.inner(v, w)
         norm = hessian.norm(w)
-        settled = norm == 0.0 or (i > 0 and abs(value - before) <= tol * abs(value))
-        if settled or not math.isfinite(norm):
+        converged = norm == 0.0 or (i > 0 and abs(value - before) <= tol * abs(value))
+        if converged or not math.isfinite(norm):
             break
         v = {p: x / norm for p, x in w.items()}
-    return value, settled
+    return value, converged
 
 
 @kept_out_of_graphs(_WHY, _RIGHT.format("spectrum"), "zf.curvature.spectrum")

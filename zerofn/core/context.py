@@ -295,7 +295,7 @@ class Context:
         """Call `wait` before the step returns the new state, because a copy into it is still running."""
         self.under_way.append(wait)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for all running copies."""
         while self.under_way:
             self.under_way.pop()()

@@ -346,10 +346,10 @@ class Segment:
             elif update is pass_through:
                 out, own = signal, state
             else:
-                settled = type(update) is CheckedUpdate and update.settled and not ctx.recorded
-                update = update.update_fn if settled else update
+                trusted = type(update) is CheckedUpdate and update.trusted and not ctx.recorded
+                update = update.update_fn if trusted else update
                 out, own = update(signal, state, seen, p.carry, ctx)
-                if settled and out is not None and out is not signal and [*out] != [*signal]:
+                if trusted and out is not None and out is not signal and [*out] != [*signal]:
                     out = in_order(out, params)
             if p.carries_state:
                 self.changed.setdefault(part.name, {}).update(own)

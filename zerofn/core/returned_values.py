@@ -281,7 +281,7 @@ def in_order(out: Mapping[str, Tensor], params: Leaves) -> Leaves:
 class CheckedUpdate:
     """The update half of a transform, whose results are checked, and copied where they share memory.
 
-    Of a transform that says it keeps nothing of others (`Facts.keeps`), only in its first steps. Then `settled` is
+    Of a transform that says it keeps nothing of others (`Facts.keeps`), only in its first steps. Then `trusted` is
     true, and `update_fn` itself may be run in a step that is not recorded.
 
     Args:
@@ -295,7 +295,7 @@ class CheckedUpdate:
     def __init__(self, name: str, facts: Facts, update_fn: Callable[..., tuple[Any, Any]], some: bool, budget: float):
         self.name, self.facts, self.update_fn, self.some = name, facts, update_fn, some
         self.comparing = Comparing(budget)
-        self.settled = False
+        self.trusted = False
 
     def __call__(self, grads: Leaves, state: Any, params: Leaves, carry: Any, ctx: Context) -> tuple[Any, Any]:
         returned = self.update_fn(grads, state, params, carry, ctx)
@@ -305,7 +305,7 @@ class CheckedUpdate:
         numbers = self.comparing.numbers(ctx, len(grads))
         if not self.facts.keeps:
             if not ctx.recorded:
-                self.settled = self.comparing.left <= 0
+                self.trusted = self.comparing.left <= 0
             return found
         own = own_update(self.facts.optimizes, found, state, grads, params, carry, numbers)
         if own[0] is not found[0] or own[1] is not found[1]:

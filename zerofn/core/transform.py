@@ -168,7 +168,7 @@ class Transform:
         if not self.parts:
             returned = check_returned(self.name, self.facts, returned, entries, leaves, held=state)
         out, own = own_update(self.facts.optimizes, returned, state, entries, leaves, prepared.carry)
-        ctx.settle()
+        ctx.wait_for_copies()
         state = {**state, **own, **prepared.state}
         if out is None or (isinstance(prepared.emit, bool) and not prepared.emit):
             return None, state

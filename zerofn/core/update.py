@@ -113,7 +113,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
         raise
     finally:
         if ctx.under_way:
-            ctx.settle()
+            ctx.wait_for_copies()
     step = state.step + 1
     step = step if emitted is True else select(emitted, step, state.step)
     if ctx.looks:

@@ -339,7 +339,7 @@ class Attachment:
             unchanged = functools.partial(_check, myself)
             self.home = ResidentParams(model, pipe, params, context, unchanged, start, forms, hook, fully)
             try:
-                self.home.settle()
+                self.home.install()
             except BaseException as error:
                 # Before the groups are closed.
                 give_up(self.home, error)

@@ -283,7 +283,7 @@ class MicroStep(OwnGradients):
                 hooks.hand_over(path, p)
         wholes = self.agreement.wholes
         # An update within backward is a write too: there they were asked about before the first one.
-        noticed = stream.settle(marks, wholes is not None and hooks.in_backward is None and wholes.noticed())
+        noticed = stream.finish_reductions(marks, wholes is not None and hooks.in_backward is None and wholes.noticed())
         if wholes is not None and (noticed or wholes.before):
             wholes.compare()
         rest, grads = self.pipe.road.behind_reduction, hooks.reduced
@@ -363,7 +363,7 @@ class MicroStep(OwnGradients):
             if stream is not None and (always or not stream.idle):
                 self.stored_params.store_writes()
                 stream.broken = False
-                stream.settle(self._dropped())
+                stream.finish_reductions(self._dropped())
         finally:
             step.closing = False
         if step.under_way is not None:

@@ -137,10 +137,10 @@ class InBackward:
             stored.copy_(new)
         self.done.add(path)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for the copies into the state that updates so far have begun."""
         if self.ctx is not None:
-            self.ctx.settle()
+            self.ctx.wait_for_copies()
 
     def finish(self) -> dict[str, Tensor]:
         """Close the step: write the counters and the leaves' state entries. Return its metrics."""
@@ -159,7 +159,7 @@ class InBackward:
                     if leaf.path not in self.done:
                         self.under_way.feed({}, {leaf.path: state.leaves[leaf.path]})
                 self.under_way.close()
-            self.settle()
+            self.wait_for_copies()
         except BaseException:
             # Leaves have their new values, and counters their old ones.
             self.current.tear()
@@ -178,7 +178,7 @@ class InBackward:
         if self.under_way is None:
             return
         state = self.current.state
-        self.settle()
+        self.wait_for_copies()
         found, _ = self.under_way.states()
         old = state.transforms
         kept = {n: {slot: _by_leaf(old[n][slot], x, self.done) for slot, x in own.items()} for n, own in found.items()}

@@ -239,7 +239,7 @@ def _start(
     check_finite(there)
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
     others: list[Made] = []
-    settled: dict[str, nn.Parameter] = {}
+    resident: dict[str, nn.Parameter] = {}
 
     def whole() -> Iterator[tuple[Leaf, Tensor]]:
         for x in made:
@@ -252,13 +252,13 @@ def _start(
         yield from ((leaf, params[leaf.path]) for leaf in pipe.layout.leaves if leaf.path in there)
 
     def keep(leaf: Leaf, x: Tensor) -> Tensor:
-        settled[leaf.path] = new = nn.Parameter(x.detach(), requires_grad=params[leaf.path].requires_grad)
+        resident[leaf.path] = new = nn.Parameter(x.detach(), requires_grad=params[leaf.path].requires_grad)
         return to_resident(pipe, leaf, new)
 
     stored = first_values(pipe, whole(), keep, "zf.materialize(model, tx)")
 
-    def settle() -> dict[str, Tensor]:
-        for path, new in settled.items():
+    def swap_in() -> dict[str, Tensor]:
+        for path, new in resident.items():
             old = params[path]
             new.__class__ = type(old)  # type: ignore[assignment]
             vars(new).update(vars(old))
@@ -267,7 +267,7 @@ def _start(
         _put_in_place(model, others)
         return stored
 
-    return settle
+    return swap_in
 
 
 def _put_in_place(model: nn.Module, others: list[Made]) -> None:

@@ -227,9 +227,9 @@ class Optimizer(torch.optim.Optimizer):
         of the weight. Under `shard` and behind `reduce_scatter` it holds this rank's rows, `x.to_local()`. Norms,
         indices and writes by index are those of the full tensor, and every rank must make the call.
         """
-        settled, seen = self._own.home.settled(), self._own.home.state_views
-        shown = (lambda x: x) if seen is None else partial(seen.shown, settled)
-        return settled.keyed_by(self._own.params, shown, self._own.dicts.named(settled))
+        state, seen = self._own.home.state_now(), self._own.home.state_views
+        shown = (lambda x: x) if seen is None else partial(seen.shown, state)
+        return state.keyed_by(self._own.params, shown, self._own.dicts.named(state))
 
     @state.setter
     def state(self, _: object) -> None:
@@ -352,7 +352,7 @@ class Optimizer(torch.optim.Optimizer):
         # If one rank computed with averages and another with parameters, both would gather a mixture.
         right = "with opt.averaged(): evaluate(model) on every rank"
         own.meet_if_sharded("opt.averaged()", right)
-        with own.averages.during(own.home.settled(), of):
+        with own.averages.during(own.home.state_now(), of):
             yield own.model
             own.meet_if_sharded("the end of opt.averaged()", f"{right}, to its end")
 

@@ -282,7 +282,7 @@ def from_values(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[
     check_memory(params)
     agree_on_start(pipe, params, "zf.attach(model, tx)")
 
-    def settle() -> dict[str, Tensor]:
+    def make_resident() -> dict[str, Tensor]:
         before = dict(zip(params, map(_DATA, params.values()), strict=True))
         try:
             return {leaf.path: to_resident(pipe, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
@@ -291,11 +291,11 @@ def from_values(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[
                 put(pipe, params[path], x, "zf.attach failed")
             raise
 
-    return settle
+    return make_resident
 
 
 class ResidentParams:
-    """The parameters of one attached model, its state, and the hooks on both. The model is changed by `settle`.
+    """The parameters of one attached model, its state, and the hooks on both. The model is changed by `install`.
 
     Args:
         model: the model.
@@ -365,7 +365,7 @@ class ResidentParams:
         self.refreshes = True
         self.existing = ExistingGradients(pipe, params)
 
-    def settle(self) -> None:
+    def install(self) -> None:
         """Give parameters their resident form, make the first state, and hook the model. `leaving` takes it back."""
         pipe = self.pipe
         self.existing.take()
@@ -411,12 +411,12 @@ class ResidentParams:
         """The current loss scale."""
         return self.pipe.scale_of(self.current.state.transforms)
 
-    def settled(self) -> State:
+    def state_now(self) -> State:
         """The state, after writes by hand and updates within backward were stored in it."""
         with interrupts_held():
             self.stored_params.store_writes()
             if self.in_backward is not None:
-                self.in_backward.settle()
+                self.in_backward.wait_for_copies()
         return self.current.state
 
     def refresh(self) -> None:

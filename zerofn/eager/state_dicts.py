@@ -83,7 +83,7 @@ class StateDicts:
 
     def to_save(self) -> dict[str, Any]:
         """What `opt.state_dict()` returns."""
-        state = self.home.settled()
+        state = self.home.state_now()
         if self.pipe.road.cutting or open_windows(state):
             # What one rank has is a part: a file of it alone could be loaded by no other.
             right = "zf.save(directory, opt) on every rank. A Trainer does it on every rank by its mixin,\n"
@@ -116,7 +116,7 @@ class StateDicts:
         Raises:
             ValueError: every missing, unexpected or misshapen entry is named, or a group.
         """
-        state = self.home.settled()
+        state = self.home.state_now()
         self._meet("opt.load_state_dict(...)", "opt.load_state_dict(...) on every rank")
         control = self.home.channels.control
         forms = on_all_ranks(lambda: form_of_torch(given), control)
@@ -131,7 +131,7 @@ class StateDicts:
     @torch.no_grad()
     def read_state(self, given: State, groups: list[dict[str, Any]] | None = None) -> ToLoad:
         """The same of a state of this pipeline, with the rates of now or of `groups`; one rank may be alone."""
-        return self._read_by_path(self.home.settled(), self.of(given, groups), None)
+        return self._read_by_path(self.home.state_now(), self.of(given, groups), None)
 
     def _read_by_path(self, state: State, given: dict[str, Any], control: Group | None) -> ToLoad:
         both = pairs(self.of(with_marks(state)), given, self._open_groups(), control)
@@ -153,7 +153,7 @@ class StateDicts:
             found: of `read`.
             rest: what else belongs to the load; called once the model has what is loaded.
         """
-        state, current = self.home.settled(), self.home.current
+        state, current = self.home.state_now(), self.home.current
         # Until all of it is done: what is made from the state, and rates, are those of before.
         current.tear()
         for mine, theirs in found.pairs:

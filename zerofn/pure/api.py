@@ -42,7 +42,7 @@ from ..core.view import ForwardOnlyView, crosses, enter, leave
 from ..kernels.norms import squared_norm
 from ..kernels.recording import concrete, recorded, root
 from ..sharded.guarded_parameter import pieces
-from ..sharded.lazy_tensor import settled
+from ..sharded.lazy_tensor import gather_lazy
 from .linearize import check_graph, linearize
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple
         args = list(flat)
         for i, x in zip(chosen, given, strict=True):
             args[i] = enter(x, inside, None)
-        tensors, outer["join"] = parted(settled(fn(pipe.layout.join(seen), *unflatten(spec, args))))
+        tensors, outer["join"] = parted(gather_lazy(fn(pipe.layout.join(seen), *unflatten(spec, args))))
         outer["crossing"] = list(map(crosses, tensors))
         primals = [leave(y, inside, pipe.dtypes.output_dtype) for y in tensors if crosses(y)]
         return primals, [y for y in tensors if not crosses(y)]

@@ -25,7 +25,7 @@ from ..core.uncompiled import check_not_exported, outside_of_graphs, torch_func_
 from ..core.update import Metrics, apply, check_vmap
 from ..core.view import leave
 from ..kernels.recording import number, only_compiled
-from ..sharded.lazy_tensor import settled
+from ..sharded.lazy_tensor import gather_lazy
 from .api import lost_graphs, reading_state, records
 from .linearize import linearize
 
@@ -159,7 +159,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
         def scalar(seen: Leaves, _: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             loss, others = loss_fn(pipe.layout.join(seen), *inputs), []
             if pipe.gathering is not None:
-                loss = settled(loss)
+                loss = gather_lazy(loss)
             if isinstance(loss, tuple) and len(loss) == 2:
                 others, aux["aux"] = parted(loss[1])
                 loss = loss[0]

@@ -45,7 +45,7 @@ from typing import Any, NoReturn
 import torch
 
 from zerofn._errors import explain
-from zerofn.ranks.process_groups import finished, initialize, settle
+from zerofn.ranks.process_groups import finished, initialize, join_background_threads
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions send functions, arguments and results between the caller of `launch` and its ranks, in files.
@@ -194,7 +194,7 @@ def _work(rank: int, job: dict[str, Any], store: int, result: int) -> None:
     fn, args = load(io.BytesIO(job["payload"]))
     _add_globals_to_main(fn)
     value = fn(*args)
-    settle()  # `os._exit` does not wait for threads
+    join_background_threads()  # `os._exit` does not wait for threads
     finished()
     with os.fdopen(os.dup(result), "wb") as file:
         torch.save(value, file, pickle_module=pickler())

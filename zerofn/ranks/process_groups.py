@@ -620,7 +620,7 @@ class Background(threading.Thread):
             self.work = None
 
 
-def settle() -> None:
+def join_background_threads() -> None:
     """Wait for all background threads of this process, before the same channels are used or the process ends."""
     for thread in threading.enumerate():
         if isinstance(thread, Background) and thread is not threading.current_thread():
@@ -909,7 +909,7 @@ def shutdown() -> None:
     The ranks wait for each other first: a rank that destroys a group while another still sends makes that one abort
     ("terminate called without an active exception"). In a world of one it does nothing.
     """
-    settle()
+    join_background_threads()
     groups = registry.current()
     if not any(group and group.pg for group in groups.values()) and not registry.ours:
         groups.clear()

@@ -248,7 +248,7 @@ class ForwardWrites:
         """How often a leaf was written into: the version that autograd compares between forward and backward."""
         return self.counts[i][j] + (self.given[i].version(j) if i in self.given else 0)
 
-    def settle(self, i: int, fulls: list[Tensor]) -> bool:
+    def store_writes(self, i: int, fulls: list[Tensor]) -> bool:
         """Store what forward has written into a unit's full parameters so far. Return whether the shards changed."""
         given, changed = self.given[i], False
         written = given.versions()

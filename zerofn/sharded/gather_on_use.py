@@ -125,29 +125,29 @@ class GatheredUnits:
         for i in list(self.coming):
             self.coming.pop(i)()
 
-    def free_unit(self, i: int, settled: bool = False) -> None:
-        """Free a unit's full parameters. Unless `settled`, store first what forward has written into them."""
+    def free_unit(self, i: int, stored: bool = False) -> None:
+        """Free a unit's full parameters. Unless `stored`, store first what forward has written into them."""
         if i in self.coming:
             self.coming.pop(i)()
         if i not in self.live:
             return
-        if not settled:
-            self.settle(i)
+        if not stored:
+            self.store_writes(i)
         left = self.forward_writes.leave(i)
         del self.live[i]
         self.seen.pop(i, None)
         self.forward_writes.hold(i, left)
 
-    def settle(self, i: int) -> None:
+    def store_writes(self, i: int) -> None:
         """Store what forward has written into a unit's full parameters so far."""
         given = self.forward_writes.given
-        if i in self.live and i in given and self.forward_writes.settle(i, self.live[i]):
+        if i in self.live and i in given and self.forward_writes.store_writes(i, self.live[i]):
             self.counts[i] = writes(self.parts[i])
 
-    def settle_all(self) -> None:
+    def store_all_writes(self) -> None:
         """At the end of a call or a backward: store what forward has written. Later writes are lost."""
         for i in list(self.forward_writes.given):
-            self.settle(i)
+            self.store_writes(i)
         self.look_again()
         self.forward_writes.forget()
 
@@ -185,12 +185,12 @@ def updating(gathered: GatheredUnits, places: Collection[tuple[int, int]]) -> It
     """
     for i, _ in places:
         gathered.look_again()
-        gathered.settle(i)
+        gathered.store_writes(i)
     yield
     for i, j in places:
         gathered.writes[i][j] += 1
         gathered.counts[i] = writes(gathered.parts[i])
-        gathered.free_unit(i, settled=True)
+        gathered.free_unit(i, stored=True)
         gathered.forward_writes.forget_leaf(i, j)
 
 
@@ -353,7 +353,7 @@ class UnitRounds:
         if tensors:
             mine = [torch.zeros_like(part) if x is None else x for part, x in zip(parts, tensors, strict=True)]
         else:
-            self.gathered.settle(i)
+            self.gathered.store_writes(i)
             with torch.DisableTorchFunctionSubclass():
                 mine = list(map(Tensor.detach, parts))
         return self.collectives.begin_gather(i, mine)
@@ -406,7 +406,7 @@ class Rests:
             # The end of a nested backward is the middle of the outer one.
             if not after_this_node(self.after_backward):
                 # A checkpoint repeats forward, and what forward writes.
-                self.gathered.settle_all()
+                self.gathered.store_all_writes()
                 self.rounds.rest()
                 if self.rounds.late and not self.rounds.unfinished:
                     self.rounds.accept_late()
@@ -593,7 +593,7 @@ class Units:
     def end_of_call(self) -> None:
         """Forget the tensors that a call of the model was given: from its end on they belong to its graph alone."""
         with self.rounds.lock:
-            self.gathered.settle_all()
+            self.gathered.store_all_writes()
             self.gathered.seen.clear()
         if not self.suspended:
             self.rests.after_call()

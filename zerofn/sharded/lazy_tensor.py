@@ -131,6 +131,6 @@ def _flat(x: Any) -> Any:
     return x if isinstance(x, list | tuple) else (x,)
 
 
-def settled(tree: Tree) -> Tree:
+def gather_lazy(tree: Tree) -> Tree:
     """The same tree with each `Lazy` gathered into a tensor of its own, for results of a function of parameters."""
     return tree_map(lambda x: x.clone() if isinstance(x, Lazy) else x, tree)

@@ -121,12 +121,12 @@ def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None
 #
 # The end of a backward cannot be observed: an unused parameter never fires, checkpointing nests backwards, a kept
 # graph runs again. So nothing here waits for it. A bucket is sent once all of its leaves have a gradient and the
-# bucket before it was sent; `settle` sends the rest. A *round* is one pass over all buckets, with the oldest waiting
-# gradient of each leaf. Gradients of later backwards queue. Adding them up first would save messages, but how many
-# have come by then depends on timing, and so would the last bits of the sum. All ranks must make the same number of
-# rounds. The first one needs no agreement, since `settle` always completes it. Before every further one ranks tell
-# each other whether they want it. Nobody waits long for the answer before `settle`: another rank may be in a
-# collective of the user's, which waits for this rank.
+# bucket before it was sent; `finish_reductions` sends the rest. A *round* is one pass over all buckets, with the
+# oldest waiting gradient of each leaf. Gradients of later backwards queue. Adding them up first would save messages,
+# but how many have come by then depends on timing, and so would the last bits of the sum. All ranks must make the
+# same number of rounds. The first one needs no agreement, since `finish_reductions` always completes it. Before every
+# further one ranks tell each other whether they want it. Nobody waits long for the answer before `finish_reductions`:
+# another rank may be in a collective of the user's, which waits for this rank.
 
 
 # Buckets under way at once. Each holds one buffer; many would hold as much as the full gradients.
@@ -134,8 +134,8 @@ IN_FLIGHT = 2
 # Gradients of one leaf that may wait before backward waits for other ranks.
 DEPTH = 2
 # Seconds that backward waits for a bucket to be reduced before it goes on with more of them under way or waiting. A
-# rank that has no gradient for that bucket sends it only at `settle`, and may be blocked on the way there by a
-# collective of the user's that waits for this rank.
+# rank that has no gradient for that bucket sends it only at `finish_reductions`, and may be blocked on the way there
+# by a collective of the user's that waits for this rank.
 PATIENCE = 1.0
 
 
@@ -144,11 +144,11 @@ class Stream:
 
     Args:
         wire: the collectives, on a group of their own.
-        control: another group, for the agreement on rounds and at `settle`.
+        control: another group, for the agreement on rounds and at `finish_reductions`.
         leaves: trainable leaves, in the order in which backward is expected to reach them.
         like: by path, shape, dtype and device of gradients.
         done: takes each reduced gradient; called in a fixed order.
-        marks: names of the numbers that `settle` compares.
+        marks: names of the numbers that `finish_reductions` compares.
         name: of the transform that reduces, for profilers.
     """
 
@@ -176,13 +176,13 @@ class Stream:
         # The bucket to send next, and the rounds that were sent.
         self.next = self.rounds = 0
         self.patience = PATIENCE
-        self.dropping = self.broken = False  # broken: a `settle` was interrupted
+        self.dropping = self.broken = False  # broken: a `finish_reductions` was interrupted
         # For each running reduction: work handle, output, input (which must live until the work is done), bucket.
         self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing has arrived since the last `settle`."""
+        """Whether nothing has arrived since the last `finish_reductions`."""
         return not (self.pending or self.rounds or self.next or self.broken)
 
     def arrived(self, path: str, grad: Tensor) -> None:
@@ -256,7 +256,7 @@ class Stream:
                 if g is not None:  # a view of the bucket's buffer
                     self.done(leaf, g)
 
-    def settle(self, marks: dict[str, int], noticed: bool = False) -> bool:
+    def finish_reductions(self, marks: dict[str, int], noticed: bool = False) -> bool:
         """Send all remaining buckets, in as many rounds on every rank, and wait for all of them.
 
         Args:
@@ -293,7 +293,7 @@ class Stream:
         self.missing = [len(bucket.leaves) for bucket in self.buckets]
         self.dropping, self.broken = True, False
         try:
-            self.settle(marks)
+            self.finish_reductions(marks)
         finally:
             self.dropping = False
 

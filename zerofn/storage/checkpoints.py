@@ -18,7 +18,7 @@ from ..core.state import State
 from ..eager.optimizer import Optimizer
 from ..ranks.backend import gather_objects
 from ..ranks.group import Group
-from ..ranks.process_groups import settle
+from ..ranks.process_groups import join_background_threads
 from . import files as _manifest
 from .files import absolute_path, discard
 from .loading import load
@@ -96,7 +96,7 @@ class Checkpoints:
         if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
             wrong, why = f"Checkpoints.save(state, score={score!r})", "checkpoints are put in order by a number"
             raise TypeError(explain(wrong, why, "score=validation_loss.item()"))
-        settle()
+        join_background_threads()
         order = 1 + max((save.order for save in self._saves().values()), default=0)
         entries = {"order": order, "score": None if score is None else str(float(score))}  # JSON has no NaN
         return write_checkpoint(self.at(step), state, wait, entries, self._remove_old)
@@ -113,7 +113,7 @@ class Checkpoints:
             ValueError: it is of another pipeline or model, as for `zf.load`.
         """
         placement = state_of(like, "Checkpoints(root).load(like={})", form=True).layout.placement
-        settle()
+        join_background_threads()
         wait_for_all_ranks("Checkpoints(root).load(like=state)", placement)
         group = checkpoint_group(placement)
         steps = self.steps if group.rank == 0 else []

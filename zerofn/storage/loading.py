@@ -25,7 +25,7 @@ from ..eager.param_groups import packed
 from ..pure.api import pipe_of
 from ..ranks.backend import gather_objects
 from ..ranks.group import Group
-from ..ranks.process_groups import settle
+from ..ranks.process_groups import join_background_threads
 from .files import absolute_path
 from .saving import (
     buffers_of,
@@ -265,7 +265,7 @@ def _load(
     """Read into new memory on all ranks; an attached model is written only once that has succeeded."""
     from .dcp import load_pieces
 
-    settle()
+    join_background_threads()
     placement = like.layout.placement
     wait_for_all_ranks("zf.load(directory, like=state)", placement)
     group = checkpoint_group(placement)

@@ -28,7 +28,7 @@ from ..eager.optimizer import Optimizer
 from ..eager.param_groups import packed
 from ..ranks.backend import gather_objects, world
 from ..ranks.group import Group
-from ..ranks.process_groups import Background, connected, settle, together, world_group
+from ..ranks.process_groups import Background, connected, join_background_threads, together, world_group
 from .files import ROW_MAJOR, absolute_path
 from .tables import dtype_name
 
@@ -525,7 +525,7 @@ def write_checkpoint(
     given = state_of(state, "zf.save(directory, {})")
     check = check or check_not_written_since(given)
     path = absolute_path("zf.save({}, state)", directory)
-    settle()
+    join_background_threads()
     wait_for_all_ranks("zf.save(directory, state)", given.layout.placement)
     group = checkpoint_group(given.layout.placement, directory)
     buffers = [] if opt is None else buffers_of(opt._own.model)

@@ -108,7 +108,7 @@ class _Run:
             out, own = self.t.update_fn(grads, state, before, prepared.carry, ctx)
             if prepared.close is not None:
                 prepared.close()
-            ctx.settle()
+            ctx.wait_for_copies()
             state = {**state, **own, **prepared.state}
             yield (out if prepared.emit else None), state, ctx.metrics
 
