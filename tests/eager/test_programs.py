@@ -233,7 +233,7 @@ UNEVEN = (
 
 def small_buckets():
     """Many buckets even of a small model."""
-    zerofn.sharded.reducer.cut = functools.partial(zf.core.bucketed_views.cut, limit=400)
+    zerofn.sharded.reducer.into_buckets = functools.partial(zf.core.bucketed_views.into_buckets, limit=400)
 
 
 def everything(names):

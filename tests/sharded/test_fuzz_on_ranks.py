@@ -185,7 +185,7 @@ def runs(seeds):
     out = {}
     for seed in seeds:
         model, program, tx, _, limit = case(seed)
-        zerofn.sharded.reducer.cut = functools.partial(zf.core.bucketed_views.cut, limit=limit)
+        zerofn.sharded.reducer.into_buckets = functools.partial(zf.core.bucketed_views.into_buckets, limit=limit)
         # What hangs says where; the seed is what is asked for first.
         zerofn.sharded.reducer.PATIENCE = 0.05
         print(f"seed {seed}", flush=True)

@@ -160,7 +160,9 @@ def kept_gradients():
     rank, _ = P.rank_and_size()
     torch.manual_seed(0)
     model = Wide()
-    zerofn.sharded.reducer.cut = functools.partial(zf.core.bucketed_views.cut, limit=WIDTH * WIDTH * 8)
+    zerofn.sharded.reducer.into_buckets = functools.partial(
+        zf.core.bucketed_views.into_buckets, limit=WIDTH * WIDTH * 8
+    )
     opt = zf.attach(model, zf.chain(zf.reduce_scatter(), zf.sgd(0.1)))
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     most = 0
@@ -192,7 +194,7 @@ def test_zero2_never_holds_a_gradient_tree():
 
 def slow_rank_with_talk():
     """A rank without gradient for the first bucket, and a user's collective before the step that would send it."""
-    zerofn.sharded.reducer.cut = functools.partial(zf.core.bucketed_views.cut, limit=400)
+    zerofn.sharded.reducer.into_buckets = functools.partial(zf.core.bucketed_views.into_buckets, limit=400)
     out = {}
     for order, t in (("data parallel", zf.all_reduce), ("zero2", zf.reduce_scatter)):
 
