@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofn.kernels import adam as _adam_formula  # inside
 from zerofn.kernels import native as _native  # inside
 from zerofn.kernels import native as _native_compiler  # inside
 from zerofn.kernels.adam import adam_  # inside
@@ -195,29 +194,6 @@ def test_native_tells_autograd_that_it_wrote():
         saved.backward()
 
 
-@pytest.mark.slow
-def test_new_step_and_lr_do_not_recompile(monkeypatch):
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
-    torch._dynamo.reset()
-    compiled = torch.compile(_adam_formula._update_segment, dynamic=True, backend=backend)
-    monkeypatch.setattr(_adam_formula, "_compiled_segment", lambda: compiled)
-    a, b = state(100), state(100)
-    for step in (1, 2, 5):
-        options = dict(step=step, lr=0.1 / step, seed=step, keys=[step], offsets=[step], form=1 + step % 2)
-        adam_(*a, **options, implementation="compiled")
-        adam_(*b, **options, implementation="eager")
-    adam_(*state(200), **options, implementation="compiled")
-    assert len(graphs) == 1
-    assert_same_bits(a, b)
-    torch._dynamo.reset()
-
-
-@needs_compiler
 @needs_compiler
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
 def test_the_operator_is_what_torch_is_told_that_it_is(rounding):

@@ -1,8 +1,10 @@
-"""Low-precision Adam: the formula, its compiled form and the C kernel, all with the same bits on the CPU."""
+"""Low-precision Adam: the formula on tensors, and its kernels in C and in Triton, all with the same bits."""
 
 from __future__ import annotations
 
 import functools
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from ctypes import c_float
 from operator import attrgetter
@@ -274,48 +276,6 @@ def _write(tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]) ->
             tensor.copy_(value)
 
 
-def _update_segment(p, g, m, v, c, numbers: Tensor, words: Tensor, mode: Mode) -> None:
-    """The function that is compiled. Whatever changes from step to step is a tensor, so that nothing recompiles."""
-    index = torch.arange(p.numel(), dtype=torch.int32, device=p.device) * words[0, 2]
-    bits = [draw(index + words[k, 0], words[k, 1]) if on else None for k, on in enumerate(mode.streams)]
-    _write((p, m, v, c), formula(p, g, m, v, c, Scalars(*numbers.unbind()), mode, bits))
-
-
-@functools.cache
-def _compiled_segment():
-    return torch.compile(_update_segment, dynamic=True)
-
-
-def run_compiled(leaves: Leaves, settings: Settings) -> None:
-    """torch.compile on flat tensors, one launch for each entry. Written for GPUs; tested on the CPU only."""
-    segments = [
-        (i, start, stop)
-        for i, offset in enumerate(leaves.offsets)
-        for start, stop in block_ranges(offset, leaves.params[i].numel())
-    ]
-    device = leaves.params[0].device
-    numbers = settings.scalars
-    if isinstance(numbers.rate, Tensor) or isinstance(numbers.keep, Tensor):
-        numbers = torch.stack([torch.as_tensor(x, dtype=torch.float32, device=device) for x in numbers])
-    else:
-        numbers = torch.tensor(numbers, dtype=torch.float32).to(device, non_blocking=True)
-    # The hashes of all segments at once, on the device of the step.
-    at = settings.step.device if isinstance(settings.step, Tensor) else "cpu"
-    key = torch.tensor([leaves.keys[i] for i, _, _ in segments], device=at)
-    start = torch.tensor([start for _, start, _ in segments], device=at)
-    words = []
-    stride = key * 0 + stride_of(settings.form)
-    for stream in (0, 1):
-        k0, k1 = stream_key(settings.seed, settings.step, key, block=start >> 32, stream=stream)
-        words.append(torch.stack([as_int32(start * stride + k0), as_int32(k1), as_int32(stride)]))
-    drawn = torch.stack(words).to(device, non_blocking=True)
-    for j, (i, begin, end) in enumerate(segments):
-        piece = slice(begin - leaves.offsets[i], end - leaves.offsets[i])
-        p, g, m, v, *c = (tensors[i].view(-1)[piece] for tensors in leaves.tensors)
-        mode = settings.mode(leaves.dtypes(i))
-        _compiled_segment()(p, g, m, v, c[0] if c else None, numbers, drawn[..., j], mode)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # `run_native` runs the C kernel of low-precision Adam over lists of leaves, after a check that it gives the bits of
 # eager torch.
@@ -324,26 +284,39 @@ def run_compiled(leaves: Leaves, settings: Settings) -> None:
 _EXACT = (torch.float32,) * 4
 
 
-def run_native(leaves: Leaves, settings: Settings, norms: list[float] | None = None) -> None:
+def run_native(leaves: Leaves, settings: Settings, norms: list[Any] | None = None) -> None:
     """The C kernel, once for each combination of dtypes; eager torch if the kernel cannot be built.
 
     If `norms` is a list and the kernel was called on all gradients, the norm of each gradient is appended to it.
     """
-    found: dict[int, float] = {}
-    kinds = leaves.all_dtypes()
-    for kind in dict.fromkeys(kinds):
-        entries, part = range(len(kinds)), leaves
-        if kinds.count(kind) < len(kinds):
-            entries = [i for i, other in enumerate(kinds) if other == kind]
-            columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
-            part = Leaves(*columns)
-        dtypes: Any = kind[:4]
-        function = native_kernel(dtypes, settings.rounding, settings.beta1, settings.form)
+    found: dict[int, Any] = {}
+    for dtypes, entries, part in _by_kind(leaves, leaves.all_dtypes()):
+        function = native_kernel(dtypes[:4], settings.rounding, settings.beta1, settings.form)
         if function is None:
             run_chunked(part, settings)
             continue
         found |= zip(entries, _call(function, part, settings, norms is not None), strict=False)
-        increment_versions([*part.params, *part.exp_avgs, *part.exp_avg_sqs, *(part.compensations or ())])
+        _written(part)
+    _append(norms, found, leaves)
+
+
+def _by_kind(leaves: Leaves, kinds: Sequence[Any]) -> Iterator[tuple[Any, Sequence[int], Leaves]]:
+    """Each kind, its entries, and their lists; `kinds` has one for each entry. Nearly always there is one."""
+    for kind in dict.fromkeys(kinds):
+        if kinds.count(kind) == len(kinds):
+            yield kind, range(len(kinds)), leaves
+            continue
+        entries = [i for i, other in enumerate(kinds) if other == kind]
+        columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
+        yield kind, entries, Leaves(*columns)
+
+
+def _written(leaves: Leaves) -> None:
+    """Tell autograd what a kernel wrote."""
+    increment_versions([*leaves.params, *leaves.exp_avgs, *leaves.exp_avg_sqs, *(leaves.compensations or ())])
+
+
+def _append(norms: list[Any] | None, found: dict[int, Any], leaves: Leaves) -> None:
     if norms is not None and len(found) == len(leaves.grads):
         norms += [found[i] for i in range(len(leaves.grads))]
 
@@ -384,16 +357,117 @@ def native_kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any
     return None
 
 
-def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
-    p, g, m, v = [[x.to(dtype)] for (x,), dtype in zip(sample(1001), dtypes, strict=True)]
+def _sample(dtypes: Dtypes, kahan: bool, numel: int = 1001) -> Leaves:
+    p, g, m, v = [[x.to(dtype)] for (x,), dtype in zip(sample(numel), dtypes, strict=True)]
     return Leaves(p, g, m, v, [torch.zeros_like(p[0])] if kahan else None, keys=[7], offsets=[3])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `run_triton` runs the Triton kernel of low-precision Adam on a GPU, after the same check.
+#
+# It reads nothing from the device, apart from that check: what changes from step to step goes there in one copy.
+
+
+def run_triton(leaves: Leaves, settings: Settings, norms: list[Any] | None = None) -> None:
+    """The Triton kernel, in one launch for each combination of dtypes and device; eager torch if it cannot be used.
+
+    If `norms` is a list and the kernel was called on all gradients, their norms are appended, on their device.
+    """
+    found: dict[int, Any] = {}
+    devices = list(map(Tensor.get_device, leaves.params))
+    for (*dtypes, device), entries, part in _by_kind(leaves, [*zip(*_columns(leaves), devices, strict=True)]):
+        if not triton_kernel(tuple(dtypes[:4]), settings.rounding, settings.beta1, device):
+            run_unchunked(part, settings)
+            continue
+        found |= zip(entries, _launch(part, settings, norms is not None), strict=False)
+        _written(part)
+    _append(norms, found, leaves)
+
+
+def _columns(leaves: Leaves) -> list[list[torch.dtype]]:
+    return [[t.dtype for t in tensors] for tensors in leaves.tensors]
+
+
+def _launch(leaves: Leaves, settings: Settings, norms: bool = False) -> list[Tensor]:
+    module = triton_module()
+    assert module is not None
+    device = leaves.params[0].device
+    step, stride = (_readable(x) for x in (settings.step, settings.form))
+    stride = stride_of(stride)
+    numbers: Any = [_readable(x) for x in settings.scalars]
+    if any(isinstance(x, Tensor) for x in numbers):
+        # Filled on the device: a copy of a number to it could wait.
+        numbers = torch.stack([x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in numbers])
+    words = (x.to(torch.int64).reshape(1) if isinstance(x, Tensor) else x for x in (step, settings.seed, stride))
+    given = module.Numbers(*words, numbers)
+    roundings = module.Roundings(*settings.mode(leaves.dtypes(0)))
+    return module.run(leaves.tensors, leaves.keys, leaves.offsets, given, roundings, norms)
+
+
+def _readable(x: Any) -> Any:
+    """A number of the host as such; a tensor of a device as it is, which nobody reads here."""
+    return x.item() if isinstance(x, Tensor) and x.is_cpu else x
+
+
+@functools.cache
+def triton_module() -> Any:
+    """`zerofn.kernels.triton_adam`, which needs triton; ``None`` if triton is not installed."""
+    if not has_triton():
+        return None
+    from zerofn.kernels import triton_adam
+
+    return triton_adam
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU: for tests, far slower than eager torch."""
+    # Asked before triton is imported, which takes a second.
+    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        return False
+    module = triton_module()
+    return module is not None and module.interpreted()
+
+
+@functools.cache
+def triton_kernel(dtypes: Dtypes, rounding: str, beta1: float, device: int) -> bool:
+    """Whether the Triton kernel runs on this device, and gives the bits of eager torch on a sample; else a warning.
+
+    The check takes a launch, once in a process for each combination of dtypes. A new one is compiled, in about a
+    second, and Triton keeps it on disk.
+    """
+    settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1, form=FORMAT)
+    # More than one chunk, so that full chunks and ends are checked.
+    made, eager = (_sample(dtypes, rounding == "kahan", numel=17_001) for _ in range(2))
+    if device >= 0:
+        place = torch.device("cuda", device)
+        made = Leaves(*[[x.to(place) for x in column] for column in made[:4]], *made[4:])  # type: ignore[arg-type]
+        if made.compensations is not None:
+            made = made._replace(compensations=[x.to(place) for x in made.compensations])
+    try:
+        _launch(made, settings)
+        found = [[x.cpu() for x in column] for column in made.tensors]
+    except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
+        return _no_triton(f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})")
+    run_chunked(eager, settings)
+    return same_bits(found, eager.tensors) or _no_triton("gives other bits on this device than on the CPU")
+
+
+def _no_triton(why: str) -> bool:
+    warnings.warn(
+        f"zerofn: the Triton kernel of low_precision_adam {why}; so it runs through eager torch, many times slower. "
+        "Triton needs a C compiler ($CC, gcc or clang) for its launcher.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `adam_` updates low-precision storage in place: in fp32 arithmetic, with one rounding for each stored number.
 #
-# One formula runs in three ways: by eager torch, in chunks that stay in the cache; by a C kernel with the same bits
-# (`zerofn.kernels.native`), 10 to 20 times faster; by ``torch.compile`` on a GPU.
+# One formula runs in three ways, with the same bits: by eager torch, in chunks that stay in the cache; by a C kernel
+# (`zerofn.kernels.native`), 10 to 20 times faster; on a GPU by a Triton kernel (`zerofn.kernels.triton_adam`), in one
+# launch for all leaves.
 #
 # ``rounding`` says how parameters and moments below float32 are stored:
 #
@@ -419,7 +493,7 @@ def _sample(dtypes: Dtypes, kahan: bool) -> Leaves:
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 # Called on every leaf in every step, so functions in C.
-_IS_CPU, _IS_META = attrgetter("is_cpu"), attrgetter("is_meta")
+_IS_CPU, _IS_CUDA, _IS_META = attrgetter("is_cpu"), attrgetter("is_cuda"), attrgetter("is_meta")
 
 
 def _contiguous(leaves: Leaves) -> tuple[Leaves, list[tuple[Tensor, Tensor]]]:
@@ -445,35 +519,35 @@ def _have_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def implementation_for(params: Sequence[Tensor]) -> str:
-    """What `adam_` runs for these parameters: ``"native"``, ``"compiled"`` or ``"eager"``.
+    """What `adam_` runs for these parameters: ``"native"``, ``"triton"`` or ``"eager"``.
 
     ``"native"``: CPU tensors, and a C compiler was found (`zerofn.kernels.native`). The first call with a new
-    combination of dtypes builds the kernel, in about half a second, and keeps it on disk. ``"compiled"``: GPU tensors
-    with triton. ``"eager"``: everything else, including tensors under `torch.func.vmap`, where draws do not depend on
-    the position in the mapped dimension.
+    combination of dtypes builds the kernel, in about half a second, and keeps it on disk. ``"triton"``: tensors of a
+    GPU, and triton is installed. ``"eager"``: everything else, including tensors under `torch.func.vmap`, where draws
+    do not depend on the position in the mapped dimension.
 
     Examples:
         >>> implementation_for([torch.ones(2, device="meta")])
         'eager'
 
     Notes:
-        ``"native"`` and ``"eager"`` give the same bits on the CPU (except for the payload of a NaN). ``"compiled"`` has
-        the same draws and formula, but its compiler may fuse products with sums: equal within a few float32 roundings
-        *before* the value is stored.
+        All give the same bits (except for the payload of a NaN); of the two kernels that is checked on a sample before
+        they are used. With ``ZEROFN_NATIVE=0`` and ``TRITON_INTERPRET=1`` in the environment CPU tensors take the
+        Triton kernel too, run by Triton's interpreter: for tests without a GPU.
     """
     if not params or not _have_memory(params):
         return "eager"
     if all(map(_IS_CPU, params)):
-        return "native" if _native.compiler() else "eager"
-    return "compiled" if all(p.is_cuda for p in params) and has_triton() else "eager"
+        return "native" if _native.compiler() else "triton" if _interpreted() else "eager"
+    return "triton" if all(map(_IS_CUDA, params)) and triton_module() is not None else "eager"
 
 
 def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: str, function: str) -> None:
     if rounding not in ("nearest", "stochastic", "kahan"):
         why, right = "it is not a rounding", "adam_(rounding='stochastic'), 'kahan' or 'nearest'"
         raise ValueError(explain(f"adam_(rounding={rounding!r})", why, right))
-    if implementation not in ("auto", "native", "compiled", "eager"):
-        why, right = "it is not an implementation", "adam_(implementation='auto'), 'native', 'compiled' or 'eager'"
+    if implementation not in ("auto", "native", "triton", "eager"):
+        why, right = "it is not an implementation", "adam_(implementation='auto'), 'native', 'triton' or 'eager'"
         raise ValueError(explain(f"adam_(implementation={implementation!r})", why, right))
     if not isinstance(form, Tensor) and form not in known_formats():
         why = f"the formats of random draws are {known_formats()}"
@@ -575,7 +649,7 @@ def adam_(
     offsets: Sequence[int],
     form: int | Tensor = FORMAT,
     implementation: str = "auto",
-    norms: list[float] | None = None,
+    norms: list[Any] | None = None,
 ) -> None:
     """One AdamW step with decoupled weight decay, in place, on lists of tensors (or of shards of tensors).
 
@@ -593,8 +667,9 @@ def adam_(
             be batched by `torch.func.vmap`. New values never recompile.
         rounding: ``"stochastic"``, ``"kahan"`` or ``"nearest"``, see the comment above.
         seed, form: of the random draws, and their format (`zerofn.kernels.rounding`), an int or a 0-d tensor.
-        implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"compiled"`` or ``"eager"``.
-        norms: a list. If the kernel computes the norms of the gradients on its way, they are appended.
+        implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"triton"`` or ``"eager"``.
+        norms: a list. If the kernel computes the norms of the gradients on its way, they are appended: floats on the
+            CPU, 0-d tensors of the device on a GPU.
 
     Raises:
         ValueError, TypeError: a dtype, shape, rounding or step without meaning; names the entry.
@@ -622,15 +697,15 @@ def adam_(
     _run(implementation_for(params) if implementation == "auto" else implementation, leaves, settings, plain, norms)
 
 
-def _run(implementation: str, leaves: Leaves, settings: Settings, plain: bool, norms: list[float] | None) -> None:
+def _run(implementation: str, leaves: Leaves, settings: Settings, plain: bool, norms: list[Any] | None) -> None:
     with torch.no_grad():
         if not plain and implementation == "eager":
             return run_unchunked(leaves, settings)
         flat, copies = _contiguous(leaves)
-        if implementation == "native":
-            run_native(flat, settings, norms)
+        if implementation == "eager":
+            run_chunked(flat, settings)
         else:
-            {"compiled": run_compiled, "eager": run_chunked}[implementation](flat, settings)
+            {"native": run_native, "triton": run_triton}[implementation](flat, settings, norms)
         for tensor, copy in copies:
             tensor.copy_(copy)
 

@@ -1,0 +1,240 @@
+"""The Triton kernel under Triton's interpreter, in a process of its own: Triton reads its switch on import."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerofn as zf
+from zerofn.kernels import adam  # inside
+
+# Numbers at the edges of every format: infinities, NaN, zeros, subnormals, the largest, squares that underflow.
+SPECIAL = [
+    *(0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.3895e38, -3.3895e38, 3.4e38, 1e-40, -1e-40, 1.1754944e-38),
+    *(65504.0, -65519.0, 65520.0, 6e-8, -5.9e-8, 6.1e-5, 1e-22, 3e-20, 1.0, -1.0),
+]
+
+
+def processes() -> ProcessPoolExecutor:
+    """One process in which Triton interprets, and tensors on the CPU take the Triton kernel."""
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_start)
+
+
+def _start() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+def leaf(n: int, dtypes: Sequence[torch.dtype], seed: int, shift: int) -> list[Tensor]:
+    """Parameter, gradient, moments and compensation; views that begin `shift` elements into their storage."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for i, dtype in enumerate((*dtypes, dtypes[0])):
+        x = torch.randn(n + shift, generator=generator)
+        x = x * torch.randint(-30, 8, (n + shift,), generator=generator).float().exp2()
+        chosen = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (n + shift,), generator=generator)]
+        x = torch.where(torch.rand(n + shift, generator=generator) < 0.3, chosen, x)
+        if i == 3:
+            x = x.abs()
+        # What is lost of a parameter is small.
+        found.append((x * 1e-3 if i == 4 else x).to(dtype)[shift:])
+    return found
+
+
+def different(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[str]:
+    """Where two lists of tensors differ; a NaN equals any NaN."""
+    rows = []
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        word = torch.int32 if x.dtype == torch.float32 else torch.int16
+        wrong = (x.contiguous().view(word) != y.contiguous().view(word)) & ~(x.isnan() & y.isnan())
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            rows.append(f"tensor {i} ({x.dtype}) at {at}: {float(x.flatten()[at])!r}, not {float(y.flatten()[at])!r}")
+    return rows
+
+
+def compare(leaves: Sequence[Any], steps: Sequence[int], **how: Any) -> list[str]:
+    """What differs between the Triton kernel and eager torch after some steps; norms too, within a few roundings.
+
+    Args:
+        leaves: arguments of `leaf`.
+        steps: numbers of the updates.
+        how: arguments of `adam_`.
+    """
+    columns = [list(column) for column in zip(*[leaf(*x) for x in leaves], strict=True)]
+    ours, theirs = ([[_own(x) for x in column] for column in columns] for _ in range(2))
+    rows = []
+    for step in steps:
+        norms: list[Any] = []
+        adam.adam_(*ours, **how, step=step, implementation="triton", norms=norms)
+        adam.adam_(*theirs, **how, step=step, implementation="eager")
+        rows += [f"step {step}: {row}" for a, b in zip(ours, theirs, strict=True) for row in different(a, b)]
+        if norms:
+            rows += _wrong_norms(columns[1], norms)
+    return rows
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy, as far into memory of its own as `x` is."""
+    shift = int(x.storage_offset())
+    return torch.cat([x.new_zeros(shift), x])[shift:]
+
+
+def _wrong_norms(grads: Sequence[Tensor], norms: Sequence[Tensor]) -> list[str]:
+    rows = []
+    for g, norm in zip(grads, norms, strict=True):
+        true = g.double().norm()
+        # Squares have the range of float32 only.
+        inside = true.isfinite() and g.numel() and 1e-15 < true < 1e18
+        if norm.isfinite() and inside and abs(norm.double() - true) > 1e-5 * true:
+            rows.append(f"a norm is {float(norm)}, not {float(true)}")
+        if not norm.isfinite() and inside:
+            rows.append(f"a norm is {float(norm)}, not {float(true)}")
+        if true.isnan() and not norm.isnan():
+            rows.append(f"a norm is {float(norm)}, not NaN")
+    return rows
+
+
+def compare_shards(rounding: str) -> list[str]:
+    """What differs between a leaf and the same leaf in pieces, which begin at odd places in memory."""
+    cuts = [0, 1, 1000, 16_384, 16_385, 40_000, 40_001]
+    how: dict[str, Any] = dict(step=3, lr=0.1, weight_decay=0.1, rounding=rounding, implementation="triton")
+    whole = leaf(cuts[-1], (torch.bfloat16,) * 4, 0, 0)
+    pieces = [[x[a:b].clone() for a, b in pairwise(cuts)] for x in whole]
+    offset = 2**32 - 20_000
+    adam.adam_(*[[x] for x in whole], **how, keys=[5], offsets=[offset])  # type: ignore[arg-type]
+    adam.adam_(*pieces, **how, keys=[5] * 6, offsets=[offset + a for a in cuts[:-1]])  # type: ignore[arg-type]
+    return different([torch.cat(x) for x in pieces], whole)
+
+
+def compare_numbers() -> list[str]:
+    """What differs if the step, the seed, the format and all scalars come as tensors of the device."""
+    from zerofn.kernels import triton_adam  # inside
+
+    step, seed, stride = 2**33 + 5, -3, 0x9E3779B9
+    scalars = adam.scalars(step, 0.1, 0.9, 0.999, 1e-8, 0.1)
+    given = (
+        triton_adam.Numbers(step, seed, stride, scalars),
+        triton_adam.Numbers(*(torch.tensor([x]) for x in (step, seed, stride)), torch.tensor(scalars)),
+    )
+    found = [leaf(100, (torch.bfloat16,) * 4, 0, 0)[:4] for _ in given]
+    for tensors, numbers in zip(found, given, strict=True):
+        roundings = triton_adam.Roundings(False, True, False, True)
+        triton_adam.run([[x] for x in tensors], [1], [2], numbers, roundings)
+    same = different(*found)
+    return same or [] if different(found[0], leaf(100, (torch.bfloat16,) * 4, 0, 0)[:4]) else ["nothing was updated"]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.norm(x.to(self.norm.weight.dtype))
+
+
+def train(rounding: str, triton: bool, form: str) -> tuple[dict[str, Tensor], list[float], list[int]]:
+    """Parameters and states, norms of gradients, and launches of kernels, of a few steps of an attached model."""
+    from zerofn.kernels import triton_adam  # inside
+
+    os.environ["ZEROFN_NATIVE"] = "0" if triton else "1"
+    torch.manual_seed(0)
+    model = Blocks()
+    if form == "fp32 norm":
+        model.blocks.to(torch.bfloat16)
+    store = {} if form == "fp32 norm" else {"store_dtype": torch.float16 if form == "fp16" else torch.bfloat16}
+    chain = [zf.precision(**store)] if store else []
+    opt = zf.attach(model, zf.chain(*chain, zf.low_precision_adam(0.01, weight_decay=0.1, rounding=rounding)))
+    launches, norms = [], []
+    names: list[str] = []
+    launch = triton_adam.launch
+
+    def counted(kernel: Any, *args: Any) -> None:
+        names.append(kernel.__name__)
+        launch(kernel, *args)
+
+    try:
+        triton_adam.launch = counted
+        for x in torch.randn(3, 4, 6):
+            names.clear()
+            model(x.to(model.blocks[0].weight.dtype)).float().square().mean().backward()
+            opt.step()
+            norms.append(float(opt.metrics["grad_norm"]))
+            opt.zero_grad()
+            launches.append(names.count("adam_kernel"))
+    finally:
+        triton_adam.launch = launch
+    kept = {f"{k}.{p}": x for k, v in opt.state.transforms.items() for p, x in _leaves(v)}
+    return {**{p: x.detach().clone() for p, x in opt.state.leaves.items()}, **kept}, norms, launches
+
+
+def _leaves(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    if isinstance(x, Tensor):
+        return [(path, x.clone())]
+    return [row for key, value in x.items() for row in _leaves(value, f"{path}.{key}")] if isinstance(x, dict) else []
+
+
+def told_of_other_bits(break_it: bool) -> tuple[list[str], str]:
+    """Warnings of a first update where the kernel has other bits, and what differs from eager torch then."""
+    kept = adam.same_bits
+    adam.triton_kernel.cache_clear()
+    try:
+        if break_it:
+            adam.same_bits = lambda *_: False  # type: ignore[assignment]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            rows = compare([(50, (torch.bfloat16,) * 4, 0, 0)], [1, 2], lr=0.1, keys=[1], offsets=[0])
+    finally:
+        adam.same_bits = kept
+        adam.triton_kernel.cache_clear()
+    return [str(w.message) for w in said], "\n".join(rows)
+
+
+# ---------------------------------------------------------------- compiled for a GPU, without one
+
+CALLS = re.compile(r"^\s*(?:@%p\d+ )?((?:fma|mad|mul|add|sub|div|rcp|sqrt|ex2|ld\.global|st\.global|cvt)[\w.:]*)", re.M)
+
+
+def instructions(kinds: Sequence[int], roundings: Sequence[bool], target: str = "cuda") -> dict[str, int]:
+    """How often each instruction stands in the kernel as it is compiled for an H100. In a process without interpreter.
+
+    Args:
+        kinds: of parameter, gradient and moments: 0, 1 and 2 are float32, bfloat16 and float16.
+        roundings: with compensation, at random: of the parameter, of the first and of the second moment.
+        target: `"cuda"` for sm_90.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from zerofn.kernels import triton_adam  # inside
+
+    names = triton_adam.adam_kernel.arg_names
+    given: dict[str, Any] = {name: "*i64" for name in names[:6]} | {
+        "rows": "i32",
+        "numbers": "*fp32",
+        "squares": "*fp32",
+    }
+    constants = dict(zip(names[8:], [*kinds, *roundings, True, triton_adam.CHUNK, triton_adam.BLOCK], strict=True))
+    source = ASTSource(
+        fn=triton_adam.adam_kernel,
+        signature={name: given.get(name, "constexpr") for name in names},
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 7)},
+    )
+    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_adam.CUDA_OPTIONS)
+    return dict(collections.Counter(CALLS.findall(compiled.asm["ptx"])))

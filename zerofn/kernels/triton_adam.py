@@ -1,0 +1,462 @@
+"""The Triton kernel of low-precision Adam: one launch for all leaves of a tree, with the bits of the C kernel.
+
+Imported only where triton is installed. With ``TRITON_INTERPRET=1`` in the environment from the start of the process,
+Triton runs the kernel on the CPU, operation by operation, and needs no GPU.
+"""
+
+# Triton makes constants of literals where a parameter is a `tl.constexpr`.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._errors import explain
+from .rounding import block_ranges
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The kernel computes the formula of `zerofn.kernels.adam` on one chunk of one leaf.
+#
+# Equal bits need what IEEE 754 rounds in one way: sums, products, `div_rn`, `sqrt_rn`, and no product fused with a sum
+# (`_OPTIONS`). Conversions of bfloat16 are integer arithmetic, as in the C kernel.
+#
+# A launch takes about as long as the host needs for it, 5 to 10 us, so one launch for each leaf would make the host the
+# bound. Instead the kernel finds its leaf in a table of addresses. Nothing that changes from step to step is a constant
+# of the kernel: number of the step, seed and learning rate are read from memory of the device.
+#
+# Gradients, parameters and moments are read once and written once, in accesses of 16 bytes where addresses allow it.
+
+FLOAT32, BFLOAT16, FLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# Elements of one program, and of one turn of its loop. 1024 elements on 128 threads are 8 for each, 16 bytes of bf16.
+CHUNK, BLOCK, WARPS = 1 << 14, 1 << 10, 4
+# The columns of the table, each with one entry for each row: see `_packed`.
+_COLUMNS = 8
+
+
+@triton.jit
+def _mix(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _hashed(lane, word):
+    return _mix(lane ^ word.to(tl.uint32)) + 0x9E3779B9
+
+
+@triton.jit
+def _lane(start: tl.constexpr, seed, step, key, block, stream: tl.constexpr):
+    """One of the two words of `zerofn.kernels.rounding.stream_key`."""
+    low = 0xFFFFFFFF
+    lane = (seed & 0).to(tl.uint32) + start
+    lane = _hashed(lane, seed & low)
+    lane = _hashed(lane, (seed >> 32) & low)
+    lane = _hashed(lane, step & low)
+    lane = _hashed(lane, (step >> 32) & low)
+    lane = _hashed(lane, key & low)
+    lane = _hashed(lane, (key >> 32) & low)
+    lane = _hashed(lane, block)
+    return _hashed(lane, (seed & 0) + stream)
+
+
+@triton.jit
+def _draw(counter, k1):
+    """`zerofn.kernels.rounding.draw`."""
+    x = counter
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x += k1
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _pointer(address, KIND: tl.constexpr):
+    if KIND == FLOAT32:
+        return address.to(tl.pointer_type(tl.float32))
+    elif KIND == FLOAT16:
+        return address.to(tl.pointer_type(tl.float16))
+    else:
+        return address.to(tl.pointer_type(tl.uint16))
+
+
+@triton.jit
+def _value(stored, KIND: tl.constexpr):
+    """Stored numbers as float32."""
+    if KIND == BFLOAT16:
+        return (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def _rounded(x, bits, KIND: tl.constexpr, RANDOM: tl.constexpr):
+    """Float32 numbers as they are stored: rounded to nearest, or by the low 16 bits of `bits`; NaN stays NaN."""
+    if KIND == FLOAT32:
+        return x
+    elif KIND == BFLOAT16:
+        return _bfloat16(x, bits, RANDOM)
+    else:
+        return _float16(x, bits, RANDOM)
+
+
+@triton.jit
+def _bfloat16(x, bits, RANDOM: tl.constexpr):
+    pattern = x.to(tl.uint32, bitcast=True)
+    size = pattern & 0x7FFFFFFF
+    noise = ((pattern >> 16) & 1) + 0x7FFF
+    if RANDOM:
+        # From the largest finite number on, to nearest: noise must not make infinities.
+        noise = tl.where(size >= 0x7F7F0000, noise, bits & 0xFFFF)
+    return tl.where(size > 0x7F800000, 0x7FC0, (pattern + noise) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def _float16(x, bits, RANDOM: tl.constexpr):
+    if RANDOM:
+        pattern = x.to(tl.uint32, bitcast=True)
+        size = pattern & 0x7FFFFFFF
+        # A number below the normal ones of float16 is lifted by the smallest of these, whose last bit it then has.
+        lift = 6.103515625e-05
+        small = size < 0x38800000
+        lifted = tl.where(small, (size.to(tl.float32, bitcast=True) + lift).to(tl.uint32, bitcast=True), size)
+        cut = (lifted + tl.where(lifted >= 0x477FE000, 0x1000, bits & 0x1FFF)) & 0xFFFFE000
+        cut = tl.where(small, (cut.to(tl.float32, bitcast=True) - lift).to(tl.uint32, bitcast=True), cut)
+        cut = tl.where(size >= 0x7F800000, size, cut) | (pattern & 0x80000000)
+        x = cut.to(tl.float32, bitcast=True)
+    return x.to(tl.float16)
+
+
+@triton.jit
+def _block(
+    p_at,
+    g_at,
+    m_at,
+    v_at,
+    c_at,
+    first,
+    begin,
+    numel,
+    numbers,
+    stride,
+    p_k0,
+    p_k1,
+    m_k0,
+    m_k1,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    KAHAN: tl.constexpr,
+    RANDOM_P: tl.constexpr,
+    RANDOM_M: tl.constexpr,
+    RANDOM_V: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Update the `BLOCK` elements from `begin` of a row; returns the squares of their gradients.
+
+    `first` is the index in its leaf of the row's first element, modulo 2**32.
+    """
+    at = begin + tl.arange(0, BLOCK)
+    mask = at < numel if MASKED else None
+    p = _value(tl.load(p_at + at, mask), P)
+    g = _value(tl.load(g_at + at, mask), G)
+    m = _value(tl.load(m_at + at, mask), M)
+    v = _value(tl.load(v_at + at, mask), V)
+    beta2, one_minus_beta1, one_minus_beta2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    rate, eps, keep, decay = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6)
+    counter = (first + at.to(tl.uint32)) * stride
+    bits = counter
+    other = counter
+    if RANDOM_P or RANDOM_V:
+        bits = _draw(counter + p_k0, p_k1)
+    if RANDOM_M:
+        other = _draw(counter + m_k0, m_k1)
+    m = (g - m) * one_minus_beta1 + m
+    v = v * beta2 + (g * one_minus_beta2) * g
+    step = tl.div_rn(m * rate, tl.sqrt_rn(v) + eps)
+    if KAHAN:
+        c = _value(tl.load(c_at + at, mask), P)
+        # Infinite parameters stay infinite: inf * 0 and inf - inf must not happen, in this step or the next.
+        finite = (p.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+        drop = tl.where(finite, (p + c) * decay, 0.0) + step - c
+        new = _rounded(p - drop, bits, P, False)
+        kept = _value(new, P)
+        finite = (kept.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+        lost = tl.where(finite, (p - kept) - drop, 0.0)
+        tl.store(c_at + at, _rounded(lost, bits, P, False), mask)
+    else:
+        new = _rounded(p * keep - step, bits, P, RANDOM_P)
+    tl.store(p_at + at, new, mask)
+    tl.store(m_at + at, _rounded(m, other, M, RANDOM_M), mask)
+    tl.store(v_at + at, _rounded(v, bits >> 16, V, RANDOM_V), mask)
+    return tl.where(at < numel, g * g, 0.0) if MASKED else g * g
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["step_at", "seed_at", "stride_at", "numbers"])
+def adam_kernel(
+    starts,
+    table,
+    rows,
+    step_at,
+    seed_at,
+    stride_at,
+    numbers,
+    squares,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    KAHAN: tl.constexpr,
+    RANDOM_P: tl.constexpr,
+    RANDOM_M: tl.constexpr,
+    RANDOM_V: tl.constexpr,
+    SQUARES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Update one chunk of a row.
+
+    Args:
+        starts: for each row the number of chunks in the rows before it.
+        table: `_COLUMNS` columns of int64 with one entry for each row: addresses of parameter, gradient, first and
+            second moment and compensation; elements; key; index of the first element in the leaf.
+        rows: how many.
+        step_at, seed_at, stride_at: where the number of the update, the seed, and what counters of neighbours differ by
+            are, each an int64.
+        numbers: the seven float32 of `zerofn.kernels.adam.Scalars`.
+        squares: one float32 for each chunk, the sum of the squares of its gradients; written if `SQUARES`.
+    """
+    chunk = tl.program_id(0)
+    row, end = 0, rows
+    while end - row > 1:
+        middle = (row + end) // 2
+        before = tl.load(starts + middle) <= chunk
+        row, end = tl.where(before, middle, row), tl.where(before, end, middle)
+    begin = (chunk - tl.load(starts + row)) * CHUNK
+    table += row
+    p, g = tl.load(table), tl.load(table + rows)
+    m, v, c = tl.load(table + 2 * rows), tl.load(table + 3 * rows), tl.load(table + 4 * rows)
+    numel, key, offset = tl.load(table + 5 * rows), tl.load(table + 6 * rows), tl.load(table + 7 * rows)
+    step, seed, stride = tl.load(step_at), tl.load(seed_at), tl.load(stride_at).to(tl.uint32)
+    block, first = (offset >> 32) & 0xFFFFFFFF, (offset & 0xFFFFFFFF).to(tl.uint32)
+    p_k0, p_k1 = stride, stride
+    m_k0, m_k1 = stride, stride
+    if RANDOM_P or RANDOM_V:
+        p_k0, p_k1 = _lane(0x243F6A88, seed, step, key, block, 0), _lane(0x85A308D3, seed, step, key, block, 0)
+    if RANDOM_M:
+        m_k0, m_k1 = _lane(0x243F6A88, seed, step, key, block, 1), _lane(0x85A308D3, seed, step, key, block, 1)
+    aligned = ((p | g | m | v | c) & 15) == 0
+    p_at, g_at, m_at, v_at = _pointer(p, P), _pointer(g, G), _pointer(m, M), _pointer(v, V)
+    c_at = _pointer(c, P)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if aligned and begin + CHUNK <= numel:
+        begin = tl.multiple_of(begin, 16)
+        p_at, g_at = tl.multiple_of(p_at, 16), tl.multiple_of(g_at, 16)
+        m_at, v_at = tl.multiple_of(m_at, 16), tl.multiple_of(v_at, 16)
+        c_at = tl.multiple_of(c_at, 16)
+        for i in range(0, CHUNK, BLOCK):
+            total += _block(
+                p_at, g_at, m_at, v_at, c_at, first, begin + i, numel, numbers, stride, p_k0, p_k1, m_k0, m_k1,
+                P, G, M, V, KAHAN, RANDOM_P, RANDOM_M, RANDOM_V, False, BLOCK,
+            )  # fmt: skip
+    else:
+        for i in range(0, tl.minimum(numel - begin, CHUNK).to(tl.int32), BLOCK):
+            total += _block(
+                p_at, g_at, m_at, v_at, c_at, first, begin + i, numel, numbers, stride, p_k0, p_k1, m_k0, m_k1,
+                P, G, M, V, KAHAN, RANDOM_P, RANDOM_M, RANDOM_V, True, BLOCK,
+            )  # fmt: skip
+    if SQUARES:
+        tl.store(squares + chunk, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def norms_kernel(starts, squares, norms, chunks, BLOCK: tl.constexpr):
+    """The norm of each row, from the sums of squares of its chunks, added in a fixed order."""
+    row = tl.program_id(0)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(begin, end, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        total += tl.load(squares + at, at < end, other=0.0)
+    tl.store(norms + row, tl.sqrt_rn(tl.sum(total, 0)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `run` writes the table, and launches the kernel once.
+
+
+# Products are not fused with sums, and libdevice does not flush subnormal numbers to zero: both would change bits.
+_OPTIONS: dict[str, Any] = dict(num_warps=WARPS, enable_fp_fusion=False)
+CUDA_OPTIONS: dict[str, Any] = dict(_OPTIONS, enable_reflect_ftz=False)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU in this process (``TRITON_INTERPRET=1``)."""
+    return not isinstance(adam_kernel, triton.JITFunction)
+
+
+class Numbers(NamedTuple):
+    """What changes from step to step: numbers of the host, or tensors of the device, which the host never reads.
+
+    Attributes:
+        step: the number of this update, an int or an int64 tensor of one element.
+        seed: the low 64 bits count; an int or an int64 tensor of one element.
+        stride: what counters of neighbouring elements differ by, an int or an int64 tensor of one element.
+        scalars: the seven numbers of `zerofn.kernels.adam.Scalars`, floats or one float32 tensor.
+    """
+
+    step: Any
+    seed: Any
+    stride: Any
+    scalars: Any
+
+
+class Roundings(NamedTuple):
+    """How parameters and moments are stored: with compensation, or each at random or to nearest."""
+
+    kahan: bool
+    param: bool
+    exp_avg: bool
+    exp_avg_sq: bool
+
+
+def run(
+    columns: Sequence[Sequence[Tensor]],
+    keys: Sequence[int],
+    offsets: Sequence[int],
+    numbers: Numbers,
+    roundings: Roundings,
+    norms: bool = False,
+) -> list[Tensor]:
+    """Update leaves in place, in one launch.
+
+    Args:
+        columns: parameters, gradients, first and second moments and, for Kahan's rounding, compensations. All tensors
+            of a column have one dtype, all are contiguous and on one device. All but gradients are written; autograd
+            does not notice, so the caller must tell it.
+        keys: `leaf_key` of each leaf.
+        offsets: the index in its leaf of the first element of each.
+        numbers: of this step.
+        roundings: of parameters and moments.
+        norms: whether to return the norm of each gradient, 0-d and on the device; of leaves that cross a multiple of
+            2**32 elements none is computed, and the list is empty.
+    """
+    _check_devices(columns)
+    rows = list(_rows(columns, keys, offsets))
+    lengths = rows[5]
+    chunks = [*accumulate((-(-n // CHUNK) for n in lengths), initial=0)]
+    count, total = len(lengths), chunks[-1]
+    if not total:
+        return [torch.zeros((), device=x.device) for x in columns[1]] if norms else []
+    device = columns[0][0].device
+    packed = _packed(numbers, chunks, rows, device).to(device, non_blocking=True)
+    at = _Places(count)
+    step, seed, stride = (
+        x if isinstance(x, Tensor) else packed[i : i + 1]
+        for i, x in enumerate((numbers.step, numbers.seed, numbers.stride))
+    )
+    scalars = numbers.scalars if isinstance(numbers.scalars, Tensor) else packed[4:8].view(torch.float32)
+    norms = norms and count == len(columns[0])
+    squares = torch.empty(total if norms else 1, dtype=torch.float32, device=device)
+    starts = packed[at.starts : at.table]
+    kinds = [_KINDS[column[0].dtype] for column in columns[:4]]
+    launch(
+        adam_kernel, total, starts, packed[at.table :], count, step, seed, stride, scalars, squares,
+        *kinds, *roundings, norms, CHUNK, BLOCK,
+    )  # fmt: skip
+    if not norms:
+        return []
+    found = torch.empty(count, dtype=torch.float32, device=device)
+    launch(norms_kernel, count, starts, squares, found, total, BLOCK)
+    return list(found.unbind())
+
+
+def launch(kernel: Any, programs: int, *args: Any) -> None:
+    """Run a kernel's programs on the device of its tensors."""
+    first: Tensor = args[0]
+    if not first.is_cuda:
+        # The interpreter computes with NumPy, which warns of infinities.
+        with numpy.errstate(all="ignore"):
+            kernel[(programs,)](*args)
+        return
+    # Triton launches on the current device.
+    with torch.cuda.device(first.device):
+        kernel[(programs,)](*args, **(_OPTIONS if torch.version.hip else CUDA_OPTIONS))
+
+
+class _Places:
+    """Where in the packed numbers the starts of rows and the table are; both at multiples of 16 bytes."""
+
+    def __init__(self, rows: int):
+        self.starts = 8
+        self.table = self.starts + (rows + 2) // 2 * 2
+
+
+def _packed(numbers: Numbers, chunks: list[int], rows: list[Sequence[int]], device: torch.device) -> Tensor:
+    """All that the kernel reads besides leaves, in one tensor of the host: one copy for each step.
+
+    It is: step, seed, stride, nothing; eight float32; the starts of rows, to an even number; the columns of the table.
+    """
+    words = array("q", bytes(8 * _Places(len(rows[0])).table))
+    for i, x in enumerate((numbers.step, numbers.seed, numbers.stride)):
+        words[i] = 0 if isinstance(x, Tensor) else _signed(x)
+    if not isinstance(numbers.scalars, Tensor):
+        words[4:8] = array("q", array("f", [*numbers.scalars, 0.0]).tobytes())
+    words[8 : 8 + len(chunks)] = array("q", chunks)
+    for column in rows:
+        words.extend(column)
+    packed = torch.frombuffer(words, dtype=torch.int64)
+    # From memory that is not pinned the copy could wait for the device.
+    return packed if device.type == "cpu" else packed.pin_memory()
+
+
+def _signed(x: int) -> int:
+    """The int64 with the low 64 bits of `x`."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _rows(columns: Sequence[Sequence[Tensor]], keys: Sequence[int], offsets: Sequence[int]) -> Iterator[Sequence[int]]:
+    """The columns of the table: one row for each leaf, or more where a leaf crosses a multiple of 2**32 elements."""
+    lengths = list(map(Tensor.numel, columns[0]))
+    addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
+    if all((start >> 32) == ((start + max(n, 1) - 1) >> 32) for start, n in zip(offsets, lengths, strict=True)):
+        yield from addresses
+        if len(columns) < 5:
+            yield [0] * len(lengths)
+        yield from (lengths, keys, offsets)
+        return
+    sizes = [column[0].element_size() for column in columns]
+    found: list[list[int]] = []
+    for i, (offset, n) in enumerate(zip(offsets, lengths, strict=True)):
+        for start, stop in block_ranges(offset, n):
+            row = [column[i] + (start - offset) * size for column, size in zip(addresses, sizes, strict=True)]
+            found.append([*row, *[0] * (5 - len(row)), stop - start, keys[i], start])
+    yield from map(list, zip(*found, strict=True))
+
+
+def _check_devices(columns: Sequence[Sequence[Tensor]]) -> None:
+    """Refuse leaves on several devices: a kernel that read another device's memory would end the process."""
+    places = [list(map(Tensor.get_device, column)) for column in columns]
+    if len(set().union(*places)) == 1:
+        return
+    i, row = next((i, row) for i, row in enumerate(zip(*places, strict=True)) if {*row} != {places[0][0]})
+    wrong = f"adam_: parameter, gradient and moments of entry {i} are on devices {list(row)}, entry 0 on {places[0][0]}"
+    raise ValueError(explain(wrong, "one launch updates leaves of one device", "tensors on one device"))
