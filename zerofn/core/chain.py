@@ -349,9 +349,7 @@ def replace_innermost(t: Transform, fn: Callable[[Transform, Set[str], str], Tra
             return replace(t, **_running_fields(in_turn(tuple(over(x, paths, f"{where}{x.name}/") for x in t.parts))))
         if t.members_fn is None or t.update_fn is not t.hands_out:
             return fn(t, paths, where)
-        # The key of a member's state is what follows the name in its prefix.
-        given = t.members_fn(layout.only(paths)).items()
-        found = {prefix.split(".", 1)[1][:-1]: member for prefix, member in given}
+        found = t.members_by_key(layout.only(paths))
         labels = {path: k for k, (_, own) in found.items() for path in own}
         inner = {k: over(member, own & paths, f"{where}{k}/") for k, (member, own) in found.items()}
         return replace(t, **_running_fields(_by_label(t.name, lambda *_: {p: labels.get(p) for p in paths}, inner)))

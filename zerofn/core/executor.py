@@ -138,11 +138,10 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
         if part.members_fn is not None:
             whole = len(params) == len(ctx.layout.trained)
             asked = ctx.layout if whole else ctx.layout.only(params.keys())
-            for prefix, (member, paths) in part.members_fn(asked).items():
-                label = prefix.removeprefix(f"{part.name}.").removesuffix(".")
-                inner = {member.name: states[part.name][label]}
+            for key, (member, paths) in part.members_by_key(asked).items():
+                inner = {member.name: states[part.name][key]}
                 here = {path: x for path, x in params.items() if path in paths}
-                report_held([member], inner, here, ctx.inside(f"{part.name}.{label}"))
+                report_held([member], inner, here, ctx.inside(f"{part.name}.{key}"))
         elif part.in_turn:
             report_held(part.parts, states[part.name], params, ctx)
         elif part.facts.optimizes and part.scope is Scope.LEAF:

@@ -634,10 +634,10 @@ def _fixed_slots(part: Transform, layout: Layout) -> list[str]:
 
     def note(t: Transform, paths: Set[str], where: str) -> Transform:
         found.extend([where + slot for slot in t.facts.fixed])
+        if t.members_fn is None:
+            return t
         # A group with an update half of its own keeps the states of its members as other groups do.
-        members = {} if t.members_fn is None else t.members_fn(layout.only(paths))
-        for prefix, (member, own) in members.items():
-            key = prefix.split(".", 1)[1][:-1]
+        for key, (member, own) in t.members_by_key(layout.only(paths)).items():
             found.extend([f"{where}{key}/{slot}" for slot in _fixed_slots(member, layout.only(own))])
         return t
 

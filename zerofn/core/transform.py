@@ -131,6 +131,14 @@ class Transform:
         """The transforms of a chain; any other transform alone."""
         return self.parts if self.in_turn else (self,)
 
+    def members_by_key(self, layout: Layout) -> dict[str, tuple[Transform, set[str]]]:
+        """What `members_fn` returns, by the keys of the members' states; empty if leaves are not passed to members.
+
+        The prefix of a member's metrics is a name, a dot, the key and a dot.
+        """
+        found = {} if self.members_fn is None else self.members_fn(layout)
+        return {prefix.partition(".")[2].removesuffix("."): member for prefix, member in found.items()}
+
     @property
     def idle(self) -> bool:
         """Whether its update half has nothing to do."""

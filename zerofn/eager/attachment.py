@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._compat.autograd import NO_BACKWARD, graph_task
 from .._compat.functorch import NO_LEVEL, forward_level, innermost_transform
-from .._compat.tensors import parameters_and_modules, read_grad, sharded_by_torch, version, write_grad
+from .._compat.tensors import local_of, parameters_and_modules, read_grad, sharded_by_torch, version, write_grad
 from .._errors import bad_leaves, explain
 from .._interrupts import interrupts_held, take_back
 from ..core.context import Context, Norms
@@ -234,6 +234,42 @@ def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# `SpentGradients` drops the gradients that a step has used, for loops in which nobody clears `p.grad`.
+
+
+class SpentGradients:
+    """The gradients in `p.grad` that the last step has used. What arrives after it has another version.
+
+    Args:
+        params: the parameters that the model has, by path.
+        version: counts the writes into a gradient.
+    """
+
+    def __init__(self, params: Leaves, version: Callable[[Tensor], int]):
+        self.params, self.version = params, version
+        self.kept: list[tuple[str, weakref.ref[Tensor], int]] = []
+
+    def note(self, grads: Leaves) -> None:
+        """Remember the gradients that a step has used, without keeping them alive."""
+        used = grads.values()
+        self.kept = [*zip(grads, map(weakref.ref, used), map(self.version, used), strict=True)]
+
+    def drop(self) -> None:
+        """Drop those of them that are in `p.grad` and that nobody has written since."""
+        with torch.DisableTorchFunctionSubclass():
+            for path, used, count in self.kept:
+                grad = read_grad(self.params[path])
+                if grad is not None and grad is used() and self.version(grad) == count:
+                    write_grad(self.params[path], None)
+        self.kept = []
+
+
+def version_of_local(grad: Tensor) -> int:
+    """The version of a DTensor's local tensor, to which FSDP2 adds the gradients of later backwards."""
+    return version(local_of(grad))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # An `Attachment` binds a model to a pipeline, from `attach` to `detach`.
 
 
@@ -257,6 +293,7 @@ class Attachment:
         groups: the rates and numbers that were set.
         watch: notices that the model has changed.
         window: says which steps close the accumulation window.
+        spent: the gradients that the last step has used.
     """
 
     def __init__(
@@ -351,8 +388,7 @@ class Attachment:
         self.window = AccumulationWindow(self.pipe, self.home.current)
         self.trainable = self.home.gradients.trainable
         self._writes = 0
-        # Gradients that the last step has used, with their versions: those that arrived after it differ.
-        self._spent: list[tuple[str, weakref.ref[Tensor], int]] = []
+        self.spent = SpentGradients(self.home.shown, version if self.fully_sharded is None else version_of_local)
         if self.home.channels.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
@@ -456,13 +492,12 @@ class Attachment:
         """Run one micro-step of a model whose gradients FSDP2 has reduced."""
         self.check("step")
         fully.bring()
-        done = False
         try:
             metrics = self.step(weight)
-            done = True
-            return metrics
         finally:
-            fully.take(done)
+            fully.take()
+        self.spent.note({path: p.grad for path, p in fully.parameters.items() if p.grad is not None})
+        return metrics
 
     def writes(self) -> int:
         """How often a write into the state has begun or ended; odd during a step. A save beside training compares it.
@@ -522,8 +557,8 @@ class Attachment:
             self.home.gradients.used()
         if window.holds:
             self._forget(grads)
-        held = grads.values()
-        self._spent = [*zip(grads, map(weakref.ref, held), map(version, held), strict=True)]
+        if self.fully_sharded is None:
+            self.spent.note(grads)
         if closes and not bool(metrics["skipped"]):
             window.averaged = None
         return metrics
@@ -574,10 +609,7 @@ class Attachment:
         before = self.window.averaged
         self.window.average(scale_wrt_gas)
         self.home.gradients.accumulated()
-        if self.fully_sharded is not None:
-            self.fully_sharded.drop_spent()
-        _drop(self._spent, self.home.params)
-        self._spent = []
+        self.spent.drop()
         try:
             loss.backward(torch.ones_like(loss), retain_graph=retain_graph)
         except BaseException:
@@ -671,11 +703,3 @@ def _check_loss(loss: Any) -> None:
                 "output.backward(gradient): any backward of PyTorch's own is right here",
             )
         )
-
-
-def _drop(spent: list[tuple[str, weakref.ref[Tensor], int]], params: dict[str, Any]) -> None:
-    """Drop gradients that a step has used and that nobody has written since."""
-    for path, used, count in spent:
-        p = params[path]
-        if p.grad is not None and p.grad is used() and version(p.grad) == count:
-            p.grad = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.autograd import has_hooks
-from .._compat.tensors import local_of, sharded_by_torch, version
+from .._compat.tensors import local_of, sharded_by_torch
 from .._errors import bad_leaves, explain
 from ..core.chain import chain
 from ..core.layout import Layout, Within, canonical
@@ -82,8 +81,6 @@ class FullySharded:
                 self.parameters[path] = p
             self.rows[path] = made[id(p)]
         self.groups, self.within = _tensor_parallel(lie)
-        # Gradients that the last step has used, with their versions: those that arrived after it differ.
-        self._spent: list[tuple[Any, weakref.ref[Any], int]] = []
 
     def chain(self, tx: Transform) -> Transform:
         """The chain behind a `shard` over the same ranks, for which FSDP2 does the gathering and the reducing."""
@@ -131,27 +128,12 @@ class FullySharded:
         local, mine = local_of(p), self.rows[path]
         return local.data_ptr() != mine.data_ptr() or local.dtype != mine.dtype
 
-    def take(self, done: bool) -> None:
-        """Take the gradients away from the rows. What `accumulate` has added to its sum is taken from the model, too.
-
-        Args:
-            done: whether the step has used them.
-        """
-        self._spent = []
+    def take(self) -> None:
+        """Take the gradients away from the rows, and from the model those that `accumulate` has added to its sum."""
         for path, p in self.parameters.items():
-            mine = self.rows[path]
-            if mine.grad is None:
+            if self.rows[path].grad is None:
                 p.grad = None
-            elif done:
-                self._spent.append((p, weakref.ref(p.grad), version(local_of(p.grad))))
-            mine.grad = None
-
-    def drop_spent(self) -> None:
-        """Drop gradients that a step has used and that nobody has written since."""
-        for p, used, count in self._spent:
-            if p.grad is not None and p.grad is used() and version(local_of(p.grad)) == count:
-                p.grad = None
-        self._spent = []
+            self.rows[path].grad = None
 
     def is_alike(self, e: Entry) -> bool:
         """Whether an entry of the state is sharded like its parameter."""
