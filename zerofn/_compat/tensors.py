@@ -423,6 +423,14 @@ def write_grad(p: Tensor, value: Tensor | None) -> None:
     _write_grad(p, value)
 
 
+@uncompiled
+def clear_grads(params: Iterable[Tensor]) -> None:
+    """`p.grad = None` of parameters of any class."""
+    with torch.DisableTorchFunctionSubclass():
+        for p in params:
+            _write_grad(p, None)
+
+
 # How often a tensor may have been written into: its version, and how often its `.data` was read.
 Writes = tuple[int, int]
 _LENT = attrgetter("lent")

@@ -197,12 +197,16 @@ class Road:
         return tuple([wire.group for wire in cutting_wires(self.stages)])
 
     @cached_property
+    def trainable(self) -> list[Leaf]:
+        """The leaves that have gradients."""
+        return [leaf for leaf in self.leaves if leaf.trainable]
+
+    @cached_property
     def sums(self) -> tuple[tuple[SumBucket, ...], ...]:
         """Of each stage the buckets in which gradients are reduced; none without a wire."""
-        leaves = [leaf for leaf in self.leaves if leaf.trainable]
         return tuple(
             [
-                () if stage.wire is None else _sums(specs, leaves, stage.wire)
+                () if stage.wire is None else _sums(specs, self.trainable, stage.wire)
                 for stage, specs in zip(self.stages, self.specs, strict=False)
             ]
         )
@@ -249,7 +253,10 @@ class Road:
         dtypes = self.grad_dtypes
         if stages or scale is not None:
             with torch.no_grad():
-                grads = _pulled(self, stages, grads, stored, scale)
+                for stage, buckets in zip(self.stages, self.sums, strict=True):
+                    # By identity: the compiler knows no equality of records of functions.
+                    if any([stage is x for x in stages]) and (scale is None or stage.dtypes is None):
+                        grads = pull_all(stage, grads, self.trainable, buckets, stored)
                 if scale is not None:
                     return {p: divided(g, scale, dtypes[p]) for p, g in grads.items()}
         return {p: g if g.dtype is dtypes[p] else g.to(dtypes[p]) for p, g in grads.items()}
@@ -301,15 +308,6 @@ class Road:
 def uncast(road: Road) -> list[View]:
     """The views between resident parameters and those that the model sees, without casts."""
     return [stage for stage in road.at_use if stage.dtypes is None]
-
-
-def _pulled(road: Road, stages: tuple[View, ...], grads: Leaves, stored: Leaves, scale: Tensor | None) -> Leaves:
-    leaves = [leaf for leaf in road.leaves if leaf.trainable]
-    for at, stage in enumerate(road.stages):
-        # By identity: the compiler knows no equality of records of functions.
-        if any([stage is x for x in stages]) and (scale is None or stage.dtypes is None):
-            grads = pull_all(stage, grads, leaves, road.sums[at], stored)
-    return grads
 
 
 def _sums(specs: Mapping[str, Spec], leaves: Sequence[Leaf], wire: Wire) -> tuple[SumBucket, ...]:

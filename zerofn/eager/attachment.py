@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator, Set
 from itertools import chain
 from operator import attrgetter, is_not
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,15 @@ from torch import Tensor, nn
 
 from .._compat.autograd import NO_BACKWARD, graph_task
 from .._compat.functorch import NO_LEVEL, forward_level, innermost_transform
-from .._compat.tensors import local_of, parameters_and_modules, read_grad, sharded_by_torch, version, write_grad
+from .._compat.tensors import (
+    clear_grads,
+    local_of,
+    parameters_and_modules,
+    read_grad,
+    sharded_by_torch,
+    version,
+    write_grad,
+)
 from .._errors import bad_leaves, explain
 from .._interrupts import interrupts_held, take_back
 from ..core.context import Context, Norms
@@ -386,7 +393,6 @@ class Attachment:
         self.watch = Watch(model, layout, params)
         self.leave = functools.partial(_leave, self.home, [], self.distributed)
         self.window = AccumulationWindow(self.pipe, self.home.current)
-        self.trainable = self.home.gradients.trainable
         self._writes = 0
         self.spent = SpentGradients(self.home.shown, version if self.fully_sharded is None else version_of_local)
         if self.home.channels.control is not None:
@@ -462,10 +468,7 @@ class Attachment:
             # Settings are read first: they may be refused, and collected gradients cannot be put back.
             rates, numbers = self.groups.given()
             if home.alone:
-                with torch.DisableTorchFunctionSubclass():
-                    grads = dict(zip(self.trainable, map(read_grad, self.trainable.values()), strict=True))
-                if NoneType in map(type, grads.values()):
-                    grads = home.gradients.grads()
+                grads = home.gradients.grads()
             else:
                 told = functools.partial(as_text, rates, numbers, self.watch.frozen)
                 grads = home.gradients.collect(self.window.forced, told)
@@ -583,9 +586,7 @@ class Attachment:
     def _forget(self, grads: Leaves) -> None:
         """Clear gradients that `accumulate` has added to its sum: a loop that never clears would count them twice."""
         self.home.gradients.accumulated()
-        with torch.DisableTorchFunctionSubclass():
-            for path in grads:
-                write_grad(self.home.params[path], None)
+        clear_grads(map(self.home.params.__getitem__, grads))
 
     def clear(self, to_none: bool) -> None:
         """Run `opt.zero_grad`."""

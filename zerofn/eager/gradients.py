@@ -19,11 +19,12 @@ from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..core.returned_values import check_readable
 from ..core.view import pull
+from ..ranks.collectives import gather_numbers
 from ..sharded.gather_on_use import Units
 from ..sharded.reducer import Stream, UnclearedGradients
 from .channels import Channels, reduction
 from .in_backward import InBackward
-from .own_gradients import OwnGradients
+from .resident_params import OwnGradients
 from .step_agreement import MARKS, StepAgreement
 from .stored_parameters import StoredParameters
 
@@ -274,14 +275,17 @@ class MicroStep(OwnGradients):
 
     def _agreed(self, marks: dict[str, int]) -> Leaves:
         """The gradients, once ranks have compared marks in a message of its own."""
-        hooks, stream = self.hooks, self.hooks.stream
+        hooks, stream, agreement = self.hooks, self.hooks.stream, self.agreement
         if stream is None:
-            return self.agreement.exchange(marks, self.grads())
+            grads = self.grads()
+            assert agreement.control is not None
+            rows = gather_numbers(agreement.numbers(grads, marks), agreement.control)
+            return agreement.checked(rows, marks, grads)
         for path, p in hooks.params.items():
             if read_grad(p) is not None:
                 # Put there by hand.
                 hooks.hand_over(path, p)
-        wholes = self.agreement.wholes
+        wholes = agreement.wholes
         # An update within backward is a write too: there they were asked about before the first one.
         noticed = stream.finish_reductions(marks, wholes is not None and hooks.in_backward is None and wholes.noticed())
         if wholes is not None and (noticed or wholes.before):

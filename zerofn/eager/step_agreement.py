@@ -172,11 +172,6 @@ class StepAgreement:
         alike = len({row[FIRST + MARKS.index(KEPT)] for row in rows}) == 1
         return {**marks, KEPT: 0 if alike else 1 + marks[KEPT]}
 
-    def exchange(self, marks: dict[str, int], grads: Leaves) -> Leaves:
-        """Send this rank's numbers in an all-gather of their own, and return the result of `checked`."""
-        assert self.control is not None
-        return self.checked(gather_numbers(self.numbers(grads, marks), self.control), marks, grads)
-
     def checked(self, rows: list[list[int]], marks: dict[str, int], grads: Leaves) -> Leaves:
         """The gradients of a step, once marks are equal on all ranks; none if no rank has any.
 

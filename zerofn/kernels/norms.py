@@ -23,15 +23,20 @@ _WIDE = {torch.float32, torch.float64}
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
-def _norms(tensors: list[Tensor], order: float) -> list[Tensor]:
-    """One norm per tensor; for 16-bit tensors in fp32."""
-    if set(map(_DTYPE, tensors)) <= _WIDE:
-        if max(map(Tensor.numel, tensors)) <= CHUNK:
-            return list(foreach_norm(tensors, order))
+def leaf_norms(leaves: dict[str, Tensor], order: float = 2.0) -> dict[str, Tensor]:
+    """The norm of every leaf by path, each 0-d, in fp32 or wider. For leaves without elements see `leaf_squares`."""
+    if not leaves:
+        return {}
+    tensors: list[Tensor] = list(leaves.values())
+    if not set(map(_DTYPE, tensors)) <= _WIDE:
+        found = [_norm(t, order, max(torch.float32, t.dtype, key=lambda d: d.itemsize)) for t in tensors]
+    elif max(map(Tensor.numel, tensors)) <= CHUNK:
+        found = foreach_norm(tensors, order)
+    else:
         pieces = [t.view(-1).split(CHUNK) if _in_pieces(t) else (t,) for t in tensors]
-        found = iter(foreach_norm([x for of_one in pieces for x in of_one], order))
-        return [_joined([next(found) for _ in of_one], order) for of_one in pieces]
-    return [_norm(t, order, max(torch.float32, t.dtype, key=lambda d: d.itemsize)) for t in tensors]
+        norms = iter(foreach_norm([x for of_one in pieces for x in of_one], order))
+        found = [_joined([next(norms) for _ in of_one], order) for of_one in pieces]
+    return dict(zip(leaves, found, strict=True))
 
 
 def _in_pieces(t: Tensor) -> bool:
@@ -66,7 +71,8 @@ def _squares(t: Tensor) -> float | None:
 
 def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     """Zero if every number is finite, else NaN; 0-d."""
-    tensors = [t for t in leaves.values() if t.numel()]
+    leaves = {path: t for path, t in leaves.items() if t.numel()}
+    tensors = list(leaves.values())
     if not tensors:
         return torch.zeros(())
     if recorded():
@@ -75,7 +81,7 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     if all(map(_IS_CPU, tensors)):
         bounds = torch.aminmax if set(map(_DTYPE, tensors)) <= _WIDE else _bounds
         return torch.stack([*chain.from_iterable(map(bounds, tensors))]).to(torch.float32).mul(0.0).sum()
-    return torch.stack([n.to(torch.float32) for n in _norms(tensors, math.inf)]).mul(0.0).sum()
+    return torch.stack([n.to(torch.float32) for n in leaf_norms(leaves, math.inf).values()]).mul(0.0).sum()
 
 
 def _bounds(t: Tensor) -> tuple[Tensor, ...]:
@@ -109,11 +115,6 @@ def added(squares_by_path: dict[str, Tensor]) -> Tensor:
     found = list(map(squares_by_path.__getitem__, sorted(squares_by_path)))
     wide = torch.float64 if {n.dtype for n in found} <= {torch.float64} else torch.float32
     return torch.stack(found).to(wide).sum() if found else torch.zeros(())
-
-
-def leaf_norms(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The norm of every leaf by path, each 0-d, in fp32 or wider. For leaves without elements see `leaf_squares`."""
-    return dict(zip(leaves, _norms(list(leaves.values()), 2.0), strict=True)) if leaves else {}
 
 
 def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:

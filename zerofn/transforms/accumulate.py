@@ -110,21 +110,21 @@ class _Window:
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
-        out, sums, seen = {}, {}, {}
+        out, sums, seen, closes = {}, {}, {}, may(due)
         for path, so_far in state["sum"].items():
             before, g = state["seen"][path], grads.get(path)
             begun = ctx.read(before)
             if g is not None:
                 addend = _weighed(g.to(so_far.dtype), weight) if self.weighted else g
                 so_far = sums[path] = _plus(so_far, addend, begun, ctx)
-            if may(due) and (g is not None or may(begun)):
+            if closes and (g is not None or may(begun)):
                 out[path] = ctx.put(torch.div, so_far, total)
                 # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and
                 # without `donate`.
                 sums[path] = where(due, out[path], so_far)
             # Setting `seen` to false closes the window, so the buffer need not be zeroed.
             seen[path] = _reset(before if g is None else _true(before, begun), due)
-        return (out if may(due) else grads), {"sum": sums, "seen": seen}
+        return (out if closes else grads), {"sum": sums, "seen": seen}
 
 
 def _through(spec: Spec) -> Spec:

@@ -184,10 +184,6 @@ def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, A
     return {"down": -lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
 
 
-def _lists(group: LeafList) -> tuple[list[Tensor], ...]:
-    return group.params, group.grads, group.slots["exp_avg"], group.slots["exp_avg_sq"]
-
-
 def _kernel(decoupled: bool, group: LeafList) -> None:
     """torch's fused kernel, called once for each dtype and device."""
     if not alike(group.params):
@@ -195,12 +191,14 @@ def _kernel(decoupled: bool, group: LeafList) -> None:
             _kernel(decoupled, group.where([(p.dtype, p.device) == kind for p in group.params]))
         return
     numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
-    fused_update(*_lists(group), step=group.count, decoupled=decoupled, lr=group.lr, norms=group.norms, **numbers)
+    lists = group.params, group.grads, *group.slots.values()
+    fused_update(*lists, step=group.count, decoupled=decoupled, lr=group.lr, norms=group.norms, **numbers)
 
 
 def _graph_kernel(decoupled: bool, group: LeafList) -> None:
     """The operator that calls torch's fused kernel in a compiled graph."""
-    fused_operator(*_lists(group), step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
+    lists = group.params, group.grads, *group.slots.values()
+    fused_operator(*lists, step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
 
 
 def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:

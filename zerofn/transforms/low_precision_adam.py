@@ -126,10 +126,12 @@ class _Rounded:
 
     def kernel(self, group: LeafList) -> None:
         numbers = {key: float(x) for key, x in group.numbers.items()}
-        adam_(*_lists(group), step=group.count, lr=group.lr, norms=group.norms, **numbers, **self.draws(group))
+        lists = group.params, group.grads, *group.slots.values()
+        adam_(*lists, step=group.count, lr=group.lr, norms=group.norms, **numbers, **self.draws(group))
 
     def graph_kernel(self, group: LeafList) -> None:
-        adam_operator(*_lists(group), step=group.count, lr=group.lr, **group.numbers, **self.draws(group))
+        lists = group.params, group.grads, *group.slots.values()
+        adam_operator(*lists, step=group.count, lr=group.lr, **group.numbers, **self.draws(group))
 
     def draws(self, group: LeafList) -> dict[str, Any]:
         """The arguments that determine the random bits of these leaves."""
@@ -144,10 +146,6 @@ class _Rounded:
         how: Any = dict(rounding=self.rounding, seed=self.seed, **where)
         x, *made = adam_update(p, g, *slots.values(), step=at.count, lr=at.lr, **at.numbers, **how)
         return x, dict(zip(slots, made, strict=True))
-
-
-def _lists(group: LeafList) -> list[list[Tensor]]:
-    return [group.params, group.grads, *group.slots.values()]
 
 
 def _checked(built: Transform, how: _Rounded) -> Transform:
