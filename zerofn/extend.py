@@ -19,7 +19,7 @@ Examples:
 """
 
 from zerofn._errors import bad_leaves, explain, kind_of, unknown_keyword, users_line
-from zerofn._ranges import listener, listening
+from zerofn._profiler_ranges import listener, listening
 from zerofn.core.arguments import (
     TINY,
     check_betas,
@@ -63,26 +63,28 @@ from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ra
 from zerofn.core.wires import Averaging, Sharding
 from zerofn.core.wrapper_names import buffers_in
 from zerofn.kernels.adam import adam_, adam_operator, adam_update, has_kernel, implementation_for
-from zerofn.kernels.fused_adam import alike, fused_operator, fused_update, many_for_fused, plain, typed
-from zerofn.kernels.norms import length, not_finite, squared_norm
-from zerofn.kernels.recording import (
+from zerofn.kernels.formulas import (
     at_most,
-    certain,
-    concrete,
-    differentiated,
-    may,
     moment_root,
-    number,
     once,
     plus,
     plus_product,
     plus_quotient,
-    recorded,
-    root,
     scaled,
-    straight_through,
     times,
     towards,
+)
+from zerofn.kernels.fused_adam import alike, fused_operator, fused_update, many_for_fused, plain, typed
+from zerofn.kernels.norms import length, not_finite, squared_norm
+from zerofn.kernels.recording import (
+    certain,
+    concrete,
+    differentiated,
+    may,
+    number,
+    recorded,
+    root,
+    straight_through,
     where,
 )
 from zerofn.kernels.rounding import (

@@ -341,7 +341,7 @@ def test_nothing_is_made_where_nobody_listens(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("a range was opened")
 
-    monkeypatch.setattr("zerofn._ranges._range", refuse)
+    monkeypatch.setattr("zerofn._profiler_ranges._range", refuse)
     monkeypatch.setattr(profile_instruments.Measurement, "__init__", refuse)
     model, tokens = gpt()
     opt = zf.attach(model, zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-3)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from .._ranges import VIEW, ranged
+from .._profiler_ranges import VIEW, ranged
 from ..kernels.recording import recorded
 from ..ranks.group import Group
 from .layout import Leaf, Leaves, Placement, rows_between

@@ -14,7 +14,8 @@ from torch.autograd import Function
 
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach_add
-from ..kernels.recording import concrete, once, only_compiled
+from ..kernels.formulas import once
+from ..kernels.recording import concrete, only_compiled
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .facts import Facts

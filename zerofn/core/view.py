@@ -20,7 +20,7 @@ from .._compat.functorch import (
     unwrapped_if_dead,
 )
 from .._errors import explain
-from .._ranges import VIEW, ranged
+from .._profiler_ranges import VIEW, ranged
 from ..ranks.group import Group
 from .layout import Layout, Leaf
 

@@ -16,7 +16,7 @@ from .._compat.functorch import uncompiled
 from .._compat.tensors import HOOKS_OF, profiler_runs
 from .._errors import explain
 from .._interrupts import interrupts_held
-from .._ranges import NOTHING, PHASE, heard, ranged
+from .._profiler_ranges import NOTHING, PHASE, heard, ranged
 from ..core.arguments import check_flag
 from ..core.facts import OVERFLOW_LEAF, SKIPPED_STEPS
 from ..core.state import State

@@ -18,9 +18,10 @@ from zerofn._compat.functorch import while_traced
 from zerofn._compat.tensors import has_triton
 from zerofn._errors import explain
 from zerofn.kernels import native as _native
+from zerofn.kernels.formulas import moment_root, once
 from zerofn.kernels.fused_adam import check_step, not_wrapped
 from zerofn.kernels.native import same_bits, sample
-from zerofn.kernels.recording import differentiated, moment_root, once, operator, straight_through
+from zerofn.kernels.recording import differentiated, operator, straight_through
 from zerofn.kernels.rounding import (
     FORMAT,
     as_int32,

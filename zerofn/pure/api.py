@@ -12,7 +12,7 @@ from torch import Tensor
 from .._compat.autograd import grad_mode_kept
 from .._compat.functorch import constant, is_function, is_wrapped, levels, uncompiled
 from .._errors import bad_leaves, explain
-from .._ranges import PHASE, ranged
+from .._profiler_ranges import PHASE, ranged
 from ..core.arguments import check_function, check_positional
 from ..core.bucketed_views import view_all
 from ..core.layout import Leaf, Leaves, check_own_memory, make_layout

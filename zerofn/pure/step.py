@@ -12,7 +12,7 @@ from .._compat.autograd import set_grad_mode
 from .._compat.functorch import COMPILES_STATES, begins_uncompiled, uncompiled, while_traced
 from .._errors import explain, kind_of
 from .._interrupts import interrupts_held
-from .._ranges import PHASE, ranged
+from .._profiler_ranges import PHASE, ranged
 from ..core.arguments import check_flag, check_function, check_positional
 from ..core.context import Context
 from ..core.layout import Layout, Leaves

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.functorch import beneath_functorch, makes_proxies
 from .._errors import explain
-from .._ranges import WAIT, ranged
+from .._profiler_ranges import WAIT, ranged
 from .group import Group
 
 # Stores and `rendezvous` are documented, but missing from the list of exports.

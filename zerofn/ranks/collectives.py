@@ -12,7 +12,7 @@ from torch import Tensor
 from .._compat.functorch import innermost_transform, makes_proxies
 from .._compat.tensors import outlasting, profiler_runs
 from .._errors import explain
-from .._ranges import NOTHING, WAIT, heard, ranged
+from .._profiler_ranges import NOTHING, WAIT, heard, ranged
 from . import backend as raw
 from .backend import RECORDED
 from .group import Group

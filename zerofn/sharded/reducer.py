@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._errors import explain
-from .._ranges import VIEW, WAIT, ranged
+from .._profiler_ranges import VIEW, WAIT, ranged
 from ..core.bucketed_views import Like, into_buckets
 from ..core.layout import Leaf, Leaves
 from ..core.view import Wire

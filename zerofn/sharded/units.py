@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._ranges import VIEW, ranged
+from .._profiler_ranges import VIEW, ranged
 from ..core.bucketed_views import Road, into_buckets
 from ..core.layout import Leaf, Leaves
 from ..core.view import View, Wire, divided, pull, see, summed_in

@@ -1,4 +1,7 @@
-"""`shard`, `reduce_scatter`, `all_reduce` and `local`: how parameters and gradients lie over ranks."""
+"""`shard`, `reduce_scatter`, `all_reduce` and `local`: how parameters and gradients lie over ranks.
+
+Their wires, which send, are in `core/wires.py`.
+"""
 
 from __future__ import annotations
 
