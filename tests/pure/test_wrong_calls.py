@@ -3,54 +3,107 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import numpy as np
+import optree
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
+from refusals import Kept, Refusals, keeps
+from time_limits import limit
+from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofn as zf
-from zerofn.testing import assert_trees_equal, clone
+from zerofn.testing import clone
 
-SGD = zf.sgd(0.5)
+F16 = torch.float16
+NAN, INF = float("nan"), float("inf")
+SGD, ADAMW = zf.sgd(0.5), zf.adamw(0.1)
+PIPE = zf.chain(zf.scale_loss(), zf.accumulate(2), zf.clip_by_global_norm(1.0), ADAMW, zf.ema(0.9))
+WRONG = Refusals()
 
 
 def params():
     return {"w": torch.tensor([1.0, 2.0, 3.0]), "b": [torch.ones(2, 2)]}
 
 
-def refuses(error, *needles):
-    """`pytest.raises` that looks for each needle in the message."""
-    return pytest.raises(error, match="(?s)" + "".join(f"(?=.*{re.escape(n)})" for n in needles))
+def grads():
+    return {"w": torch.ones(3), "b": [torch.ones(2, 2)]}
 
 
 def loss(p, x=None):
     return (p["w"] ** 2).sum() + p["b"][0].sum()
 
 
+def started(tx=SGD):
+    return zf.init(tx, params())
+
+
+def in_a_window():
+    return zf.update(PIPE, grads(), started(PIPE))[0]
+
+
 # -- functions ----------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("wrong", [None, 3, "loss", torch.ones(1), params()])
-def test_what_is_no_function(wrong):
-    state = zf.init(SGD, params())
-    kind = {"NoneType": "a NoneType", "int": "an int"}.get(type(wrong).__name__, f"a {type(wrong).__name__}")
+for wrong, kind in (
+    (None, "a NoneType"),
+    (3, "an int"),
+    ("loss", "a str"),
+    (torch.ones(1), "a Tensor"),
+    ({}, "a dict"),
+):
     for name, call in (
-        ("zf.bind", lambda: zf.bind(wrong, SGD, state)),
-        ("zf.vjp", lambda: zf.vjp(wrong, SGD, state)),
-        ("zf.make_step", lambda: zf.make_step(wrong, SGD)),
+        ("zf.bind", lambda wrong=wrong: zf.bind(wrong, SGD, started())),
+        ("zf.vjp", lambda wrong=wrong: zf.vjp(wrong, SGD, started())),
+        ("zf.make_step", lambda wrong=wrong: zf.make_step(wrong, SGD)),
     ):
-        with refuses(TypeError, f"{name}({wrong!r}, tx, ...)", f"is {kind}", f"write: {name}(lambda params"):
-            call()
+        WRONG.rows(TypeError, (call, f"{name}({wrong!r}, tx, ...)", f"is {kind}", f"write: {name}(lambda params"))
+
+WRONG.rows(
+    TypeError,
+    (
+        lambda: zf.make_step(loss, SGD)(started(), x=1, y=2),
+        "step(state, x=..., y=...)",
+        "by position",
+        "write: step(state, x, y)",
+    ),
+    (lambda: zf.bind(loss, SGD, started())(params(), x=1), "fn(stored, x=...)", "write: fn(stored, x)"),
+)
+
+for fn, *words in (
+    (lambda p: p["w"], "loss_fn returned a tensor of shape (3,)"),
+    (lambda p: 1.0, "loss_fn returned a float"),
+    (lambda p: None, "loss_fn returned a NoneType"),
+    (lambda p: p["w"].sum().long(), "loss_fn returned a tensor of shape (), torch.int64"),
+    (lambda p: (p["w"], 1), "loss_fn returned a tensor of shape (3,)"),
+    (lambda p: (p["w"].sum(), 1, 2), "loss_fn returned a tuple"),
+):
+    WRONG.rows(ValueError, (keeps(started, lambda s, fn=fn: zf.make_step(fn, SGD)(s)), *words, "loss.mean()"))
 
 
-def test_inputs_by_keyword():
-    state = zf.init(SGD, params())
-    with refuses(TypeError, "step(state, x=..., y=...)", "by position", "write: step(state, x, y)"):
-        zf.make_step(loss, SGD)(state, x=1, y=2)
-    with refuses(TypeError, "fn(stored, x=...)", "write: fn(stored, x)"):
-        zf.bind(loss, SGD, state)(state.params, x=1)
+def pulled(cotangents):
+    zf.vjp(lambda p: {"y": p["w"] * 2, "z": p["b"][0]}, SGD, started())[1](cotangents)
+
+
+WRONG.rows(
+    ValueError,
+    (lambda: pulled(torch.ones(2)), "cotangents", "structure"),
+    (
+        lambda: pulled({"y": torch.ones(2), "z": torch.ones(2, 2)}),
+        "cotangents do not fit",
+        "of shape (3,)",
+        "of shape (2,)",
+    ),
+)
+
+
+@WRONG(RecursionError, form=False)
+def a_loss_that_recurses_without_end_says_so_itself():
+    def endless(p):
+        return endless(p)
+
+    state = started()
+    yield state
+    zf.make_step(endless, SGD)(state)
 
 
 # -- parameters of a bound function -------------------------------------------------------------------------
@@ -68,96 +121,298 @@ PIPES = {
 }
 
 
-@pytest.mark.parametrize("pipe", PIPES)
-@pytest.mark.parametrize("roam", ROAMS)
-def test_parameters_of_other_shapes(roam, pipe):
-    """Each leaf by its path; a stack of parameters is for vmap, and broadcasting is nobody's wish."""
-    tx = PIPES[pipe]
-    state = zf.init(tx, params())
-    call = ROAMS[roam](zf.bind(loss, tx, state))
-    for w, b, needles in (
-        (torch.ones(5), torch.ones(2, 2), ["w: of shape (5,), stored in shape (3,)"]),
-        (torch.ones(4, 3), torch.ones(4, 2, 2), ["w: of shape (4, 3)", "b.0: of shape (4, 2, 2)", "torch.func.vmap"]),
-        (torch.ones(()), torch.ones(4), ["w: of shape ()", "b.0: of shape (4,), stored in shape (2, 2)"]),
-    ):
-        with refuses(ValueError, "other parameters than it is bound to", "write: fn(state.params", *needles):
-            call({"w": w, "b": [b]})
+def bound(given, tx=SGD, roam=lambda fn: fn):
+    def program():
+        call = roam(zf.bind(loss, tx, started(tx)))
+        yield
+        call(given)
+
+    return program
 
 
-@pytest.mark.parametrize("wrong", [None, 3.0, "w", np.ones(3)])
-def test_parameters_that_are_no_tensors(wrong):
-    state = zf.init(SGD, params())
-    with refuses(ValueError, f"w: {type(wrong).__name__} is no tensor"):
-        zf.bind(loss, SGD, state)({"w": wrong, "b": [torch.ones(2, 2)]})
+# Each leaf by its path; a stack of parameters is for vmap, and broadcasting is nobody's wish.
+for tx in PIPES.values():
+    for roam in ROAMS.values():
+        WRONG.rows(
+            ValueError,
+            (bound({"w": torch.ones(5), "b": [torch.ones(2, 2)]}, tx, roam), "w: of shape (5,), stored in shape (3,)"),
+            (
+                bound({"w": torch.ones(4, 3), "b": [torch.ones(4, 2, 2)]}, tx, roam),
+                "w: of shape (4, 3)",
+                "b.0: of shape (4, 2, 2)",
+                "torch.func.vmap",
+            ),
+            (
+                bound({"w": torch.ones(()), "b": [torch.ones(4)]}, tx, roam),
+                "w: of shape ()",
+                "b.0: of shape (4,), stored in shape (2, 2)",
+            ),
+            told=("other parameters than it is bound to", "write: fn(state.params"),
+        )
+WRONG.rows(
+    ValueError,
+    *[
+        (bound({"w": x, "b": [torch.ones(2, 2)]}), f"w: {type(x).__name__} is no tensor")
+        for x in (None, 3.0, "w", np.ones(3))
+    ],
+    (bound({"w": torch.ones(3)}), "these are not the stored parameters of this state", "b.0: missing"),
+)
 
 
 def test_stacks_of_parameters_under_vmap():
-    state = zf.init(SGD, params())
-    stacked = torch.utils._pytree.tree_map(lambda x: torch.stack([x, 2 * x]), state.params)
+    state = started()
+    stacked = tree_map(lambda x: torch.stack([x, 2 * x]), state.params)
     found = torch.func.vmap(torch.func.grad(zf.bind(loss, SGD, state)))(stacked)
     assert torch.equal(found["w"], 2 * stacked["w"])
 
 
-# -- states without data ------------------------------------------------------------------------------------
+# -- gradients ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        SGD,
-        zf.adamw(0.1),
-        zf.chain(zf.scale_loss(), zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(0.1), zf.ema(0.9)),
-        zf.chain(zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(0.1)),
-    ],
+def with_gradients(change):
+    def call(state):
+        given = grads()
+        change(given)
+        zf.update(PIPE, given, state)
+
+    return keeps(in_a_window, call)
+
+
+WRONG.rows(
+    ValueError,
+    (with_gradients(lambda g: g.pop("w")), "wrong structure", "w: missing"),
+    (with_gradients(lambda g: g.update(c=torch.ones(1), d=torch.ones(1))), "c: extra", "d: extra"),
+    (with_gradients(lambda g: g.update(b={"y": torch.ones(3)})), "b.0: missing", "b.y: extra"),
+    (with_gradients(lambda g: g.update(b=(torch.ones(2, 2),))), "same leaves in another kind of container"),
+    (
+        with_gradients(lambda g: g.update(w=torch.ones(2), b=[torch.ones(1)])),
+        "w: gradient of shape (2,)",
+        "shape (3,)",
+        "b.0: gradient of shape (1,)",
+    ),
+    (with_gradients(lambda g: g.update(w=torch.ones(3, dtype=F16))), "w: gradient in torch.float16", "torch.float32"),
+    (with_gradients(lambda g: g.update(w=torch.ones(3).long())), "w: gradient in torch.int64"),
+    (with_gradients(lambda g: g.update(w=1.0)), "w: float is no tensor"),
+    (
+        with_gradients(lambda g: g.update(b=[torch.ones(2, 2).to_sparse()])),
+        "b.0: a gradient of layout torch.sparse_coo",
+        "sparse=False",
+    ),
+    (with_gradients(lambda g: g.update(w=None, b=[None])), "no parameter has a gradient", "loss.backward()"),
+    (
+        keeps(in_a_window, zf.make_step(lambda p: torch.ones((), requires_grad=True) * 2, PIPE)),
+        "no parameter has a gradient",
+        "uses its params",
+    ),
+    (
+        lambda: SGD.update({"w": torch.ones(1)}, SGD.init({"w": torch.ones(3)}), {"w": torch.ones(3)}),
+        "w: gradient of shape (1,)",
+    ),
 )
-def test_a_step_of_a_meta_state(tx):
-    """It would count steps, or end in an error of a kernel."""
-    state = zf.init(tx, {"w": torch.ones(3, device="meta"), "b": torch.ones(2, device="meta")})
-    steps = {"a step": zf.make_step(lambda p: p["w"].sum() + p["b"].sum(), tx)}
-    steps["zf.update"] = lambda s: zf.update(tx, torch.utils._pytree.tree_map(torch.ones_like, s.params), s)
-    real = {"w": torch.ones(3), "b": torch.ones(2)}
-    for name, step in {**steps, "zf.update of": lambda s: zf.update(tx, real, s)}.items():
-        with refuses(ValueError, name, "on the meta device", "w: (3,)", "b: (2,)", "zf.plan(tx, params)"):
-            step(state)
-    assert int(state.step) == 0 and int(state.micro_step) == 0
+
+
+@WRONG(ValueError, "b: is the very tensor that stands at a", "None at the others")
+def one_gradient_at_two_tied_places():
+    w, g = torch.ones(2), torch.ones(2)
+    state = zf.init(SGD, {"a": w, "b": w})
+    yield state
+    zf.update(SGD, {"a": g, "b": g}, state)
+
+
+@WRONG(FloatingPointError, "50 micro-steps in a row", "b.0", "clip_by_global_norm")
+def fifty_overflows_in_a_row_name_the_leaf():
+    tx = zf.chain(zf.scale_loss(init_scale=1.0), ADAMW)
+    state, bad = started(tx), grads()
+    bad["b"][0][1, 1] = INF
+    for _ in range(49):
+        state, _ = zf.update(tx, bad, state)
+    yield state
+    zf.update(tx, bad, state)
+
+
+# -- states -------------------------------------------------------------------------------------------------
+
+for bad in ({"w": torch.ones(1)}, None, params()):
+    WRONG.rows(
+        TypeError,
+        (lambda bad=bad: zf.update(PIPE, grads(), bad), "zf.init(tx, params)"),
+        (lambda bad=bad: zf.make_step(loss, PIPE)(bad),),
+        told=("it is not a state",),
+    )
+WRONG.rows(
+    ValueError,
+    (keeps(in_a_window, lambda state: zf.update(ADAMW, grads(), state)),),
+    (keeps(in_a_window, lambda state: zf.make_step(loss, ADAMW)(state)),),
+    (keeps(in_a_window, lambda state: zf.bind(loss, ADAMW, state)),),
+    (keeps(in_a_window, lambda state: zf.vjp(loss, ADAMW, state)),),
+    (keeps(in_a_window, lambda state: zf.full_params(ADAMW, state)),),
+    told=("['adamw']", "'scale_loss'", "made by another pipeline"),
+)
+for old, new, words in (
+    (zf.chain(zf.accumulate(1), ADAMW), zf.chain(zf.accumulate(4), ADAMW), "accumulate.sum.w: missing"),
+    (zf.sgd(0.1), zf.sgd(0.1, momentum=0.9), "sgd.momentum.w: of shape (0,) instead of (3,)"),
+    (zf.masked(ADAMW, lambda p: p == "w"), zf.masked(ADAMW, lambda p: p != "z"), "masked.on.exp_avg.b.0: missing"),
+):
+    WRONG.rows(
+        ValueError,
+        (
+            keeps(functools.partial(started, old), lambda state, new=new: zf.update(new, grads(), state)),
+            words,
+            "made by another pipeline",
+            "zf.init(tx, params)",
+        ),
+    )
+
+
+@WRONG(ValueError, "['adamw']", "['sgd']")
+def a_foreign_state_after_a_good_one():
+    """What was resolved for the first state says nothing of the second."""
+    step = zf.make_step(loss, ADAMW)
+    step(started(ADAMW))
+    state = started(SGD)
+    yield state
+    step(state)
+
+
+# A step would count, or end in an error of a kernel.
+REAL = {"w": torch.ones(3), "b": torch.ones(2)}
+for tx in (SGD, ADAMW, PIPE, zf.chain(zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(0.1))):
+    for name, step in (
+        ("a step", zf.make_step(lambda p: p["w"].sum() + p["b"].sum(), tx)),
+        ("zf.update", lambda s, tx=tx: zf.update(tx, tree_map(torch.ones_like, s.params), s)),
+        ("zf.update of", lambda s, tx=tx: zf.update(tx, REAL, s)),
+    ):
+        make = lambda tx=tx: zf.init(tx, {k: x.to("meta") for k, x in REAL.items()})  # noqa: E731
+        words = (name, "on the meta device", "w: (3,)", "b: (2,)", "zf.plan(tx, params)")
+        WRONG.rows(ValueError, (keeps(make, step), *words))
+
+
+@WRONG(RuntimeError, "a step that writes into its state", form=False)
+def a_state_that_requires_grad_given_to_a_step_that_writes():
+    learn = optree.tree_map(lambda x: x.requires_grad_() if x.is_floating_point() else x, clone(started()))
+    yield learn
+    zf.make_step(loss, SGD, donate=True)(learn)
+
+
+def differentiated(how):
+    """Its derivative would be zero without a word."""
+    step = zf.make_step(lambda p, x: (p["w"] * x).square().sum(), SGD, donate=True)
+
+    def call(state):
+        how(lambda x: step(state, x)[0].params["w"].sum())(torch.ones(3))
+
+    return keeps(started, call)
+
+
+WRONG.rows(
+    RuntimeError,
+    (differentiated(torch.func.grad),),
+    (differentiated(lambda fn: torch.func.grad(lambda x: torch.vmap(fn)(x.expand(3, 3)).sum())),),
+    (differentiated(lambda fn: lambda x: torch.func.jvp(fn, (x,), (x,))),),
+    told=("a step that writes into its state", "without donate"),
+)
 
 
 # -- weights ------------------------------------------------------------------------------------------------
 
-WEIGHTS = ["3", "", None, True, 1j, [3], (3,), {}, object(), np.ones(2), np.bool_(True), torch.ones(2)]
-WEIGHTS += [torch.tensor(True), torch.tensor(1j), -1, float("nan"), float("inf"), np.float32(-1)]
+WEIGHTED = zf.chain(zf.accumulate(2, weighted=True), SGD)
+WEIGHTS = ["3", "", True, 1j, [3], (3,), {}, object(), np.ones(2), np.bool_(True), torch.ones(2)]
+WEIGHTS += [torch.tensor(True), torch.tensor(1j), -1, NAN, INF, np.float32(-1)]
 
 
-@pytest.mark.parametrize("weight", [w for w in WEIGHTS if w is not None])
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_weights_that_are_none(weight, offloaded):
-    held = zf.accumulate(2, weighted=True)
-    tx = zf.chain(zf.offload(held) if offloaded else held, SGD)
-    state = zf.init(tx, params())
-    before = clone(state)
-    model = torch.nn.Linear(2, 1)
-    opt = zf.attach(model, tx)
-    model(torch.ones(1, 2)).sum().backward()
-    for call in (
-        lambda: zf.update(tx, params(), state, weight=weight),
-        lambda: zf.make_step(loss, tx)(state, weight=weight),
-        lambda: opt.step(weight=weight),
-    ):
-        with refuses(
-            ValueError, f"weight={weight!r}", "one number, finite and not negative", "weight=number_of_tokens"
-        ):
-            call()
-    assert_trees_equal(state, before)
-    assert int(opt.state.micro_step) == 0
+def of_a_model(tx, weight):
+    def program():
+        model = torch.nn.Linear(2, 1)
+        opt = zf.attach(model, tx)
+        model(torch.ones(1, 2)).sum().backward()
+        yield lambda: opt.state
+        opt.step(weight=weight)
+
+    return program
+
+
+for weight in WEIGHTS:
+    for tx in (WEIGHTED, zf.chain(zf.offload(zf.accumulate(2, weighted=True)), SGD)):
+        make = functools.partial(started, tx)
+        WRONG.rows(
+            ValueError,
+            (keeps(make, lambda s, tx=tx, weight=weight: zf.update(tx, params(), s, weight=weight)),),
+            (keeps(make, lambda s, tx=tx, weight=weight: zf.make_step(loss, tx)(s, weight=weight)),),
+            (of_a_model(tx, weight),),
+            told=(f"weight={weight!r}", "one number, finite and not negative", "weight=number_of_tokens"),
+        )
+weighted = functools.partial(started, WEIGHTED)
+WRONG.rows(
+    ValueError,
+    (keeps(weighted, lambda s: zf.update(WEIGHTED, grads(), s)), "without weight=", "weight=number_of_tokens"),
+    (keeps(started, lambda s: zf.update(SGD, grads(), s, weight=3)), "weight=", "no effect", "weighted=True"),
+    (
+        keeps(
+            lambda: zf.update(WEIGHTED, grads(), weighted(), weight=0)[0],
+            lambda s: zf.update(WEIGHTED, grads(), s, weight=0),
+        ),
+        "add up to 0",
+    ),
+)
 
 
 @pytest.mark.parametrize("weight", [3, 3.0, np.float32(3), np.int64(3), torch.tensor(3), torch.tensor(3.0)])
 def test_weights_that_are(weight):
-    tx = zf.chain(zf.accumulate(2, weighted=True), SGD)
-    state = zf.init(tx, {"w": torch.zeros(1)})
+    state = zf.init(WEIGHTED, {"w": torch.zeros(1)})
     for g, w in ((1.0, weight), (5.0, 1)):
-        state, _ = zf.update(tx, {"w": torch.tensor([g])}, state, weight=w)
+        state, _ = zf.update(WEIGHTED, {"w": torch.tensor([g])}, state, weight=w)
     assert state.params["w"].tolist() == [-1.0]
+
+
+# -- schedules ----------------------------------------------------------------------------------------------
+
+
+def scheduled(lr, route, held):
+    """The schedule is good at first; the step that is refused is held, or would write."""
+
+    def program():
+        broken = []
+        tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.sgd(lambda s: lr(s) if broken else 0.1))
+        if route == "pure":
+            state = started(tx)
+            if not held:
+                state, _ = zf.update(tx, grads(), state)
+            broken.append(1)
+            yield state
+            zf.update(tx, grads(), state)
+        else:
+            model = torch.nn.Linear(2, 1)
+            opt = zf.attach(model, tx)
+            for i in range(1 if held else 2):
+                model(torch.ones(1, 2)).sum().backward()
+                if i == 0 and not held:
+                    opt.step()
+            broken.append(1)
+
+            def then():
+                """It goes on, when the schedule is mended."""
+                broken.clear()
+                opt.step()
+                assert opt.metrics["updated"] == (not held)
+
+            yield Kept(lambda: opt.state, then)
+            opt.step()
+
+    return program
+
+
+for lr, error, *words in (
+    (lambda step: "fast", TypeError, "returned 'fast' at step 0", "a schedule returns a number"),
+    (lambda step: None, TypeError, "returned None"),
+    (lambda step: torch.ones(2), TypeError, "shape (2,)", "zf.partition"),
+    (lambda step: -1.0, ValueError, "returned -1.0 at step 0", "not negative"),
+    (lambda step: NAN, ValueError, "returned nan"),
+    (lambda step: torch.tensor(NAN), ValueError, "returned tensor(nan)"),
+):
+    # A held step tells the rate of the update to come, so that it is refused there as well.
+    for route in ("pure", "eager"):
+        for held in (True, False):
+            WRONG.rows(error, (scheduled(lr, route, held), "sgd(lr=<lambda>)", *words))
 
 
 # -- trees that hold themselves -----------------------------------------------------------------------------
@@ -175,34 +430,53 @@ def knots():
     yield {"ok": torch.ones(1), "bad": inner}, "bad.again.0"
 
 
-@pytest.mark.parametrize(("tree", "where"), list(knots()))
-def test_trees_that_hold_themselves(tree, where):
-    state = zf.init(SGD, params())
-    told = ["a tree that contains itself, at ", where, "none of which contains itself"]
+for tree, where in knots():
     for call in (
-        lambda: zf.init(SGD, tree),
-        lambda: zf.plan(SGD, tree),
-        lambda: zf.update(SGD, tree, state),
-        lambda: zf.bind(loss, SGD, state)(tree),
-        lambda: zf.bind(loss, SGD, state)(state.params, tree),
-        lambda: zf.vjp(loss, SGD, state, tree),
-        lambda: zf.make_step(loss, SGD)(state, tree),
-        lambda: zf.init(zf.masked(SGD, tree), params()),
-        lambda: SGD.init(tree),
+        lambda tree: zf.init(SGD, tree),
+        lambda tree: zf.plan(SGD, tree),
+        lambda tree: zf.update(SGD, tree, started()),
+        lambda tree: zf.bind(loss, SGD, started())(tree),
+        lambda tree: zf.bind(loss, SGD, started())(params(), tree),
+        lambda tree: zf.vjp(loss, SGD, started(), tree),
+        lambda tree: zf.make_step(loss, SGD)(started(), tree),
+        lambda tree: zf.init(zf.masked(SGD, tree), params()),
+        lambda tree: SGD.init(tree),
     ):
-        with refuses(ValueError, *told):
-            call()
-
-
-def test_a_loss_that_recurses_without_end_says_so_itself():
-    def endless(p):
-        return endless(p)
-
-    with pytest.raises(RecursionError):
-        zf.make_step(endless, SGD)(zf.init(SGD, params()))
+        told = ("a tree that contains itself, at ", where, "none of which contains itself")
+        WRONG.rows(ValueError, (functools.partial(call, tree), *told))
 
 
 # -- autograd through an update -----------------------------------------------------------------------------
+
+
+def learned():
+    return zf.sgd(torch.tensor(0.5, requires_grad=True))
+
+
+@torch.no_grad()
+def without_grad(call):
+    call(learned())
+
+
+WRONG.rows(
+    RuntimeError,
+    *[
+        (functools.partial(without_grad, call),)
+        for call in (
+            lambda tx: zf.update(tx, grads(), started(tx), create_graph=True),
+            lambda tx: zf.make_step(loss, tx, create_graph=True)(started(tx)),
+            lambda tx: zf.init(tx, params(), create_graph=True),
+            lambda tx: zf.vjp(lambda p: p["w"], tx, started(tx), create_graph=True),
+        )
+    ],
+    told=("create_graph=True) inside torch.no_grad",),
+)
+WRONG.rows(ValueError, (lambda: zf.make_step(loss, learned(), create_graph="yes"), "create_graph is True or False"))
+
+
+@pytest.mark.parametrize("row", WRONG)
+def test_refused(row):
+    row.check()
 
 
 def test_a_graph_is_kept_where_it_is_asked_for_and_nowhere_else():
@@ -210,31 +484,21 @@ def test_a_graph_is_kept_where_it_is_asked_for_and_nowhere_else():
     w, rate = torch.ones(3, requires_grad=True), torch.tensor(0.5, requires_grad=True)
     tx = zf.sgd(rate)
     start = zf.init(tx, params())
-    grads = lambda g: {"w": g, "b": [torch.ones(2, 2)]}  # noqa: E731
+    of = lambda g: {"w": g, "b": [torch.ones(2, 2)]}  # noqa: E731
     for create_graph, g, kept in (
         (None, w * 2, True),
         (True, w.detach(), True),
         (False, w * 2, False),
         (False, w.detach(), False),
     ):
-        state, _ = zf.update(tx, grads(g), start, create_graph=create_graph)
+        state, _ = zf.update(tx, of(g), start, create_graph=create_graph)
         assert state.leaves["w"].requires_grad is kept
         if kept:
             (by_rate,) = torch.autograd.grad(state.leaves["w"].sum(), rate)
             assert torch.equal(by_rate, -g.detach().sum())
     with torch.no_grad():
-        state, _ = zf.update(tx, grads(w * 2), start)
+        state, _ = zf.update(tx, of(w * 2), start)
         assert not state.leaves["w"].requires_grad
-        for call in (
-            lambda: zf.update(tx, grads(w), start, create_graph=True),
-            lambda: zf.make_step(lambda p: p["w"].sum(), tx, create_graph=True)(start),
-            lambda: zf.init(tx, params(), create_graph=True),
-            lambda: zf.vjp(lambda p: p["w"], tx, start, create_graph=True),
-        ):
-            with pytest.raises(RuntimeError, match=r"create_graph=True\) inside torch.no_grad"):
-                call()
-    with pytest.raises(ValueError, match="create_graph is True or False"):
-        zf.make_step(lambda p: p["w"].sum(), tx, create_graph="yes")
 
 
 def test_a_rate_that_is_taken_for_a_constant_keeps_nothing_from_step_to_step():
@@ -247,14 +511,18 @@ def test_a_rate_that_is_taken_for_a_constant_keeps_nothing_from_step_to_step():
     assert metrics["lr"].item() == pytest.approx(0.05)
 
 
-def pull_back_after_a_write():
+ON_RANKS = Refusals()
+
+
+@ON_RANKS(RuntimeError, "pullback after a parameter of the state was written (b)")
+def a_pullback_under_shard_after_the_state_was_written():
     tx = zf.chain(zf.shard(), zf.sgd(0.1))
     state = zf.init(tx, {"a": torch.ones(4), "b": torch.ones(4)})
     _, pullback = zf.vjp(lambda p: (p["a"] * p["b"]).sum(), tx, state)
     state.leaves["b"].mul_(2)
-    with pytest.raises(RuntimeError, match=r"pullback after a parameter of the state was written \(b\)"):
-        pullback(torch.tensor(1.0))
+    yield state
+    pullback(torch.tensor(1.0))
 
 
-def test_a_pullback_under_shard_after_the_state_was_written_to_is_refused():
-    zf.launch(pull_back_after_a_write, 2)
+def test_refused_on_ranks():
+    zf.launch(ON_RANKS.check, 2, timeout=limit())

@@ -298,7 +298,9 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
         {'w': tensor([-1.]), 'b': tensor([-0.1000])}
     """
     if not isinstance(transforms, Mapping) or not transforms:
-        raise TypeError(f"partition({transforms!r}, labels): give a dict from label to transform.")
+        why = "it takes a dict from label to transform, with one label at least"
+        right = "partition({'matrices': muon(), 'rest': adamw()}, labels)"
+        raise TypeError(explain(f"partition({transforms!r}, labels)", why, right))
     inner = {k: None if t is None else _member(as_transform(t), "partition") for k, t in transforms.items()}
     outcomes = {k: _outcome(t) for k, t in inner.items() if t is not None}
     if len(set(outcomes.values())) > 1:

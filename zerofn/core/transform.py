@@ -115,7 +115,8 @@ class Transform:
     def named(self, name: str) -> Transform:
         """The same transform under another name, which is the key of its state and its metrics."""
         if not isinstance(name, str) or not name or "." in name:
-            raise ValueError(f"named({name!r}): a name is a non-empty str without dots, since dots separate paths.")
+            why = "a name is a non-empty str without dots, since dots separate paths"
+            raise ValueError(explain(f"{self.name}(...).named({name!r})", why, f'{self.name}(...).named("first")'))
         return self.renamed(name, None)
 
     def renamed(self, name: str, base: str | None) -> Transform:

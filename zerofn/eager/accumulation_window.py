@@ -49,11 +49,12 @@ class AccumulationWindow:
             TypeError, ValueError: no such setting, or one without effect.
         """
         if boundary is not None and not isinstance(boundary, bool):
-            raise TypeError(f"set_boundary({boundary!r}): give True, False, or None to count again.")
+            why = "give True, False, or None to count again"
+            raise TypeError(explain(f"opt.set_boundary({boundary!r})", why, "opt.set_boundary(True)"))
         if boundary is not None and not self.holds:
-            raise ValueError(
-                "set_boundary() has no effect without accumulate(k) in the pipeline: add zf.accumulate(4)."
-            )
+            why = "a boundary has no effect without accumulate(k) in the pipeline: every step is one"
+            right = "zf.chain(zf.accumulate(4), ...), or leave set_boundary() out"
+            raise ValueError(explain(f"opt.set_boundary({boundary!r})", why, right))
         self.forced = boundary
 
     def average(self, scale_wrt_gas: bool) -> None:
@@ -63,9 +64,8 @@ class AccumulationWindow:
             ValueError: weights divide already, or the window has begun with the other value.
         """
         if not scale_wrt_gas and any(p.facts.weighted for p in self.parts):
-            raise ValueError(
-                "backward(scale_wrt_gas=False) with accumulate(weighted=True): weights divide. Leave it out."
-            )
+            why = "with accumulate(weighted=True) the weights divide, and no number of micro-steps does"
+            raise ValueError(explain("opt.backward(loss, scale_wrt_gas=False)", why, "opt.backward(loss)"))
         if self.averaged is not None and self.averaged is not scale_wrt_gas:
             raise ValueError(
                 explain(

@@ -435,9 +435,8 @@ class Attachment:
     def check(self, what: str, inside: bool = False) -> None:
         """Refuse `opt.what()` after `detach` and in a backward; unless `inside`, also in `averaged` and `gathered`."""
         if not self.here:
-            raise RuntimeError(
-                f"opt.{what}() after opt.detach(): the model is plain. Attach it anew: opt = zf.attach(model, tx)."
-            )
+            right = f"opt = zf.attach(model, tx), then opt.{what}()"
+            raise RuntimeError(explain(f"opt.{what}() after opt.detach()", "the model is plain", right))
         if graph_task() != NO_BACKWARD:
             why = "gradients are still arriving, so some parameters would be updated with half of theirs"
             right = "call it after loss.backward() has returned"
@@ -459,9 +458,8 @@ class Attachment:
         self.check("step")
         self.watch.check()
         if early is not None and weight is not None:
-            raise ValueError(
-                "step(weight=...) with in_backward=True has no effect: only accumulate(weighted=True) has a use for it."
-            )
+            why = "with in_backward=True it has no effect: only accumulate(weighted=True) has a use for it"
+            raise ValueError(explain("opt.step(weight=...)", why, "opt.step()"))
         self._writes += 1
         before = home.current.state
         try:

@@ -40,7 +40,9 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
     """
     parts = tuple(p for p in pipe.updates if p is not GRAD_NORM)
     if sum(view.resident for view in pipe.stages) > 1:
-        raise ValueError("attach(in_backward=True) with reduce_scatter and all_reduce: use shard and all_reduce.")
+        why = "within backward the gradient of a whole parameter takes one reduction, and here it takes two"
+        right = "attach(model, chain(shard(...), all_reduce(...), ...), in_backward=True)"
+        raise ValueError(explain("attach(in_backward=True) with reduce_scatter and all_reduce", why, right))
     owned = {name for name, _, _ in pipe.layout.placement.owners}
     for part in parts:
         for where, inner in _members(part, part.name):

@@ -98,7 +98,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         own = self._own
         if lr_kwargs is not None and self.lr_scheduler is None:
-            raise ValueError("step(lr_kwargs=...) has no effect without a scheduler: opt.lr_scheduler = scheduler.")
+            why = "it has no effect without a scheduler, to whose step() it would be given"
+            raise ValueError(explain("opt.step(lr_kwargs=...)", why, "opt.lr_scheduler = scheduler, before opt.step()"))
         loss = None
         if closure is not None:
             own.check("step")

@@ -82,7 +82,9 @@ def export_safetensors(
     found = {e.path: e for e in entries(given) if (e.owner, e.slot) == (owner, slot)}
     if not found:
         names = [name for name, own in given.transforms.items() if AVERAGE in own]
-        raise ValueError(f"export_safetensors(of={of!r}): this state has {names or 'no ema; add zf.ema(0.999)'}.")
+        why = f"this state has {names or 'no ema'}"
+        right = f"export_safetensors(path, state, of={names[0]!r})" if names else "add zf.ema(0.999) to the pipeline"
+        raise ValueError(explain(f"export_safetensors(of={of!r})", why, right))
     group = checkpoint_group(given.layout.placement, path)
     # An ema watches trainable leaves; frozen ones are as they are.
     params = {e.path: e for e in entries(given) if e.owner == "params"}

@@ -1,0 +1,341 @@
+"""What users get wrong when they build a pipeline and give it parameters, and what they are told."""
+
+import dataclasses
+
+import pytest
+import torch
+from refusals import Refusals
+from torch import nn
+
+import zerofn as zf
+
+F16, BF16, F64 = torch.float16, torch.bfloat16, torch.float64
+NAN, INF = float("nan"), float("inf")
+WRONG = Refusals()
+
+
+def params():
+    return {"w": torch.ones(2, 2), "b": torch.zeros(2), "deep": [{"x": torch.ones(3)}]}
+
+
+# ---- arguments ----
+
+WRONG.rows(
+    TypeError,
+    (lambda: zf.adamw(learning_rate=1), "adamw() has no keyword 'learning_rate'", "Did you mean lr=?"),
+    (lambda: zf.adam(epsilon=1), "adam()", "'epsilon'", "eps="),
+    (lambda: zf.sgd(0.1, momentun=0.9), "sgd()", "'momentun'", "momentum="),
+    (lambda: zf.accumulate(steps=4), "accumulate()", "'steps'", "every="),
+    (lambda: zf.accumulate(gradient_accumulation_steps=4), "every="),
+    (lambda: zf.clip_by_global_norm(max_grad_norm=1), "max_norm="),
+    (lambda: zf.scale_loss(loss_scale=1), "scale="),
+    (lambda: zf.precision(dtype=BF16), "param_dtype="),
+    (lambda: zf.ema(beta=0.1), "ema() has no keyword 'beta'", "It takes: decay"),
+    (lambda: zf.low_precision_adam(0.1, mu_dtype=BF16), "state_dtype="),
+    (lambda: zf.adamw(0.1, weight_decy=1), "weight_decay="),
+)
+WRONG.rows(
+    ValueError,
+    (lambda: zf.adamw(lr=-1.0), "adamw(lr=-1.0)", "must lie in [0, inf)", "write: adamw(lr="),
+    (lambda: zf.adam(lr=NAN), "adam(lr=nan)", "must lie"),
+    (lambda: zf.sgd(INF), "sgd(lr=inf)"),
+    (lambda: zf.sgd("0.1"), "sgd(lr='0.1')", "is a str"),
+    (lambda: zf.sgd(True), "is a bool"),
+    (lambda: zf.sgd(None), "NoneType"),
+    (lambda: zf.sgd(0.1, momentum=1.0), "momentum", "[0, 1)"),
+    (lambda: zf.sgd(0.1, weight_decay=-1), "weight_decay"),
+    (lambda: zf.sgd(0.1, nesterov=True), "nesterov", "momentum=0.9"),
+    (lambda: zf.adam(betas=0.9), "betas=0.9", "pair"),
+    (lambda: zf.adam(betas=(0.9, 1.0)), "betas", "[0, 1)"),
+    (lambda: zf.adam(betas=(0.9, NAN)), "betas=(0.9, nan)", "[0, 1)"),
+    (lambda: zf.adam(betas=(0.9, 0.9, 0.9)), "pair"),
+    (lambda: zf.adam(eps=-1e-8), "eps=-1e-08"),
+    (lambda: zf.low_precision_adam(lr=-1), "low_precision_adam(lr=-1)"),
+    (lambda: zf.low_precision_adam(state_dtype=F16), "6e-8", "bfloat16"),
+    (lambda: zf.low_precision_adam(state_dtype=F64), "state_dtype"),
+    (lambda: zf.low_precision_adam(rounding="up"), "'up'", "'stochastic'", "'kahan'"),
+    (lambda: zf.low_precision_adam(seed=1.5), "seed", "int"),
+    (lambda: zf.clip_by_global_norm(0), "max_norm=0"),
+    (lambda: zf.clip_by_global_norm(-1.0), "max_norm=-1.0"),
+    (lambda: zf.clip_by_value(NAN), "max_value=nan"),
+    (lambda: zf.accumulate(0), "accumulate(every=0)", "at least 1", "write: accumulate(every=4)"),
+    (lambda: zf.accumulate(2.0), "accumulate(every=2.0)", "int", "write: accumulate(every=2)"),
+    (lambda: zf.accumulate(True), "accumulate(every=True)", "write: accumulate(every=4)"),
+    (lambda: zf.scale_loss("dynamik"), "'dynamik'", "'dynamic'"),
+    (lambda: zf.scale_loss(0.0), "scale=0.0"),
+    (lambda: zf.scale_loss(INF), "scale=inf"),
+    (lambda: zf.scale_loss(growth_factor=0.5), "growth_factor"),
+    (lambda: zf.scale_loss(backoff_factor=1.0), "backoff_factor"),
+    (lambda: zf.scale_loss(min_scale=NAN), "scale_loss(min_scale=nan)"),
+    (lambda: zf.scale_loss(min_scale="1"), "min_scale", "str"),
+    (lambda: zf.scale_loss(init_scale=1.0, min_scale=2.0), "init_scale=1.0", "[2, inf)"),
+    (lambda: zf.scale_loss(hysteresis=1.5), "hysteresis=1.5", "int"),
+    (lambda: zf.scale_loss(growth_interval=0), "growth_interval=0"),
+    (lambda: zf.scale_loss(8.0, growth_interval=5), "growth_interval", "no effect", "'dynamic'"),
+    (lambda: zf.ema(1.0), "decay=1.0", "[0, 1)"),
+    (lambda: zf.precision(torch.int32), "param_dtype=torch.int32", "torch.bfloat16"),
+    (lambda: zf.precision(store_dtype="bf16"), "store_dtype='bf16'"),
+    (lambda: zf.precision(grad_dtype=torch.complex64), "grad_dtype"),
+    (lambda: zf.precision(buffer_dtype=torch.int64), "buffer_dtype=torch.int64", "torch.bfloat16"),
+    (lambda: zf.offload(zf.sgd(0.1), device="moon"), "moon", "no such device"),
+    (lambda: zf.offload(zf.scale_loss()), "offload(scale_loss(...))", "write: chain(scale_loss(...)"),
+    (lambda: zf.sgd(0.1).named(""), "named('')", "non-empty"),
+    (lambda: zf.sgd(0.1).named("a.b"), "without dots"),
+    (lambda: zf.schedules.cosine(-1.0, 5), "peak=-1.0"),
+    (lambda: zf.schedules.cosine(1.0, 0), "steps=0"),
+    (lambda: zf.schedules.linear(1.0, 0.0, 2.5), "steps=2.5", "int"),
+    (lambda: zf.schedules.warmup_cosine(1.0, 10, 5), "warmup_steps=10", "steps=5"),
+)
+
+# ---- orders without a meaning ----
+
+S, A, C, O = zf.scale_loss(), zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(0.1)  # noqa: E741
+P = zf.precision(param_dtype=BF16)
+
+
+def always(path):
+    return True
+
+
+WRONG.rows(
+    ValueError,
+    (
+        lambda: zf.chain(O, C),
+        "chain(..., adamw, ..., clip_by_global_norm, ...)",
+        "can follow it",
+        "clip_by_global_norm, ..., adamw",
+    ),
+    (lambda: zf.chain(O, A), "adamw comes before accumulate"),
+    (lambda: zf.chain(O, S), "adamw comes before scale_loss"),
+    (lambda: zf.chain(O, P), "adamw comes before precision"),
+    (lambda: zf.chain(O, zf.sgd(0.1)), "adamw", "sgd", "used the gradient up", "zf.partition"),
+    (lambda: zf.chain(O, O), "adamw comes before adamw_2", "zf.partition"),
+    (lambda: zf.chain(S, zf.scale_loss(8.0), O), "scaled twice"),
+    (lambda: zf.chain(P, P, O), "dtypes would be set twice"),
+    (
+        lambda: zf.chain(C, S, O),
+        "clip_by_global_norm comes before scale_loss",
+        "overflow",
+        "scale_loss, ..., clip_by_global_norm",
+    ),
+    (lambda: zf.chain(A, S, O), "accumulate comes before scale_loss", "spoil the whole window"),
+    (lambda: zf.chain(S, P, O), "scale_loss comes before precision"),
+    (lambda: zf.chain(A, P, O), "accumulate comes before precision"),
+    (lambda: zf.chain(C, P, O), "compute dtype"),
+    (lambda: zf.chain(zf.ema(0.9), O), "ema comes before adamw", "new parameters"),
+    (lambda: zf.chain(zf.masked(zf.ema(0.9), always), O), "masked comes before adamw", "new parameters"),
+    (lambda: zf.chain(zf.masked(O, always), O), "masked", "adamw"),
+    (lambda: zf.chain(zf.chain(O), zf.chain(C)), "adamw", "clip_by_global_norm"),
+    told=("why:", "write:"),
+)
+
+# ---- what is no transform ----
+
+for thing, *words in (
+    (3, "int is no transform"),
+    (None, "NoneType is no transform"),
+    ("adamw", "'adamw'", "str is no transform"),
+    (zf.adamw, "call it: adamw(...)"),
+    (lambda g: g, "is no transform"),
+    ([zf.sgd(0.1)], "list is no transform"),
+    (torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1), "torch.optim", "zf.adamw", "zf.attach"),
+):
+    WRONG.rows(
+        TypeError,
+        (lambda thing=thing: zf.chain(thing), *words),
+        (lambda thing=thing: zf.chain(zf.sgd(0.1), thing), *words),
+        (lambda thing=thing: zf.masked(thing, always), *words),
+        (lambda thing=thing: zf.offload(thing), *words),
+        (lambda thing=thing: zf.init(thing, params()), *words),
+    )
+WRONG.rows(
+    TypeError,
+    (lambda: zf.guest(zf.sgd(0.1)), "guest(sgd(...))", "why:   it is a transform of this library already"),
+    (lambda: zf.guest(3), "guest(3)", "why:   int is no transform", "write: an object with init"),
+    (
+        lambda: zf.guest(torch.optim.SGD([torch.zeros(1)], 0.1)),
+        "guest(SGD(...))",
+        "why:   a torch.optim optimizer owns",
+    ),
+    (lambda: zf.attach(nn.Linear(1, 1), zf.adamw), "is no transform", "call it: adamw"),
+)
+
+# ---- groups ----
+
+W = torch.ones(2)
+WRONG.rows(
+    ValueError,
+    (lambda: zf.masked(A, always), "accumulate concerns the whole tree", "chain(accumulate(...), masked(...))"),
+    (lambda: zf.partition({"a": zf.chain(S, O)}, lambda p: "a"), "scale_loss", "partition"),
+    (
+        lambda: zf.partition({"a": O, "b": C}, lambda p: "a"),
+        "the same thing",
+        "'a'",
+        "'b'",
+        "an optimizer for every label, or for none",
+    ),
+    (
+        lambda: zf.init(zf.partition({"a": O}, lambda p: "a" if p == "w" else "z"), params()),
+        "unknown labels",
+        "b: label 'z'",
+        "deep.0.x: label 'z'",
+        "one of 'a'",
+    ),
+    (
+        lambda: zf.init(zf.partition({"a": O}, lambda p: None), params()),
+        "unknown labels",
+        "w: label None has no transform",
+    ),
+    (
+        lambda: zf.init(zf.masked(O, {"w": True, "c": True, "deep": True}), params()),
+        "mask does not fit",
+        "b: missing",
+        "c: extra",
+    ),
+    (
+        lambda: zf.init(zf.partition({"a": O, "b": O}, {"x": "a", "y": "b"}), {"x": W, "y": W}),
+        "wrong labels",
+        "y: 'b', and 'a' at x, which is the same tensor",
+    ),
+)
+WRONG.rows(
+    TypeError,
+    (lambda: zf.partition([O], lambda p: "a"), "dict from label to transform"),
+    (lambda: zf.partition({}, lambda p: "a"), "dict from label to transform"),
+    (lambda: zf.init(zf.masked(O, lambda p: 1), params()), "wrong mask", "w: 1 is no bool", "b: 1 is no bool"),
+    (
+        lambda: zf.init(zf.partition({"a": O}, lambda p: ["a"]), params()),
+        "wrong labels",
+        "w: ['a'] cannot be a key of a dict",
+    ),
+)
+
+# ---- parameters ----
+
+
+@dataclasses.dataclass
+class Layer:
+    w: torch.Tensor
+
+
+for bad, error, *words in (
+    ({"i": torch.arange(3), "j": torch.ones(2).bool()}, TypeError, "i: torch.int64", "j: torch.bool", "outside"),
+    ({"c": torch.ones(2, dtype=torch.complex64)}, TypeError, "c: torch.complex64", "view_as_real"),
+    ({"q": torch.ones(2).to(torch.float8_e4m3fn)}, TypeError, "q: torch.float8_e4m3fn", "16 bits"),
+    ({"s": torch.ones(2, 2).to_sparse()}, TypeError, "s: layout torch.sparse_coo"),
+    ({"n": 3.0, "t": "text"}, TypeError, "n: float is no tensor", "t: str is no tensor"),
+    ({"m": nn.Linear(1, 1)}, TypeError, "m: Linear is no tensor"),
+    (
+        {"a": torch.tensor([1.0, NAN]), "b": torch.tensor([NAN, NAN]), "c": torch.ones(1)},
+        ValueError,
+        "a: 1 of 2",
+        "b: 2 of 2",
+    ),
+    ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError, "params['a.b']", "params['a']['b']", "dot"),
+    ({1: torch.ones(1), "1": torch.ones(1)}, ValueError, "path '1': params[1], params['1']", "one text"),
+    ({"layer": Layer(W)}, TypeError, "layer: dataclass Layer is not registered", "optree.dataclasses"),
+):
+    WRONG.rows(error, (lambda bad=bad: zf.init(O, bad), *words))
+WRONG.rows(
+    ValueError,
+    (
+        lambda: zf.init(zf.low_precision_adam(0.1, rounding="kahan"), params()),
+        "nothing to round",
+        "w: stored in torch.float32",
+        "zf.precision(store_dtype=torch.bfloat16)",
+    ),
+    (
+        lambda: zf.init(zf.low_precision_adam(0.1), {x: torch.ones(1, dtype=F64) for x in "wa"}),
+        "w: stored in torch.float64",
+        "a: stored in torch.float64",
+    ),
+    (
+        lambda: zf.init(zf.chain(zf.scale_by_adam(), zf.scale_by_lr(0.1)), {"w": torch.ones(2, dtype=F16)}),
+        "scale_by_adam: squared gradients fall below fp16's smallest number",
+    ),
+    (
+        lambda: zf.init(zf.muon(), {"w": torch.zeros(2, 2), "b": torch.zeros(2)}),
+        "muon is for matrices\n  b: of shape (2,)\n",
+        "partition",
+    ),
+    (lambda: zf.full_params(O, zf.init(O, params()), of="ema"), "zf.full_params(tx, state, of='ema')", "zf.ema(0.999)"),
+)
+for parts in ((), (C,), (S, A, C), (zf.ema(0.9),), (P,), (zf.scale_by_adam(),)):
+    WRONG.rows(
+        ValueError,
+        (lambda parts=parts: zf.init(zf.chain(*parts), params()),),
+        (lambda parts=parts: zf.attach(nn.Linear(2, 2), zf.chain(*parts)),),
+        told=("the chain has no optimizer", "zf.adamw(lr=1e-3)"),
+    )
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+def model_of_rows(layout):
+    model = nn.Module()
+    model.w, model.rows = nn.Parameter(torch.ones(2)), nn.Parameter(nested(layout))
+    return model
+
+
+for layout in (torch.strided, torch.jagged):
+    WRONG.rows(
+        TypeError,
+        (lambda layout=layout: zf.init(zf.sgd(0.1), {"w": torch.ones(2), "rows": nested(layout)}),),
+        (lambda layout=layout: zf.attach(model_of_rows(layout), zf.sgd(0.1)),),
+        told=(
+            "not every leaf is a parameter\n  rows: a nested tensor, ",
+            "of rows of several lengths",
+            "x.to_padded_tensor(0.0), or its rows",
+        ),
+    )
+WRONG.rows(
+    TypeError,
+    (lambda: zf.plan(zf.sgd(0.1), {"rows": nested(torch.jagged)}), "rows: a nested tensor, of rows of several lengths"),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_parameters_that_have_a_sense():
+    """Non-contiguous, zero-size, 0-d, shared and infinite leaves are fine."""
+    w = torch.ones(4, 3).T
+    p = {
+        "t": w,
+        "same": w,
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.ones(()),
+        "inf": torch.tensor([INF, 1.0]),
+        "e": torch.ones(1).expand(5),
+    }
+    state = zf.init(zf.sgd(0.5), p)
+    assert state.leaves["same"].is_contiguous() and list(state.leaves) == ["e", "empty", "inf", "same", "scalar"]
+    state, _ = zf.make_step(
+        lambda p: p["t"].sum() + p["same"].sum() + p["scalar"] + p["inf"][1] + p["e"][0], zf.sgd(0.5)
+    )(state)
+    assert torch.equal(state.params["same"], torch.zeros(3, 4)) and state.params["scalar"] == 0.5
+    assert state.params["e"].tolist() == [0.5, 1, 1, 1, 1]
+    zf.init(zf.partition({"a": O, "b": O}, {"x": "a", "y": "a", "z": "b"}), {"x": W, "y": W, "z": torch.ones(1)})
+    for layout in (torch.strided, torch.jagged):
+        for x in (nested(layout).to_padded_tensor(0.0), *nested(layout).unbind()):
+            assert zf.init(zf.sgd(0.1), {"w": x}).params["w"].equal(x)
+
+
+# ---- transforms of one's own ----
+
+
+def mine(grad, param, *, strength, other=1.0):
+    return strength * grad
+
+
+WRONG.rows(
+    TypeError,
+    (lambda: zf.leafwise(mine)(strenght=1.0), "mine() has no keyword 'strenght'", "Did you mean strength=?"),
+    (lambda: zf.leafwise(mine)(), "mine() needs strength="),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("row", WRONG)
+def test_refused(row):
+    row.check()

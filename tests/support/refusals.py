@@ -1,0 +1,129 @@
+"""Wrong programs in a table: each raises the error that its row names, with the row's words, in the project's form.
+
+    WRONG = Refusals()
+    WRONG.rows(ValueError, (lambda: zf.adamw(lr=-1.0), "adamw(lr=-1.0)", "must lie in [0, inf)"))
+
+    @WRONG(ValueError, "b: is the very tensor that stands at a")
+    def one_gradient_at_two_tied_places():
+        state = ...
+        yield state  # What comes behind is wrong, and the state is afterwards what it was.
+        zf.update(...)
+
+    @pytest.mark.parametrize("row", WRONG)
+    def test_refused(row):
+        row.check()
+
+What stands in front of `yield` must not raise. What is yielded is compared before and after: a tree, a function that
+gives one, a `Kept` that goes on afterwards, or nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from zerofn.testing import assert_trees_equal, clone
+
+# What is wrong; why, or a row for each leaf; what to write. Unknown keywords are told in one line.
+FORM = re.compile(r"(?s).+?\n  \S.*\n  write: \S|.*\(\) (has no keyword|needs) ")
+Words = str | re.Pattern
+
+
+def has(text: str, words: Words) -> bool:
+    """Whether an error says it: a str stands in it as it is, a pattern is found."""
+    return words in text if isinstance(words, str) else bool(words.search(text))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is to be as it was, and what is right afterwards."""
+
+    what: Callable[[], Any]
+    then: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A wrong program, and what is told of it. `form`: the message is in the project's form, and not torch's own."""
+
+    name: str
+    program: Callable[..., Any]
+    error: type[BaseException]
+    words: tuple[Words, ...]
+    form: bool = True
+
+    def check(self, *args: Any) -> str:
+        """Run the program with `args`, and look at its error; the text of that."""
+        run, kept = lambda: self.program(*args), None
+        if inspect.isgeneratorfunction(self.program):
+            steps = self.program(*args)
+            kept = next(steps)
+            run = lambda: next(steps, None)  # noqa: E731
+        before = clone(_tree(kept))
+        with pytest.raises(self.error) as caught:
+            run()
+        assert_trees_equal(_tree(kept), before, f"{self.name}: changed in spite of the error")
+        if isinstance(kept, Kept):
+            kept.then()
+        text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+        missing = [words for words in self.words if not has(text, words)]
+        assert not missing, f"{self.name}: not told: {missing}, in\n{text}"
+        assert not self.form or FORM.match(text), f"{self.name}: not in the form of wrong, why, right:\n{text}"
+        return text
+
+
+def keeps(make: Callable[[], Any], wrong: Callable[[Any], Any]) -> Callable[[], Iterator[Any]]:
+    """The program that makes what is right, and calls `wrong` with it; it is afterwards what it was."""
+
+    def program() -> Iterator[Any]:
+        made = make()
+        yield made
+        wrong(made)
+
+    return program
+
+
+def _tree(kept: Any) -> Any:
+    made = kept.what if isinstance(kept, Kept) else kept
+    return made() if callable(made) else made
+
+
+class Refusals(Sequence):
+    """The rows of a file, in their order."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        return pytest.param(self._rows[at], id=self._rows[at].name)
+
+    def rows(
+        self, error: type[BaseException], *rows: tuple[Any, ...], told: tuple[Words, ...] = (), form: bool = True
+    ) -> None:
+        """Of (program, words, ...) each; `told` are words of all of them. A row's name is its first words."""
+        for program, *words in rows:
+            first = next(iter([*words, *told]))
+            name = first if isinstance(first, str) else first.pattern
+            self._rows.append(Row(f"{len(self._rows)}, {name[:50]}", program, error, (*told, *words), form))
+
+    def __call__(self, error: type[BaseException], *words: Words, form: bool = True) -> Callable[[Any], Any]:
+        """The row of a function, whose name is the row's."""
+
+        def add(program: Any) -> Any:
+            self._rows.append(Row(program.__name__, program, error, words, form))
+            return program
+
+        return add
+
+    def check(self) -> None:
+        """All rows in their order, as one rank of a launch does."""
+        for row in self._rows:
+            row.check()
