@@ -12,12 +12,15 @@ from uninitialized_memory import NO_OTHER_KERNEL, fill, fill_in_ranks
 
 from zerofn.kernels import adam as _kernels  # inside
 from zerofn.kernels import native as _native  # inside
+from zerofn.ranks import fork_server as _fork_server  # inside
 
 # Numbers are compared to the last bit in places, and a sum over threads is another sum.
 torch.set_num_threads(1)
 
 fill()
 fill_in_ranks()
+# Each rank of each launch imports the module of its test, and of what that imports these take longest: 0.1 s.
+_fork_server.server.modules = ("pytest", "zerofn.testing")
 
 # A shell that starts the tests in the background has them ignore it, and tests of interrupts would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

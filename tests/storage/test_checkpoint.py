@@ -696,7 +696,7 @@ def test_export_of_averages_and_trees(tmp_path):
         "a.1": ((2, 2), [-0.5]),
         "s": ((), [-0.5]),
     }
-    with pytest.raises(ValueError, match=r"of='sgd'\): this state has \['ema'\]"):
+    with pytest.raises(ValueError, match=r"of='sgd'\)\n  why:   this state has \['ema'\]"):
         zf.export_safetensors(tmp_path / "x", state, of="sgd")
     with pytest.raises(ValueError, match=r"add zf\.ema"):
         zf.export_safetensors(tmp_path / "x", zf.init(zf.sgd(1.0), [torch.ones(1)]), of="ema")

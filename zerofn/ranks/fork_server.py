@@ -238,8 +238,13 @@ def adopt_orphans() -> None:
 NUMBER = struct.Struct("q")
 
 
-def serve(fd: int) -> NoReturn:
-    """Fork a rank per message, send its pid and exit code, and kill it when its caller closes its socket."""
+def serve(fd: int, modules: tuple[str, ...] = ()) -> NoReturn:
+    """Fork a rank per message, send its pid and exit code, and kill it when its caller closes its socket.
+
+    Args:
+        fd: the server's end of the caller's socket.
+        modules: what ranks find imported, beside what `_preload` imports.
+    """
     control = socket.socket(fileno=fd)
     wake, waker = os.pipe()
     os.set_blocking(wake, False)
@@ -248,7 +253,7 @@ def serve(fd: int) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up pipe is written
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
-    _preload()
+    _preload(modules)
     # Until here stderr shows a failed import; from here on this process holds no stream open.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     gc.collect()
@@ -385,7 +390,7 @@ def _children() -> list[int]:
     return found
 
 
-def _preload() -> None:
+def _preload(modules: tuple[str, ...]) -> None:
     """Import what every rank will need. Nothing here may start a thread or use a GPU.
 
     It imports the compiler too, which the first `vmap`, optimizer or checkpoint of a process needs (0.7 s), and the
@@ -400,7 +405,7 @@ def _preload() -> None:
     ours = ["zerofn.extend"]
     for part in ("pure", "eager", "module", "sharded", "storage", "transforms"):
         ours += [m.name for m in pkgutil.iter_modules([f"{zerofn.__path__[0]}/{part}"], f"zerofn.{part}.")]
-    for name in ("optree", "numpy", "cloudpickle", *ours):
+    for name in ("optree", "numpy", "cloudpickle", *ours, *modules):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     with contextlib.suppress(ImportError):
@@ -426,9 +431,14 @@ def _send(rank_control: socket.socket, number: int) -> None:
 
 
 class _Server:
-    """The server of this process: started at the first launch, ended with this process."""
+    """The server of this process: started at the first launch, ended with this process.
+
+    Before that one may set `modules`, the names of modules that ranks are to find imported. The tests of this package
+    do: each rank would import pytest, 0.1 s, since the functions of its test stand in a module that does.
+    """
 
     def __init__(self) -> None:
+        self.modules: tuple[str, ...] = ()
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
@@ -453,7 +463,7 @@ class _Server:
         # First, so that `stop` ends the process also where an interrupt comes before it is noted.
         self.control, theirs = socket.socketpair()
         serve = "from zerofn.ranks.fork_server import serve"
-        code = f"import sys; sys.path[:] = {sys.path!r}; {serve}; serve({theirs.fileno()})"
+        code = f"import sys; sys.path[:] = {sys.path!r}; {serve}; serve({theirs.fileno()}, {self.modules!r})"
         # A session of its own: an interrupt typed at the terminal reaches the caller, who ends the ranks.
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
