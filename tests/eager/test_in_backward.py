@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from gone_gradients import is_gone
 from time_limits import limit
 from torch import nn
 from torch.profiler import ProfilerActivity
@@ -131,8 +132,10 @@ def test_no_gradient_is_left_where_a_user_would_read_it():
     opt = zf.attach(model, zf.adamw(1e-2), in_backward=True)
     before = values(model)
     model(batch(0)).square().mean().backward()
-    with pytest.warns(UserWarning, match="p.grad is read between backward and step"):
-        assert all(p.grad is None for p in model.parameters())
+    assert all(is_gone(p) for p in model.parameters() if p.requires_grad)
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    with pytest.raises(RuntimeError, match="which has no numbers here\n  why:   with in_backward=True"):
+        sum(p.grad.sum() for p in model.parameters() if p.grad is not None)
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {n for n, p in model.named_parameters() if p.requires_grad}, "backward has already updated"
     assert int(opt.state.step) == 0, "the step is counted by step()"

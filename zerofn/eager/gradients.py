@@ -306,6 +306,10 @@ class MicroStep(OwnGradients):
         if self.hooks.taken:
             self.hooks.taken, self.uncleared.used = {}, True
 
+    def gone(self) -> bool:
+        """Whether gradients have left `p.grad`, to be reduced or used, and are not cleared yet."""
+        return self.hooks.gone() or self.uncleared.used
+
     def accumulated(self) -> None:
         """The gradients in `p.grad` are cleared: a sum has them, or they were used and are dropped."""
         self.uncleared.clear(to_none=True)

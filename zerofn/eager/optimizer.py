@@ -450,8 +450,8 @@ def attach(
 
     A hook on a parameter gets the value for `p.grad`: under `shard` this rank's shard of the mean, as under FSDP2, else
     the gradient of this rank. A linear hook makes the same step in both cases; one that is not linear (a clamp) does
-    not. Where `p.grad` is `None` after backward, call `p.register_post_accumulate_grad_hook` before `attach`: a hook
-    that is registered later finds `None`, and reading it warns.
+    not. Where `p.grad` has no numbers after backward, since the gradient has left to be reduced or used, call
+    `p.register_post_accumulate_grad_hook` before `attach`.
 
     Raises:
         TypeError: `model` is no module.

@@ -15,7 +15,7 @@ from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..ranks.dtensor import Form
 from ..sharded.gather_on_use import Units
-from ..sharded.guarded_parameter import CLIPPING_BY_NORM, CLIPPING_FUNCTIONS, Asks, Replica, tell
+from ..sharded.guarded_parameter import Asks, Replica, tell
 from ..sharded.parameter import Gathering, piece_of
 from .sharded_parameter import ShardedParameter, wrap_existing_hooks
 from .state_dicts import hook_state_dicts
@@ -49,20 +49,14 @@ def label(
         asks: callbacks by which parameters ask about the gradients of this model.
         forms: by path, the DTensor that a parameter was before it was attached.
     """
-    if in_backward:
-        why, refused = "p.grad is None: with in_backward=True a gradient is used as it arrives", CLIPPING_FUNCTIONS
-    elif not pipe.step_groups and not forms:
+    if not (pipe.step_groups or forms or in_backward):
         return
-    elif pipe.road.late:
-        why, refused = "p.grad is what this rank found, and is reduced later: ranks would differ", CLIPPING_FUNCTIONS
-    elif pipe.road.after_update:
-        why, refused = "p.grad is None: the gradient has left to be reduced over ranks", CLIPPING_FUNCTIONS
-    else:
-        why, refused = (
-            "p.grad is a part of the gradient, and has another norm on every rank",
-            CLIPPING_BY_NORM if forms else (),
-        )
-    guard = {"why": why, "refused": refused, "asks": asks}
+    why = (
+        "with in_backward=True a gradient is used as it arrives"
+        if in_backward
+        else "it has left to be reduced over ranks"
+    )
+    guard = {"why": why, "unreduced": pipe.road.late, "asks": asks}
     if pipe.step_groups:
         _put(undo, model, PREPARED, Prepared())
     for path in [path for path in forms if path in params]:

@@ -1,47 +1,41 @@
-"""Parameters whose `.grad` is not the full gradient refuse torch functions that would silently be wrong.
+"""Parameters that guard their `.grad`, where it has left to be reduced or used, or is reduced later.
 
-Under `reduce_scatter`, `all_reduce` and with `in_backward=True` the gradient is reduced or used in backward, and
-`torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, a line of nearly every training loop, would do nothing. Under
-`shard`, and before a late reduction, every rank would clip by another norm. `model.zero_grad()` would not clear what is
-being reduced. Other readers of `.grad` get what there is.
+Under `reduce_scatter`, `all_reduce` and with `in_backward=True` gradients leave `p.grad` in backward. If it were `None`
+then, `torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)`, a line of nearly every training loop, would do nothing,
+and `model.zero_grad()` would not clear what is being reduced. So `p.grad` is a `GoneGradient` until it is cleared. It
+has the gradient's shape and no numbers: to compute with it raises. Before a late reduction `p.grad` has the numbers of
+this rank, and each rank would clip by another norm: there it is an `UnreducedGradient`.
 
-A subclass of `nn.Parameter`, since nothing else sees that `.grad` is read. The caller is found by its frame. To replace
-torch's functions would reach other programs in this process; to gather would hang a rank that reads `.grad` alone.
+`p.grad` is a property of a subclass of `nn.Parameter`, which autograd does not read: it adds to the tensor beneath.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from .._compat.functorch import COMPILER, uncompiled
-from .._compat.tensors import CONVERTING, read_grad, write_grad
+from .._compat.functorch import COMPILER, graph_under_way, uncompiled
+from .._compat.tensors import CONVERTING, alias_of, read_grad, without_memory, write_grad
 from .._errors import explain
 from ..core.layout import Leaves
+from ..core.tree import flatten
 from ..ranks.dtensor import is_distributed
 from .parameter import IN_FULL, WRITING, check_plain, in_place, plain, refuse_distributed
 
 PACKAGE = __name__.partition(".")[0]
 OURS = f"{PACKAGE}."
 INSIDE = (OURS, *COMPILER)
-# Packages that read `.grad` and expect `None`.
-LIBRARIES = ("torch", PACKAGE)
-LOGGING = "accelerate"
-CLIPPING = torch.nn.utils.clip_grad.__name__
-CLEARING = nn.Module.zero_grad.__code__
 APPLYING = CONVERTING.__code__
+CLEARING = "model.zero_grad(), or p.grad = None,"
 COPYING = nn.Parameter.__new__.__code__
-CLIPPING_BY_NORM = ("clip_grad_norm_",)
-CLIPPING_FUNCTIONS = (*CLIPPING_BY_NORM, "clip_grads_with_norm_", "clip_grad_value_")
 
 
 def ours(frame: FrameType) -> bool:
@@ -52,23 +46,6 @@ def ours(frame: FrameType) -> bool:
 def in_memory(frame: FrameType) -> bool:
     """Whether the caller means sizes in memory: this package, and the compiler."""
     return frame.f_globals.get("__name__", "").startswith(INSIDE)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function and of its comprehensions."""
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _codes(inner)
-
-
-def _asking() -> frozenset[int]:
-    clips = [inspect.unwrap(f) for f in vars(torch.nn.utils.clip_grad).values() if inspect.isfunction(f)]
-    return frozenset(id(code) for top in (CLEARING, *(f.__code__ for f in clips)) for code in _codes(top))
-
-
-# Ids of code objects of torch, which live as long as the process: to compare code objects takes longer.
-ASKING = _asking()
 
 
 def pieces(tensors: Mapping[str, Tensor]) -> Leaves:
@@ -86,17 +63,108 @@ class Asks(NamedTuple):
 
     Attributes:
         left: whether gradients are being reduced, or are reduced and not used yet.
-        gone: the same, or used within backward since the last step.
+        gone: the same, or used within backward since the last step, or used by that step and not cleared yet.
         cleared: the user has cleared gradients otherwise than by `opt.zero_grad()`; whether to `None`.
-        missed: the user has read `.grad` of one whose gradient is gone.
         moved: the user has given a sharded parameter other memory; its path.
     """
 
     left: Callable[[], bool]
     gone: Callable[[], bool]
     cleared: Callable[[bool], None]
-    missed: Callable[[], None]
     moved: Callable[[str], None]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# These gradients are given out by `p.grad` where its numbers are gone, or are not reduced yet.
+
+
+IN_CHAIN = (
+    "a transform in the chain, before the optimizer: zf.clip_by_global_norm(max_norm) for\n"
+    "torch.nn.utils.clip_grad_norm_ (of a Hugging Face Trainer: max_grad_norm=0 as well),\n"
+    "zf.clip_by_value(max_value) for clip_grad_value_, one of your own by zf.leafwise for anything else"
+)
+UNREDUCED = "it is what this rank has found, and is reduced later: ranks would differ"
+NORMS = frozenset({"norm", "linalg_vector_norm"})
+
+
+class GoneGradient(Tensor):
+    """`p.grad` of a parameter whose gradient has left: its shape, dtype and device, and no numbers.
+
+    It can be cleared, by `p.grad = None` or `p.grad.zero_()`, as `model.zero_grad()` does. Its norm is infinite, for
+    programs that ask for the norm only to log it: those divide infinity by it, and scale by the NaN that comes of it,
+    which changes nothing here. Whoever clips scales by a number, which is refused as everything else is.
+    """
+
+    of: GuardedParameter
+
+    def __new__(cls, of: GuardedParameter) -> GoneGradient:
+        made = without_memory(cls, of.shape, dtype=of.grad_dtype or of.dtype, device=of.device, storage_size=0)
+        made.of = of
+        return made
+
+    # None: what comes to the dispatcher is enough. Calls of functions in Python are not of interest.
+    __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        listed, name = name.startswith("_foreach_"), name.removeprefix("_foreach_")
+        first = args[0] if args and listed else args[:1]
+        if first and all([isinstance(x, GoneGradient) for x in first]):
+            if name == "detach":
+                return first[0]
+            if name == "zero_":
+                first[0].of.clear("p.grad.zero_()", to_none=False)
+                return None if listed else first[0]
+            if name in NORMS:
+                norms = [torch.full((), math.inf, device=x.device) for x in first]
+                return norms if listed else norms[0]
+            if name == "mul_" and isinstance(args[1], Tensor) and not args[1].ndim and bool(args[1].isnan()):
+                return None if listed else first[0]
+        gone = next(x for x in flatten((args, kwargs))[0] if isinstance(x, GoneGradient))
+        wrong = f"{name} with p.grad of the parameter {gone.of.path}, which has no numbers here"
+        raise RuntimeError(explain(wrong, gone.of.why, IN_CHAIN))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"GoneGradient(of {self.of.path}, of shape {tuple(self.shape)}: {self.of.why})"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        wrong = f"a copy of p.grad of the parameter {self.of.path}, which has no numbers here"
+        raise RuntimeError(explain(wrong, self.of.why, IN_CHAIN))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__deepcopy__(None)
+
+
+class UnreducedGradient(Tensor):
+    """`p.grad` of a parameter whose gradient is reduced later, on its own memory.
+
+    What is linear commutes with the mean over ranks. So to clip it is refused: `clamp_`, and in-place products with a
+    tensor of one number, by which torch's functions scale to a norm. A Python number is the same on every rank.
+    """
+
+    path: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with torch.DisableTorchFunctionSubclass():
+            name = func.__name__.removeprefix("_foreach_")
+            if name in ("mul_", "__imul__"):
+                by = args[1]
+                bad = isinstance(by, Tensor) and not by.ndim and bool(by != 1)
+            else:
+                bad = name in ("clamp_", "clamp_min_", "clamp_max_", "clip_")
+            if bad:
+                first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+                wrong = f"p.grad.{name}(...) of the parameter {vars(first).get('path', '')}, as torch's clipping does"
+                raise RuntimeError(explain(wrong, UNREDUCED, IN_CHAIN))
+            return func(*args, **kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.as_subclass(Tensor).clone()
 
 
 class GuardedParameter(nn.Parameter):
@@ -105,9 +173,10 @@ class GuardedParameter(nn.Parameter):
     # The class it had, and gets again when it is detached or copied.
     plain: type[nn.Parameter]
     path: str
-    # Why `refused` functions would be wrong.
+    # Why its gradient is gone, where it is.
     why: str
-    refused: tuple[str, ...]
+    # Whether its gradient is reduced later.
+    unreduced: bool
     asks: Asks
     # How often `.data` was read, through which writes are not counted by the tensor's version.
     lent: int = 0
@@ -116,17 +185,17 @@ class GuardedParameter(nn.Parameter):
 
     @uncompiled
     def _get(self) -> Tensor | None:
-        # Not traced: what is given is of this package's classes, and depends on who asks.
-        # Read several times a step and leaf: half a microsecond less than by the name of the module.
-        asking = id(sys._getframe(1).f_code) in ASKING
-        if asking and self._check_asked(sys._getframe(1)):
-            return torch.full((), math.nan, device=self.device)
+        # Not traced: what is given is of this package's classes.
         grad = read_grad(self)
-        if grad is None and self.asks.gone() and self.requires_grad:
-            package, _, _ = sys._getframe(1).f_globals.get("__name__", "torch").partition(".")
-            if package not in LIBRARIES:
-                self.asks.missed()
-        return grad if grad is None else self._shown(grad, "p.grad", sys._getframe(1))
+        if grad is None:
+            # The compiler asks for what is in memory.
+            gone = self.asks.gone() and self.requires_grad and graph_under_way() is None
+            return GoneGradient(self) if gone else None
+        shown = self._shown(grad, "p.grad", sys._getframe(1))
+        if self.unreduced and shown is grad and grad.grad_fn is None and graph_under_way() is None:
+            shown = alias_of(grad, UnreducedGradient)
+            shown.path = self.path
+        return shown
 
     def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
         """What the caller is given for the stored `x`; `how` it was asked for, for messages."""
@@ -134,17 +203,20 @@ class GuardedParameter(nn.Parameter):
 
     @uncompiled
     def _set(self, value: Tensor | None) -> None:
-        self._before(value, "p.grad = None" if value is None else "p.grad = g", sys._getframe(1))
+        self._before(value, CLEARING if value is None else "p.grad = g")
         write_grad(self, self._own(value, "p.grad = x", sys._getframe(1)))
 
-    def _before(self, value: Tensor | None, how: str, frame: FrameType) -> None:
+    def _before(self, value: Tensor | None, how: str) -> None:
         """Refuse a gradient that the user sets where one has left; or note that the user clears it."""
-        # A function that the compiler made has no module name.
-        asks = not is_dynamo_compiling() and frame.f_globals.get("__name__", OURS)
-        if asks and not asks.startswith(OURS):
+        if not is_dynamo_compiling():
             self._check_clearing(how)
             if value is None:
                 self.asks.cleared(True)
+
+    def clear(self, how: str, to_none: bool) -> None:
+        """Note that the user clears gradients, or refuse it while they are being reduced."""
+        self._check_clearing(how)
+        self.asks.cleared(to_none)
 
     def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
         """What to store for `value` that the caller sets."""
@@ -153,7 +225,7 @@ class GuardedParameter(nn.Parameter):
 
     @uncompiled
     def _delete(self) -> None:
-        self._before(None, "del p.grad", sys._getframe(1))
+        self._before(None, "del p.grad")
         Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
 
     grad = property(_get, _set, _delete)  # type: ignore[assignment]
@@ -208,26 +280,6 @@ class GuardedParameter(nn.Parameter):
                 )
             )
 
-    def _check_asked(self, frame: Any) -> bool:
-        """Whether the caller wants a norm for a log and does not clip; raises if the caller's function is refused."""
-        if frame.f_code is CLEARING:
-            self._check_clearing("model.zero_grad()")
-            self.asks.cleared(frame.f_locals.get("set_to_none", True))
-        while frame is not None and frame.f_globals.get("__name__") == CLIPPING:
-            name = frame.f_code.co_name.removeprefix("_")
-            if name in self.refused and _logs(frame):
-                return True
-            if name in self.refused:
-                clip = (
-                    "zf.clip_by_value(max_value)" if name == "clip_grad_value_" else "zf.clip_by_global_norm(max_norm)"
-                )
-                right = (
-                    f"{clip} in the chain, before the optimizer (of a Hugging Face Trainer: max_grad_norm=0 as well)"
-                )
-                raise RuntimeError(explain(f"torch.nn.utils.{name} on an attached model", self.why, right))
-            frame = frame.f_back
-        return False
-
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = self.data.clone().as_subclass(self.plain).requires_grad_(self.requires_grad)
@@ -261,18 +313,6 @@ def _without_dtensors(name: str) -> Callable[..., Any]:
 
 for _name in [name for name in dir(Tensor) if name in WRITING or (in_place(name) and name[0] != "_")]:
     setattr(Replica, _name, _without_dtensors(_name))
-
-
-def _logs(frame: Any) -> bool:
-    """Whether accelerate computes a norm without clipping, as a Hugging Face Trainer does for its log.
-
-    It is given NaN, which changes nothing and cannot be taken for the norm.
-    """
-    most = None
-    while frame is not None and frame.f_globals.get("__name__") == CLIPPING:
-        most, frame = frame.f_locals.get("max_norm", most), frame.f_back
-    asks = "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
-    return asks == LOGGING and most == math.inf
 
 
 def tell(undone: list[Callable[[], object]], p: Tensor, cls: type[GuardedParameter], **attributes: Any) -> None:

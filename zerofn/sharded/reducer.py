@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
@@ -321,10 +320,10 @@ def _drop_oldest(pending: dict[str, deque[Tensor]], leaves: Sequence[Leaf]) -> N
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `UnclearedGradients` imitates what torch keeps in `p.grad` between steps, where gradients are reduced in backward and
-# `p.grad` is `None`.
+# `p.grad` has no numbers.
 #
 # In torch a loop that never clears gradients adds them up. Here those of the last step are gone, and the second step
-# is refused. Keeping them would silently add up gradients for a loop that clears behind `if p.grad is not None:`.
+# is refused.
 # `zero_grad(set_to_none=False)` leaves zeros in torch, with which momentum and decay go on for a leaf that no backward
 # reaches: a step is given zeros for it.
 
@@ -343,7 +342,6 @@ class UnclearedGradients:
         self.zeros: set[str] = set()
         # Whether a step has used the gradients and they are not cleared yet.
         self.used = False
-        self.warned = False
 
     def take(self, grads: Leaves) -> Leaves:
         """The gradients of a step, with zeros where torch has them. The step calls `used` when it has used them.
@@ -375,18 +373,3 @@ class UnclearedGradients:
         self.used = False
         self.zeros = set() if to_none else self.had | set(more)
         self.had = set(self.zeros)
-
-    def missed(self) -> None:
-        """Warn, the first time, that the user reads `p.grad` of a parameter whose gradient is being reduced."""
-        if not self.warned:
-            self.warned = True
-            warnings.warn(
-                explain(
-                    "p.grad is read between backward and step, and is None",
-                    "the gradient has left during backward: what edits it, or asks whether there is one, has no effect",
-                    "a transform in the chain: zf.clip_by_value(c), or one of your own by zf.leafwise; or\n"
-                    "zf.shard() instead of zf.reduce_scatter() or zf.all_reduce(), and no in_backward=True",
-                ),
-                UserWarning,
-                stacklevel=3,
-            )
