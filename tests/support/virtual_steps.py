@@ -1,0 +1,204 @@
+"""What a step asks of the virtual device: launches and waits, of an attached model and of the pure route.
+
+Imported in the process of `virtual_cuda.processes` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import virtual_cuda
+from torch import Tensor, nn
+from virtual_cuda import LOG, Row
+
+import zerofn as zf
+from zerofn.kernels import adam, triton_adam  # inside
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def _launch(kernel: Any, programs: int, *args: Any) -> None:
+    """One launch: the interpreter's own copies are not the device's."""
+    LOG.add("launch", kernel.__name__)
+    with LOG.silent():
+        INTERPRETED(kernel, programs, *args)
+
+
+INTERPRETED, triton_adam.launch = triton_adam.launch, _launch
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Triton's kernels are counted and not run: the interpreter takes a second for ten leaves."""
+    try:
+        triton_adam.launch = lambda kernel, *_: LOG.add("launch", kernel.__name__)
+        known, adam.triton_kernel = adam.triton_kernel, lambda *_: True  # type: ignore[assignment]
+        yield
+    finally:
+        triton_adam.launch, adam.triton_kernel = _launch, known
+
+
+WIDTH = 8
+# The leaves of one block of a GPT: four matrices and eight vectors.
+BLOCK = [(WIDTH, 3 * WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH, 4 * WIDTH), (4 * WIDTH,)]
+BLOCK += [(4 * WIDTH, WIDTH), *[(WIDTH,)] * 5]
+
+
+class Many(nn.Module):
+    """So many leaves, each of which the output depends on."""
+
+    def __init__(self, leaves: int) -> None:
+        super().__init__()
+        for i in range(leaves):
+            self.register_parameter(f"p{i:03d}", nn.Parameter(torch.randn(BLOCK[i % 12]) * 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([(p * x).sum() for p in self.parameters()]).sum()
+
+
+def low(*transforms: zf.Transform, dtype: torch.dtype = BF16) -> zf.Transform:
+    return zf.chain(zf.precision(store_dtype=dtype), *transforms)
+
+
+def muon_for_matrices() -> zf.Transform:
+    return zf.partition(
+        {"muon": zf.muon(1e-3), "rest": zf.adamw(1e-3)},
+        lambda path: "muon" if int(path[1:]) % 12 in (0, 2, 4, 6) else "rest",
+    )
+
+
+PIPELINES: dict[str, Callable[[], zf.Transform]] = {
+    "sgd": lambda: zf.sgd(1e-3),
+    "sgd, momentum": lambda: zf.sgd(1e-3, momentum=0.9),
+    "adam": lambda: zf.adam(1e-3),
+    "adamw": lambda: zf.adamw(1e-3),
+    "adamw, schedule": lambda: zf.adamw(zf.schedules.warmup_cosine(1e-2, 2, 10), weight_decay=0.1),
+    "clip, adamw": lambda: zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-3)),
+    "clip by value, adamw": lambda: zf.chain(zf.clip_by_value(0.01), zf.adamw(1e-3)),
+    "low precision, stochastic": lambda: low(zf.low_precision_adam(1e-3)),
+    "low precision, kahan": lambda: low(zf.low_precision_adam(1e-3, rounding="kahan")),
+    "low precision, nearest": lambda: low(zf.low_precision_adam(1e-3, rounding="nearest")),
+    "clip, low precision": lambda: low(zf.clip_by_global_norm(1.0), zf.low_precision_adam(1e-3)),
+    "scale, clip, low precision": lambda: low(
+        zf.scale_loss("dynamic", init_scale=2.0**4), zf.clip_by_global_norm(1.0), zf.low_precision_adam(1e-3)
+    ),
+    "scale, overflow": lambda: zf.chain(zf.scale_loss("dynamic", init_scale=2.0**127), zf.adamw(1e-3)),
+    "rmsprop": lambda: zf.rmsprop(1e-3),
+    "lion": lambda: zf.lion(1e-3),
+    "muon, adamw": muon_for_matrices,
+    "adamw, ema": lambda: zf.chain(zf.adamw(1e-3), zf.ema(0.99)),
+    "accumulate, adamw": lambda: zf.chain(zf.accumulate(4), zf.adamw(1e-3)),
+    "masked": lambda: zf.chain(zf.masked(zf.clip_by_value(0.01), lambda path: path > "p005"), zf.adamw(1e-3)),
+    "skip nonfinite": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-3)),
+    "offload": lambda: zf.offload(zf.adamw(1e-3)),
+    "offload, low precision": lambda: low(zf.offload(zf.low_precision_adam(1e-3))),
+}
+
+
+def attached(pipeline: str, leaves: int = 10, steps: int = 3, **how: Any) -> list[Row]:
+    """What one step asks, from the first operator of forward to the end of `step`; after others, which may build."""
+    torch.manual_seed(0)
+    model = Many(leaves).cuda()
+    opt = zf.attach(model, PIPELINES[pipeline](), **how)
+    x = torch.ones((), device="cuda")
+    found: list[Row] = []
+    for _ in range(steps):
+        with LOG() as rows:
+            loss = model(x.to(next(model.parameters()).dtype)).float()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+        found = rows
+    return _own(found)
+
+
+def pure(pipeline: str, leaves: int = 10, steps: int = 3, donate: bool = True) -> list[Row]:
+    """What one call of a step function asks, those of the model's operators included that it asks for itself."""
+    torch.manual_seed(0)
+    model = Many(leaves).cuda()
+    state = zf.init(tx := PIPELINES[pipeline](), dict(model.named_parameters()))
+
+    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, p, (x.to(p["p000"].dtype),)).float()
+
+    step = zf.make_step(loss_fn, tx, donate=donate)
+    x = torch.ones((), device="cuda")
+    found: list[Row] = []
+    for _ in range(steps):
+        with LOG() as rows:
+            state, _ = step(state, x)
+        found = rows
+    return _own(found)
+
+
+def _own(rows: list[Row]) -> list[Row]:
+    """Rows that zerofn asked for: the model's own and autograd's have no place in it."""
+    return [row for row in rows if row.where]
+
+
+def counts(route: str, pipeline: str, leaves: int = 10, **how: Any) -> dict[str, Any]:
+    with counting():
+        rows = {"attached": attached, "pure": pure}[route](pipeline, leaves, **how)
+    return {
+        "launches": virtual_cuda.count(rows, "launch"),
+        "waits": virtual_cuda.places(rows, "wait"),
+        "copies": virtual_cuda.count(rows, "copy"),
+        "by": virtual_cuda.places(rows, "launch"),
+    }
+
+
+def names() -> list[str]:
+    return list(PIPELINES)
+
+
+def known() -> dict[str, Any]:
+    """Rows of the log for operators whose cost on a GPU is known."""
+    x, host = torch.ones(4, device="cuda"), torch.ones(4)
+    with LOG() as rows:
+        x.sum().item()
+        x.cpu()
+        host.to("cuda")
+        x.nonzero()
+        host.pin_memory().to("cuda", non_blocking=True)
+    waits, copies = [row.name for row in rows if row.kind == "wait"], [row for row in rows if row.kind == "copy"]
+    lists = [[torch.ones(3, device="cuda") for _ in range(148)] for _ in range(4)]
+    step = [torch.ones((), device="cuda")] * 148
+    with LOG() as rows:
+        x.add(1)
+        torch._foreach_add_(lists[0], 1)
+        torch._fused_adamw_(
+            *lists, [], step, lr=1.0, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1.0, amsgrad=False, maximize=False
+        )
+    return {"waits": waits, "copies": len(copies), "launches": {row.name: row.count for row in rows}}
+
+
+def _trained(pipeline: str, device: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Many(14).to(device)
+    opt = zf.attach(model, PIPELINES[pipeline]())
+    for x in torch.randn(3):
+        model(x.to(device).to(model.p000.dtype)).float().backward()
+        opt.step()
+        opt.zero_grad()
+    stray = [p for p, x in opt.state.params.items() if x.device.type != device]
+    assert not stray, f"parameters that are on another device: {stray}"
+    kept = dict(_tensors(opt.state.transforms))
+    return {p: x.detach().cpu() for p, x in {**opt.state.params, **kept}.items()}
+
+
+def _tensors(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    if isinstance(x, Tensor):
+        return [(path, x)]
+    return [row for key, value in x.items() for row in _tensors(value, f"{path}.{key}")] if isinstance(x, dict) else []
+
+
+def compare(pipeline: str) -> list[str]:
+    """What differs from the same steps on the CPU."""
+    here, there = _trained(pipeline, "cpu"), _trained(pipeline, "cuda")
+    assert here.keys() == there.keys()
+    if "clip, " in pipeline or "muon" in pipeline:
+        return [p for p in here if not torch.allclose(here[p].float(), there[p].float(), rtol=1e-2, atol=1e-5)]
+    return [p for p in here if not torch.equal(here[p], there[p])]
