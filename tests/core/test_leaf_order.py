@@ -5,10 +5,12 @@ Lists that pair by position (`torch._foreach_add(list(grads.values()), list(para
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from one_launch import one_launch
 from stages import front
-from time_limits import limit
 from torch import nn
 
 import zerofn as zf
@@ -119,9 +121,9 @@ def trained(stage, kind, route):
 def on_ranks(kind, several):
     from zerofn.core import executor  # inside
 
+    whole, done = executor.BUCKET_BYTES, 0
     if several:  # buckets of a leaf or two
         executor.BUCKET_BYTES = 64
-    done = 0
     for stage in ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"):
         for route in ("eager", "pure", "donated"):
             try:
@@ -129,7 +131,13 @@ def on_ranks(kind, several):
             except BaseException as error:
                 error.add_note(f"{stage}, {route}")
                 raise
+    executor.BUCKET_BYTES = whole
     return done
+
+
+@functools.cache
+def all_kinds(several, ranks):
+    return one_launch(ranks, on_ranks, [(kind, several) for kind in CHAINS])
 
 
 @pytest.mark.parametrize(
@@ -143,7 +151,7 @@ def on_ranks(kind, several):
 )
 @pytest.mark.parametrize("kind", CHAINS)
 def test_what_a_transform_is_handed_is_in_the_order_of_the_layout(kind, several, ranks):
-    assert set(zf.launch(on_ranks, ranks, kind, several, timeout=limit())) == {12}
+    assert set(all_kinds(several, ranks)[kind, several]) == {12}
 
 
 class Foreach:
@@ -170,11 +178,11 @@ def shrunk(stage):
         return [layer.weight.detach().clone() for layer in model]
 
 
-@pytest.mark.parametrize("stage", ["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"])
-def test_lists_are_paired_by_position(stage):
-    for found in zf.launch(shrunk, 2, stage, timeout=limit()):
-        for weight, want in zip(found, (0.95, 95.0), strict=True):
-            torch.testing.assert_close(weight, torch.full((2, 2), want))
+def test_lists_are_paired_by_position():
+    for stage, ranks in one_launch(2, shrunk, [(x,) for x in ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")]).items():
+        for found in ranks:
+            for weight, want in zip(found, (0.95, 95.0), strict=True):
+                torch.testing.assert_close(weight, torch.full((2, 2), want), msg=lambda m, at=stage: f"{at}: {m}")
 
 
 def test_a_tied_gradient_at_its_second_place_alone():

@@ -1,9 +1,11 @@
 """How a tensor of a state lies over ranks: cut with its leaf, a number, or declared fixed; `init` is not asked."""
 
+import functools
 import pickle
 
 import pytest
 import torch
+from one_launch import one_launch
 from time_limits import limit
 from torch import nn
 from trees import flat
@@ -162,9 +164,14 @@ def refused(stage):
     return found
 
 
+@functools.cache
+def all_refused():
+    return one_launch(2, refused, [("shard",), ("reduce_scatter",)])
+
+
 @pytest.mark.parametrize("stage", ["shard", "reduce_scatter"])
 def test_what_nothing_tells_of_is_refused_by_path(stage):
-    for found in zf.launch(refused, 2, stage, timeout=limit()):
+    for found in all_refused()[stage,]:
         assert found.keys() == REFUSED.keys()
         for name, (_, said, path) in REFUSED.items():
             assert said in found[name] and path in found[name] and 'needs="leaf"' in found[name], found[name]

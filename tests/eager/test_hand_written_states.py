@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from one_launch import one_launch
 from time_limits import limit
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -123,21 +124,17 @@ def test_all_of_a_state_comes_back(form, tmp_path):
         assert same and total > 1000
 
 
+QUICK = [("fields of dicts", "element"), ("a counter among paths", "element"), ("a tuple with a counter", "leaf")]
+SLOW = [("a counter with a leaf's name", "element"), ("fields of dicts", "leaf")]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")
-@pytest.mark.parametrize(
-    "form, needs",
-    [
-        ("fields of dicts", "element"),
-        ("a counter among paths", "element"),
-        pytest.param("a counter with a leaf's name", "element", marks=pytest.mark.slow),
-        pytest.param("fields of dicts", "leaf", marks=pytest.mark.slow),
-        ("a tuple with a counter", "leaf"),
-    ],
-)
-def test_all_of_a_state_comes_back_on_ranks(form, needs, tmp_path):
-    for found in zf.launch(there_and_back, 2, form, needs, str(tmp_path), timeout=limit()):
-        assert all(same for same, _ in found.values())
-        assert len({total for _, total in found.values()}) == 1 and found["full"][1] > 100
+@pytest.mark.parametrize("rows", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_all_of_a_state_comes_back_on_ranks(rows, tmp_path):
+    for row, ranks in one_launch(2, there_and_back, [(*x, str(tmp_path / str(i))) for i, x in enumerate(rows)]).items():
+        for found in ranks:
+            assert all(same for same, _ in found.values()), row
+            assert len({total for _, total in found.values()}) == 1 and found["full"][1] > 100, row
 
 
 def test_a_missing_counter_is_named():

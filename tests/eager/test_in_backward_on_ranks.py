@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gone_gradients import has_numbers
+from one_launch import one_launch
 from stages import around
 from time_limits import limit
 from torch import Tensor, nn
@@ -132,8 +134,9 @@ def held_at_most(differing: bool) -> tuple[int, int, int]:
 
 def test_only_gradients_that_come_in_parts_are_kept_and_only_until_the_step():
     """Blocks 0 and 1 are each used by one of two ranks, block 2 and the rest by both."""
-    assert zf.launch(held_at_most, 2, False, timeout=limit()) == [(0, 0, 0), (0, 0, 0)]
-    for most, after, end in zf.launch(held_at_most, 2, True, timeout=limit()):
+    found = one_launch(2, held_at_most, [(False,), (True,)])
+    assert found[False,] == [(0, 0, 0), (0, 0, 0)]
+    for most, after, end in found[True,]:
         # Weight and bias of the two blocks.
         assert 1 <= most <= 4 and after == 4 and end == 0
 
@@ -162,18 +165,27 @@ def evaluates(when: str, alone: bool, stage: Any, in_backward: bool) -> dict[str
         opt.step()
         opt.zero_grad()
     with opt.gathered():
-        return {path: p.detach() - begun[path] for path, p in model.named_parameters()}
+        moved = {path: p.detach() - begun[path] for path, p in model.named_parameters()}
+    opt.detach()
+    return moved
+
+
+WHEN = ["before forward", "before backward", "after backward", "in backward"]
+
+
+@functools.cache
+def evaluated(alone: bool) -> dict:
+    return one_launch(2, evaluates, [("never", False, 3, False), *((when, alone, 3, True) for when in WHEN)])
 
 
 @pytest.mark.parametrize(
     "alone", [pytest.param(False, marks=pytest.mark.slow, id="all"), pytest.param(True, id="one rank alone")]
 )
-@pytest.mark.parametrize("when", ["before forward", "before backward", "after backward", "in backward"])
+@pytest.mark.parametrize("when", WHEN)
 def test_an_evaluation_changes_nothing_wherever_it_stands(when: str, alone: bool):
     """A gathered copy of before the update was taken for a write by forward, which undid it."""
-    want = zf.launch(evaluates, 2, "never", False, 3, False, timeout=limit())
-    found = zf.launch(evaluates, 2, when, alone, 3, True, timeout=limit())
-    for mine, theirs in zip(found, want, strict=True):
+    want = evaluated(alone)["never", False, 3, False]
+    for mine, theirs in zip(evaluated(alone)[when, alone, 3, True], want, strict=True):
         assert all(x.abs().max() > 1e-2 for x in theirs.values())
         for path, x in mine.items():
             # Where one rank alone evaluates, its backward follows that of the other, and each brings a part of its own
@@ -196,6 +208,7 @@ class Counts(nn.Module):
 
 
 def counted(in_backward: bool) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
     model = nn.Sequential(Counts(), nn.Linear(6, 1))
     torch.nn.init.ones_(model[1].weight)
     opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)), in_backward=in_backward)
@@ -212,9 +225,8 @@ def counted(in_backward: bool) -> tuple[Tensor, Tensor]:
 
 def test_what_forward_writes_beside_updates_in_backward_is_stored():
     """In each step a forward, the one that the checkpoint repeats in backward, and an evaluation: nine."""
-    for (calls, weight), (after_calls, after_weight) in zip(
-        zf.launch(counted, 2, True, timeout=limit()), zf.launch(counted, 2, False, timeout=limit()), strict=True
-    ):
+    found = one_launch(2, counted, [(True,), (False,)])
+    for (calls, weight), (after_calls, after_weight) in zip(found[True,], found[False,], strict=True):
         assert torch.equal(calls, torch.full((3,), 9.0)) and torch.equal(after_calls, calls)
         assert torch.equal(weight, after_weight) and not torch.equal(weight, torch.eye(6))
 
@@ -243,9 +255,11 @@ def test_a_backward_that_is_given_up_leaves_no_parts():
 
 def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
     """Whether ranks agree, whole parameters after a failed backward and after steps that follow, and the counters."""
+    sizes = zerofn.core.bucketed_views
+    least = sizes.LEAST_BYTES, sizes.BUCKET_BYTES
     if buckets:
         # One leaf in each, so that some have been reduced when backward fails.
-        zerofn.core.bucketed_views.LEAST_BYTES = zerofn.core.bucketed_views.BUCKET_BYTES = 1
+        sizes.LEAST_BYTES = sizes.BUCKET_BYTES = 1
     model = net()
     casts = [zf.precision(param_dtype=BF16)] if stage != 3 and buckets else []
     opt = zf.attach(model, zf.chain(*around(stage, *casts), zf.adamw(1e-2)), in_backward=True)
@@ -273,7 +287,14 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
         model(x).float().square().mean().backward()
         opt.step()
         opt.zero_grad()
+    sizes.LEAST_BYTES, sizes.BUCKET_BYTES = least
     return [*found, whole(), opt.global_steps, opt.micro_steps]
+
+
+@functools.cache
+def all_go_on(slow: bool) -> dict:
+    stages = [(0, False), (0, True)] if slow else [(2, True), (3, False)]
+    return one_launch(2, goes_on, [(stage, who, buckets) for stage, buckets in stages for who in ((0, 1), (1,))])
 
 
 @pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all fail", "one fails"])
@@ -282,7 +303,7 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
     [(2, True), (3, False), *(pytest.param(0, x, marks=pytest.mark.slow) for x in (False, True))],
 )
 def test_after_a_backward_that_failed_half_way_training_goes_on(stage: int, buckets: bool, failing: tuple[int, ...]):
-    ranks = zf.launch(goes_on, 2, stage, failing, buckets, timeout=limit())
+    ranks = all_go_on(stage == 0)[stage, failing, buckets]
     for before, after, end, steps, micro_steps in ranks:
         assert (steps, micro_steps) == (2, 2)
         assert all(not torch.equal(x, before[path]) for path, x in end.items())

@@ -1,10 +1,12 @@
 """What is set in `param_groups` on one rank alone: an error on all ranks at the next step, at every stage."""
 
+import functools
+
 import pytest
 import rank_programs as P
 import torch
+from one_launch import one_launch
 from stages import around
-from time_limits import limit
 from torch import nn
 
 import zerofn as zf
@@ -39,10 +41,15 @@ def trained(stage, act, where, early=False):
         return said, [p.detach().clone() for p in model.parameters()]
 
 
+@functools.cache
+def on_two_ranks(act, where):
+    return one_launch(2, trained, [(stage, act, where) for stage in STAGES])
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("act", [rate, decay])
 def test_what_one_rank_sets_in_its_groups_is_refused_on_all(stage, act):
-    for said, steps in zf.launch(trained, 2, stage, act, (1,), timeout=limit()):
+    for said, steps in on_two_ranks(act, (1,))[stage, act, (1,)]:
         assert said.startswith("ranks disagree on what opt.param_groups sets and which leaves are frozen, here lr="), (
             said
         )
@@ -52,8 +59,8 @@ def test_what_one_rank_sets_in_its_groups_is_refused_on_all(stage, act):
 @pytest.mark.parametrize("act", [rate, pytest.param(decay, marks=pytest.mark.slow)])
 def test_on_every_rank_it_is_what_one_process_does(act):
     reference = plain(act)
-    for stage in STAGES:
-        for said, params in zf.launch(trained, 2, stage, act, (0, 1), timeout=limit()):
+    for found in on_two_ranks(act, (0, 1)).values():
+        for said, params in found:
             # The mean over ranks is summed in another order than the mean of the whole batch.
             assert said is None
             assert all(torch.allclose(p, q, rtol=1e-12) for p, q in zip(params, reference, strict=True))

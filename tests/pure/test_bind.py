@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from one_launch import one_launch
 from stages import around
 from time_limits import limit
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
@@ -32,9 +35,14 @@ def on_rank(name: str):
     return float(fn(state.params, x)), grads, shapes
 
 
+@functools.cache
+def all_stages():
+    return one_launch(2, on_rank, [(name,) for name in PIPELINES])
+
+
 @pytest.mark.parametrize("name", list(PIPELINES))
 def test_bind_sees_full_parameters_and_gives_stored_gradients(name):
-    ranks = zf.launch(on_rank, 2, name)
+    ranks = all_stages()[name,]
     # x is 1 on one rank and 2 on the other: 55 x^2 + 34, and the mean of 2 w x^2 is 5 w.
     assert [value for value, _, _ in ranks] == [55.0 + 34.0, 220.0 + 34.0]
     for _, _, shapes in ranks:
@@ -78,9 +86,14 @@ def late(name: str):
     return refused, value, of_input, zf.full_params(tx, state)
 
 
+@functools.cache
+def all_late():
+    return one_launch(2, late, [(name,) for name in WEIGHTED])
+
+
 @pytest.mark.parametrize("name", list(WEIGHTED))
 def test_a_late_weighted_pipeline_is_evaluated_but_not_differentiated_through_bind(name):
-    for rank, (refused, value, of_input, params) in enumerate(zf.launch(late, 2, name)):
+    for rank, (refused, value, of_input, params) in enumerate(all_late()[name,]):
         for message in refused:
             assert "accumulate(weighted=True) comes before the reduction" in message and "zf.vjp(fn" in message
         assert value == ((89.0, 89.0), (254.0, 254.0))[rank]
