@@ -7,6 +7,7 @@ import pytest
 import pytest_timeout
 import torch
 from hypothesis import HealthCheck, settings
+from refusals import check_form_of_all
 from time_limits import limit
 from uninitialized_memory import NO_OTHER_KERNEL, fill, fill_in_ranks
 
@@ -19,6 +20,7 @@ torch.set_num_threads(1)
 
 fill()
 fill_in_ranks()
+check_form_of_all()
 # Each rank of each launch imports the module of its test, and of what that imports these take longest: 0.1 s.
 _fork_server.server.modules = ("pytest", "zerofn.testing")
 

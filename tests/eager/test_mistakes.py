@@ -153,7 +153,7 @@ WRONG.rows(
 )
 
 
-@WRONG(ZeroDivisionError, form=False)
+@WRONG(ZeroDivisionError)
 def a_schedule_that_fails_at_once_leaves_the_model_as_it_was():
     model = nn.Linear(2, 2)
     tx = zf.chain(zf.precision(store_dtype=torch.float64), zf.scale_loss(), zf.adamw(lambda step: 1 / step))
@@ -285,7 +285,7 @@ INPLACE = re.compile(r"modified by an inplace operation|modified inplace")
 for last in (zf.sgd(0.1), zf.adam(0.1), zf.adamw(0.1), zf.low_precision_adam(0.1)):
     for store in (torch.float32, torch.bfloat16):
         for before in ([], [zf.scale_loss(64.0)]):
-            WRONG.rows(RuntimeError, (kept_graph(before, last, store), INPLACE), form=False)
+            WRONG.rows(RuntimeError, (kept_graph(before, last, store), INPLACE))
 
 
 class Leaking(nn.Module):

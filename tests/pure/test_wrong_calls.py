@@ -96,7 +96,7 @@ WRONG.rows(
 )
 
 
-@WRONG(RecursionError, form=False)
+@WRONG(RecursionError)
 def a_loss_that_recurses_without_end_says_so_itself():
     def endless(p):
         return endless(p)
@@ -287,7 +287,7 @@ for tx in (SGD, ADAMW, PIPE, zf.chain(zf.precision(store_dtype=torch.bfloat16), 
         WRONG.rows(ValueError, (keeps(make, step), *words))
 
 
-@WRONG(RuntimeError, "a step that writes into its state", form=False)
+@WRONG(RuntimeError, "a step that writes into its state")
 def a_state_that_requires_grad_given_to_a_step_that_writes():
     learn = optree.tree_map(lambda x: x.requires_grad_() if x.is_floating_point() else x, clone(started()))
     yield learn

@@ -19,15 +19,20 @@ gives one, a `Kept` that goes on afterwards, or nothing.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import zerofn
 from zerofn.testing import assert_trees_equal, clone
+
+PACKAGE = Path(zerofn.__file__).parent
 
 # What is wrong; why, or a row for each leaf; what to write. Unknown keywords are told in one line.
 FORM = re.compile(r"(?s).+?\n  \S.*\n  write: \S|.*\(\) (has no keyword|needs) ")
@@ -49,13 +54,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Row:
-    """A wrong program, and what is told of it. `form`: the message is in the project's form, and not torch's own."""
+    """A wrong program, and what is told of it."""
 
     name: str
     program: Callable[..., Any]
     error: type[BaseException]
     words: tuple[Words, ...]
-    form: bool = True
 
     def check(self, *args: Any) -> str:
         """Run the program with `args`, and look at its error; the text of that."""
@@ -73,8 +77,32 @@ class Row:
         text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
         missing = [words for words in self.words if not has(text, words)]
         assert not missing, f"{self.name}: not told: {missing}, in\n{text}"
-        assert not self.form or FORM.match(text), f"{self.name}: not in the form of wrong, why, right:\n{text}"
+        check_form(caught.value)
         return text
+
+
+def check_form(error: BaseException) -> None:
+    """Every error says what is wrong, why, and what to write; what is no message of the package's is not asked."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    file = Path(tb.tb_frame.f_code.co_filename) if tb else Path()
+    ours = PACKAGE in file.parents and not isinstance(error, AssertionError)
+    assert not ours or FORM.match(str(error)), f"not in the form of wrong, why, right:\n{error}"
+
+
+def check_form_of_all() -> None:
+    """Have `pytest.raises` look at the form too, in all tests."""
+    raises = pytest.raises
+
+    @contextlib.contextmanager
+    def in_form(*given: Any, **keywords: Any) -> Iterator[Any]:
+        __tracebackhide__ = True
+        with raises(*given, **keywords) as caught:
+            yield caught
+        check_form(caught.value)
+
+    pytest.raises = in_form  # type: ignore[assignment]
 
 
 def keeps(make: Callable[[], Any], wrong: Callable[[Any], Any]) -> Callable[[], Iterator[Any]]:
@@ -105,20 +133,18 @@ class Refusals(Sequence):
     def __getitem__(self, at: Any) -> Any:
         return pytest.param(self._rows[at], id=self._rows[at].name)
 
-    def rows(
-        self, error: type[BaseException], *rows: tuple[Any, ...], told: tuple[Words, ...] = (), form: bool = True
-    ) -> None:
+    def rows(self, error: type[BaseException], *rows: tuple[Any, ...], told: tuple[Words, ...] = ()) -> None:
         """Of (program, words, ...) each; `told` are words of all of them. A row's name is its first words."""
         for program, *words in rows:
             first = next(iter([*words, *told]))
             name = first if isinstance(first, str) else first.pattern
-            self._rows.append(Row(f"{len(self._rows)}, {name[:50]}", program, error, (*told, *words), form))
+            self._rows.append(Row(f"{len(self._rows)}, {name[:50]}", program, error, (*told, *words)))
 
-    def __call__(self, error: type[BaseException], *words: Words, form: bool = True) -> Callable[[Any], Any]:
+    def __call__(self, error: type[BaseException], *words: Words) -> Callable[[Any], Any]:
         """The row of a function, whose name is the row's."""
 
         def add(program: Any) -> Any:
-            self._rows.append(Row(program.__name__, program, error, words, form))
+            self._rows.append(Row(program.__name__, program, error, words))
             return program
 
         return add
