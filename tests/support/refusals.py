@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import linecache
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,12 +83,18 @@ class Row:
 
 
 def check_form(error: BaseException) -> None:
-    """Every error says what is wrong, why, and what to write; what is no message of the package's is not asked."""
+    """Every error says what is wrong, why, and what to write, where a line of the package raises it.
+
+    Not asked are errors of the system, whose text is the system's, and of assertions.
+    """
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
-    file = Path(tb.tb_frame.f_code.co_filename) if tb else Path()
-    ours = PACKAGE in file.parents and not isinstance(error, AssertionError)
+    if tb is None or isinstance(error, OSError | AssertionError):
+        return
+    file = tb.tb_frame.f_code.co_filename
+    raised = linecache.getline(file, tb.tb_lineno).lstrip().startswith("raise ")
+    ours = raised and PACKAGE in Path(file).parents
     assert not ours or FORM.match(str(error)), f"not in the form of wrong, why, right:\n{error}"
 
 

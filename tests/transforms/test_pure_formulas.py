@@ -86,7 +86,8 @@ def test_words_are_recorded_and_batched():
 
 def test_a_check_reads_what_python_can_read_alone():
     def checked(x, recorded):
-        Context(LAYOUT, recorded=recorded).check(x, lambda n: n < 3, lambda: ValueError("too many"))
+        said = "x\n  why:   too many\n  write: two"
+        Context(LAYOUT, recorded=recorded).check(x, lambda n: n < 3, lambda: ValueError(said))
         return x
 
     checked(torch.tensor(2), False)
