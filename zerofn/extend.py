@@ -18,6 +18,11 @@ Examples:
     ({'w': tensor([3.])}, {'w': tensor([6.])})
 """
 
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+from zerofn._compat.functorch import uncompiled as _uncompiled
 from zerofn._errors import bad_leaves, explain, kind_of, unknown_keyword, users_line
 from zerofn._profiler_ranges import listener, listening
 from zerofn.core.arguments import (
@@ -39,7 +44,6 @@ from zerofn.core.facts import AVERAGE, COUNT, OVERFLOW_LEAF, SKIPPED_STEPS, Fact
 from zerofn.core.layout import AxisPlacement, Flat, Layout, Leaf, Leaves, Owner, Partial, Replicate, Shard, span, width
 from zerofn.core.leafwise import transform
 from zerofn.core.number_graphs import Unrecorded
-from zerofn.core.offload import Conveyor
 from zerofn.core.optimizer import LeafList, LeafStep, direction, like, optimizer, without_elements
 from zerofn.core.pipeline import context_of
 from zerofn.core.spec import (
@@ -55,14 +59,11 @@ from zerofn.core.spec import (
     watches_parameters,
 )
 from zerofn.core.state import counter
-from zerofn.core.state_entries import Entry, entries, rebuild
 from zerofn.core.transform import ScalarOrSchedule, Transform, TransformState
 from zerofn.core.tree import flatten, select, tree_map, unflatten
 from zerofn.core.uncompiled import kept_out_of_graphs
 from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ranks
-from zerofn.core.wires import Averaging, Sharding
 from zerofn.core.wrapper_names import buffers_in
-from zerofn.kernels.adam import adam_, adam_operator, adam_update, has_kernel, implementation_for
 from zerofn.kernels.formulas import (
     at_most,
     moment_root,
@@ -87,18 +88,70 @@ from zerofn.kernels.recording import (
     straight_through,
     where,
 )
-from zerofn.kernels.rounding import (
-    FIRST_FORMAT,
-    FORMAT,
-    FORMAT_ENTRY,
-    known_formats,
-    leaf_key,
-    random_bits,
-    stochastic_round,
-)
-from zerofn.ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
-from zerofn.ranks.differentiable import check_batch
 from zerofn.ranks.group import Group
+
+if _TYPE_CHECKING:
+    from zerofn.core.offload import Conveyor as Conveyor
+    from zerofn.core.state_entries import Entry as Entry
+    from zerofn.core.state_entries import entries as entries
+    from zerofn.core.state_entries import rebuild as rebuild
+    from zerofn.core.wires import Averaging as Averaging
+    from zerofn.core.wires import Sharding as Sharding
+    from zerofn.kernels.adam import adam_ as adam_
+    from zerofn.kernels.adam import adam_operator as adam_operator
+    from zerofn.kernels.adam import adam_update as adam_update
+    from zerofn.kernels.adam import has_kernel as has_kernel
+    from zerofn.kernels.adam import implementation_for as implementation_for
+    from zerofn.kernels.rounding import FIRST_FORMAT as FIRST_FORMAT
+    from zerofn.kernels.rounding import FORMAT as FORMAT
+    from zerofn.kernels.rounding import FORMAT_ENTRY as FORMAT_ENTRY
+    from zerofn.kernels.rounding import known_formats as known_formats
+    from zerofn.kernels.rounding import leaf_key as leaf_key
+    from zerofn.kernels.rounding import random_bits as random_bits
+    from zerofn.kernels.rounding import stochastic_round as stochastic_round
+    from zerofn.ranks.collectives import all_gather_into as all_gather_into
+    from zerofn.ranks.collectives import all_reduce_ as all_reduce_
+    from zerofn.ranks.collectives import reduce_scatter_into as reduce_scatter_into
+    from zerofn.ranks.differentiable import check_batch as check_batch
+
+# What few transforms need is imported when it is asked for, so that one process loads no collectives for `adamw`.
+_LATER = {
+    "Conveyor": "zerofn.core.offload",
+    "Entry": "zerofn.core.state_entries",
+    "entries": "zerofn.core.state_entries",
+    "rebuild": "zerofn.core.state_entries",
+    "Averaging": "zerofn.core.wires",
+    "Sharding": "zerofn.core.wires",
+    "adam_": "zerofn.kernels.adam",
+    "adam_operator": "zerofn.kernels.adam",
+    "adam_update": "zerofn.kernels.adam",
+    "has_kernel": "zerofn.kernels.adam",
+    "implementation_for": "zerofn.kernels.adam",
+    "FIRST_FORMAT": "zerofn.kernels.rounding",
+    "FORMAT": "zerofn.kernels.rounding",
+    "FORMAT_ENTRY": "zerofn.kernels.rounding",
+    "known_formats": "zerofn.kernels.rounding",
+    "leaf_key": "zerofn.kernels.rounding",
+    "random_bits": "zerofn.kernels.rounding",
+    "stochastic_round": "zerofn.kernels.rounding",
+    "all_gather_into": "zerofn.ranks.collectives",
+    "all_reduce_": "zerofn.ranks.collectives",
+    "reduce_scatter_into": "zerofn.ranks.collectives",
+    "check_batch": "zerofn.ranks.differentiable",
+}
+
+
+@_uncompiled  # else the compiler would trace an import
+def __getattr__(name: str) -> _Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(_importlib.import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "AVERAGE",

@@ -14,6 +14,7 @@ from zerofn.extend import Facts, Transform
 ROOT = os.path.dirname(zf.__file__) + os.sep
 # Folders and modules that one process does not need. Some of them would cost as much as the rest of an attach.
 OF_RANKS = ("sharded", "eager.over_ranks", "eager.gradients", "eager.step_agreement", "eager.in_backward")
+OF_COLLECTIVES = ("ranks.collectives", "ranks.differentiable", "ranks.scalar_reduction", "core.owners", "core.wires")
 OF_VIEWS = ("module.boundary", "module.forward_hooks", "module.state_dicts", "module.tensor_parallel")
 
 
@@ -25,8 +26,8 @@ def test_an_attach_on_one_process_loads_what_one_process_needs():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert len(loaded) < 70
-    assert not [m for m in loaded if m.startswith((*OF_RANKS, *OF_VIEWS))]
+    assert len(loaded) < 62
+    assert not [m for m in loaded if m.startswith((*OF_RANKS, *OF_COLLECTIVES, *OF_VIEWS))]
 
 
 def calls_of(fn):

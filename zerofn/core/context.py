@@ -139,7 +139,7 @@ def _of_a_bucket(call: str) -> ValueError:
     return ValueError(explain(f"{call} in an update_fn that treats leaves alone", why, right))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Context:
     """The argument of every update half besides gradients, state and parameters.
 

@@ -25,7 +25,7 @@ from .state import check_at_owners
 from .state_entries import names_of
 from .transform import Transform, TransformState, no_state
 from .tree import flatten, of_leaves, overlaid, places, tree_keys, tree_map, unflatten
-from .view import Wire
+from .view import Wire, place_in
 
 # ----------------------------------------------------------------------------------------------------------------------
 # An owner is the one rank that updates a whole leaf, where leaves are sharded over ranks.
@@ -266,14 +266,6 @@ class OwnerExchange:
 def _owned_here(axes: Sequence[AxisExchange], paths: Iterable[str]) -> list[str]:
     """The paths whose owner has this rank's place along each axis."""
     return [p for p in paths if all([axis.rank_of[p] == axis.wire.group.rank for axis in axes])]
-
-
-def place_in(cutting: Sequence[Wire]) -> tuple[int, int]:
-    """This rank's number among those that share a leaf, in the order of their shards, and how many they are."""
-    rank, size = 0, 1
-    for wire in cutting:
-        rank, size = rank * wire.group.size + wire.group.rank, size * wire.group.size
-    return rank, size
 
 
 def owner_exchange(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> OwnerExchange:

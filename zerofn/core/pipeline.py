@@ -18,7 +18,6 @@ from .._errors import bad_leaves, explain, kind_of
 from ..kernels.recording import only_compiled
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
-from ..ranks.scalar_reduction import RankReduction
 from .bucketed_views import Road, check_axes, groups_of, on_ranks
 from .chain import as_transform, complete, replace_innermost
 from .context import Context, Norms, OneProcess, Prepared, Reduction, check_prepared
@@ -26,11 +25,9 @@ from .executor import GRAD_NORM, Stretch, stretches
 from .facts import OF_PIECES, Scope
 from .layout import Layout, Leaf, Leaves, Placement, canonical
 from .number_graphs import Place, check_numbers, places_behind
-from .owners import place_in, run_at_owners
 from .returned_values import COMPARED, CheckedUpdate, Comparing, own_prepared, own_start
 from .spec import Station
 from .state import State, check_state, counter, open_state
-from .state_entries import entries
 from .survey import (
     NEEDED,
     at_views,
@@ -46,7 +43,7 @@ from .survey import (
     survey,
 )
 from .transform import Transform, TransformState, no_state, nothing_to_prepare, number_tensors, pass_through
-from .view import WIRE, Dtypes, Factor, IncompleteWire, LeafView, Ranks, View, Wire, cutting_wires
+from .view import WIRE, Dtypes, Factor, IncompleteWire, LeafView, Ranks, View, Wire, cutting_wires, place_in
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A `Pipeline` is a chain resolved for one tree of parameters: its views and its update halves for them.
@@ -235,6 +232,9 @@ class Pipeline:
         """How scalars are reduced over ranks."""
         if not self.step_groups:
             return OneProcess()
+        # Imported where there are other ranks.
+        from ..ranks.scalar_reduction import RankReduction
+
         within = {leaf.path: leaf.within for leaf in self.layout.leaves if leaf.within is not None}
         elsewhere = frozenset([path for path, whole in within.items() if not whole.first])
         shared = bool(self.model) and not all([whole.cut for whole in within.values()])
@@ -270,6 +270,8 @@ def _check_shards(pipe: Pipeline, stored: Leaves, states: dict[str, TransformSta
     """
     if not pipe.road.cutting and not pipe.model:
         return
+    from .state_entries import entries
+
     wrong = [
         (e.key, f"of shape {tuple(e.value.shape)}, of a shard of shape {tuple(stored[e.path].shape)}")
         for e in entries(State(stored, states, counter(), counter(), pipe.layout))
@@ -649,6 +651,8 @@ def _with_owners(
     parts: tuple[Transform, ...], layout: Layout, placement: Placement, cutting: tuple[Wire, ...]
 ) -> tuple[tuple[Transform, ...], Placement]:
     """The chain with transforms that need whole leaves run at owners, and the placement with those owners."""
+    from .owners import run_at_owners
+
     found = [run_at_owners(part, layout, cutting) for part in parts]
     named = [(part.name, where, ranks) for part, there in found for where, ranks in there.items()]
     owners = tuple([(name, where, tuple(ranks.items())) for name, where, ranks in named])

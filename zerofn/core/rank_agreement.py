@@ -1,4 +1,4 @@
-"""Ranks compare at the start the things that must be equal: the chain, values, wires, weights."""
+"""Ranks compare at the start the things that must be equal: the chain, values, wires."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from ..kernels.rounding import leaf_key, stream_key
 from ..ranks.backend import gather_objects
 from ..ranks.group import Group, Traffic
 from ..ranks.process_groups import reduces_nothing, together, world_size
-from ..ranks.scalar_reduction import RankReduction, mean_over
-from .arguments import weight_of
 from .layout import Leaf, Leaves
 from .pipeline import Pipeline, check_first_views, init_transforms
 from .transform import TransformState
-from .view import View, Wire, cutting_wires
+from .view import View, Wire
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Ranks compare the lengths of all messages before a state is made, because a backend ends the process on a mismatch.
@@ -434,65 +432,6 @@ def _by_value(values: Sequence[str], group: Group) -> str:
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
         f"ha{'ve' if len(ranks) > 1 else 's'} {v[:width] + ('...' if len(v) > width else '')!r}"
         for v, ranks in holders.items()
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# These functions average the weights of micro-batches over ranks, or check that they are equal.
-
-
-def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
-    """The mean of the weights over ranks, and the factor of this rank's gradient, its weight over that mean.
-
-    The gradient of all rows is `mean over ranks of (w_r / w) g_r`, with `w` the mean of the weights. The factor is
-    applied before gradients are reduced: `accumulate` after a reduction sees only their mean.
-    """
-    groups = pipe.averaged_before_weights
-    if not groups or weight is None:
-        return weight, None
-    own = weight_of(weight)
-    mean = mean_over(groups, own)
-    # `accumulate` multiplies by the mean what this rank has of each leaf.
-    parts = RankReduction(tuple([wire.group for wire in cutting_wires(pipe.road.pulled)]), groups)
-    return parts.replicate(mean), own / torch.where(mean > 0, mean, 1.0)
-
-
-def equal_weight(pipe: Pipeline, weight: Any) -> Any:
-    """The mean of the weights over ranks, where gradients were averaged without them, so that they must be equal.
-
-    Raises:
-        ValueError: on every rank where they are not.
-    """
-    groups = pipe.averaged_before_weights
-    if not groups or weight is None:
-        return weight
-    mean, _ = shared_weight(pipe, weight)
-    own, shared = weight_of(weight).detach(), mean.detach()
-    if not concrete(own):
-        raise weight_in_batch(groups)
-    # The mean of equal weights may differ from each by roundings of their sum.
-    unequal = ~torch.isclose(own, shared, rtol=1e-9, atol=0.0)
-    if float(mean_over(groups, unequal.to(torch.float64))) > 0:
-        raise ValueError(
-            explain(
-                f"a step with weight={float(own):g} here and {float(shared):g} on average over ranks",
-                "gradients are averaged over ranks during backward, when the weight was not known",
-                "accumulate(k, weighted=True) before reduce_scatter or all_reduce; or zf.make_step, which knows the "
-                "weight in time; or (loss * weight / mean_weight).backward() and opt.step(weight=mean_weight)",
-            )
-        )
-    return mean
-
-
-def weight_in_batch(groups: Sequence[Group]) -> ValueError:
-    """The error for weights of the members of a batch over ranks."""
-    return ValueError(
-        explain(
-            f"a step with weight= under torch.func.vmap on {math.prod(group.size for group in groups)} ranks",
-            "weights are compared and averaged over ranks, which cannot be done for each member of a batch",
-            "one step(state, *batch, weight=...) per member in a loop; or, where all weights are equal, "
-            "accumulate(k) and no weight=",
-        )
     )
 
 

@@ -17,7 +17,6 @@ from .context import Context
 from .executor import finish, run
 from .layout import Leaf, Leaves
 from .pipeline import Pipeline, init_transforms
-from .rank_agreement import weight_in_batch
 from .returned_values import check_readable, misshapen
 from .state import State
 from .tree import Tree, flatten, select, tree_map, tree_paths
@@ -182,6 +181,8 @@ def check_vmap(pipe: Pipeline, weight: Any, *inputs: Tree) -> None:
         return
     size = math.prod(group.size for group in pipe.groups)
     if weight is not None:
+        from .weights import weight_in_batch
+
         raise weight_in_batch(pipe.groups)
     talks = _talks_in_update(pipe)
     if talks is not None and any(is_wrapped(x) for tree in inputs for x in flatten(tree)[0]):

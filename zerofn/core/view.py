@@ -306,6 +306,14 @@ def cutting_wires(views: Sequence[View]) -> tuple[Wire, ...]:
     return tuple([view.wire for view in views if view.wire is not None and view.wire.cuts])
 
 
+def place_in(cutting: Sequence[Wire]) -> tuple[int, int]:
+    """This rank's number among those that share a leaf, in the order of their shards, and how many they are."""
+    rank, size = 0, 1
+    for wire in cutting:
+        rank, size = rank * wire.group.size + wire.group.rank, size * wire.group.size
+    return rank, size
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions compose the views of one leaf, for every route and stage.
 #

@@ -29,7 +29,7 @@ from ..core.context import Context, Norms
 from ..core.layout import Layout, Leaves, make_layout, parameters_of
 from ..core.number_graphs import ATTACHED, check_numbers
 from ..core.pipeline import pipeline
-from ..core.rank_agreement import equal_weight, tell_unreduced
+from ..core.rank_agreement import tell_unreduced
 from ..core.transform import Transform
 from ..core.tree import flatten
 from ..core.update import apply
@@ -524,6 +524,8 @@ class Attachment:
     def _update(self, grads: Leaves, weight: Any, rates: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
         if weight is not None:
+            from ..core.weights import equal_weight
+
             equal_weight(self.pipe, weight)
         window, current = self.window, self.home.current
         closes, old = window.averaged is not None and window.closes(), current.state

@@ -24,7 +24,6 @@ from ..core.rank_agreement import agree_on_chain, agree_on_start, check_finite
 from ..core.state import State, averages_of
 from ..core.transform import TransformState
 from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers, needs_boundary
-from ..ranks.collectives import gather_numbers
 from ..ranks.dtensor import Form
 from ..ranks.group import Group
 from .channels import open_channels
@@ -243,6 +242,8 @@ def first_states(
         nonlocal any_grads
         if control is None:
             return []
+        from ..ranks.collectives import gather_numbers
+
         rows = gather_numbers([int(failed), int(bool(existing.grads))], control)
         any_grads = any(grads for _, grads in rows)
         return [rank for rank, (other, _) in zip(control.ranks, rows, strict=True) if other]

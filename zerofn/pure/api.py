@@ -25,7 +25,6 @@ from ..core.rank_agreement import (
     check_finite,
     check_init,
     device_of,
-    equal_weight,
     failed_ranks,
     first_states,
     first_values,
@@ -39,6 +38,7 @@ from ..core.tree import Tree, flatten, followed, parted, tree_map, tree_paths, u
 from ..core.uncompiled import RESOLVES, kept_out_of_graphs, outside_of_graphs
 from ..core.update import Metrics, apply, check_grads, check_stored, check_vmap
 from ..core.view import ForwardOnlyView, crosses, enter, leave
+from ..core.weights import equal_weight
 from ..kernels.norms import squared_norm
 from ..kernels.recording import concrete, recorded, root
 from ..sharded.guarded_parameter import pieces

@@ -17,13 +17,13 @@ from ..core.arguments import check_flag, check_function, check_positional
 from ..core.context import Context
 from ..core.layout import Layout, Leaves
 from ..core.pipeline import Pipeline, pipeline, resolve_for
-from ..core.rank_agreement import shared_weight
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, apart, flatten, parted, tree_map
 from ..core.uncompiled import check_not_exported, outside_of_graphs, torch_func_check, unrolled_check
 from ..core.update import Metrics, apply, check_vmap
 from ..core.view import leave
+from ..core.weights import shared_weight
 from ..kernels.recording import number, only_compiled
 from ..sharded.lazy_tensor import gather_lazy
 from .api import lost_graphs, reading_state, records
