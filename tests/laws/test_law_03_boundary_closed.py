@@ -234,7 +234,7 @@ def test_law_tests_fail_where_the_boundary_is_open(dtype, monkeypatch):
     """With an exit that does not multiply, gradients are off by the scale, and the tests above see it."""
     import zerofn.module.scaled_checks as leaving  # inside
 
-    monkeypatch.setattr(leaving, "times", lambda g, scale, dtype: g.clone())
+    monkeypatch.setattr(leaving, "multiplied", lambda g, scale, dtype: g.clone())
     net = module(1, 0)
     model, _ = attached(net, zf.scale_loss(2.0**7))
     x, by = inputs(0)
