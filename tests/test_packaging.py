@@ -110,6 +110,20 @@ def test_what_does_not_work_is_told_and_ends_with_1(monkeypatch, capsys):
     assert "FAIL  ranks      2 local ranks: rank 1 died" in capsys.readouterr().out
 
 
+def test_what_a_gpu_would_use_is_told(monkeypatch):
+    versions = {"triton": "3.9.0"}
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, "not installed"))
+    told = doctor._devices()
+    assert "triton 3.9.0" in told.result and "nccl" in told.result and "captured" in told.result and not told.remedy
+    versions.clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "a GPU")
+    told = doctor._devices()
+    assert told.result.startswith("a GPU; on a GPU low_precision_adam is updated by eager torch")
+    assert told.remedy.startswith("pip install triton")
+
+
 def test_a_wrong_setting_is_told(monkeypatch):
     monkeypatch.setenv("ZEROFN_NATIVE", "perhaps")
     assert doctor._kernel().broken

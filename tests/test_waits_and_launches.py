@@ -23,28 +23,29 @@ WAITS: dict[str, tuple[int, str]] = {
 # Launches of one step of an attached model with 148 leaves, none of which may grow. A second number is the aim, where
 # it is not reached: budgets can only fall.
 LAUNCHES: dict[str, int | tuple[int, int]] = {
-    "sgd": (156, 8),
-    "sgd, momentum": (452, 8),
-    "adam": (14, 10),
-    "adamw": (14, 10),
-    "adamw, schedule": (14, 10),
-    "clip, adamw": (22, 16),
-    "clip by value, adamw": (162, 16),
-    "low precision, stochastic": (7, 6),
-    "low precision, kahan": (7, 6),
-    "low precision, nearest": (7, 6),
-    "clip, low precision": (163, 9),
-    "scale, clip, low precision": (470, 12),
-    "scale, overflow": (174, 12),
-    "rmsprop": (1340, 12),
-    "lion": (1784, 12),
-    "muon, adamw": (2712, 60),
-    "adamw, ema": (162, 14),
-    "accumulate, adamw": (148, 4),
-    "masked": (156, 16),
-    "skip nonfinite": (24, 16),
-    "offload": (14, 10),
-    "offload, low precision": (7, 6),
+    "sgd": (10, 8),
+    "sgd, momentum": (15, 8),
+    "adam": (13, 10),
+    "adamw": (13, 10),
+    "adamw, schedule": (13, 10),
+    "clip, adamw": (20, 16),
+    "clip by value, adamw": (18, 16),
+    "low precision, stochastic": 6,
+    "low precision, kahan": 6,
+    "low precision, nearest": 6,
+    "clip, low precision": (16, 9),
+    # Each gradient is divided by the scale as it leaves backward.
+    "scale, clip, low precision": (178, 12),
+    "scale, overflow": (173, 12),
+    "rmsprop": (34, 12),
+    "lion": (46, 12),
+    "muon, adamw": (146, 60),
+    "adamw, ema": (16, 14),
+    "accumulate, adamw": 3,
+    "masked": (18, 16),
+    "skip nonfinite": (23, 16),
+    "offload": (13, 10),
+    "offload, low precision": 6,
 }
 
 
@@ -75,10 +76,10 @@ def test_launches_do_not_grow(device, pipeline):
     assert found["launches"] > now - 3, f"{found['launches']} launches: lower the budget of {now}"
 
 
-@pytest.mark.parametrize("pipeline", ["adamw", "clip, adamw", "low precision, stochastic", "clip, low precision"])
+@pytest.mark.parametrize("pipeline", ["adamw", "clip, low precision", "sgd, momentum", "lion"])
 def test_launches_grow_slower_than_leaves(device, pipeline):
     few, many = (ask(device, "counts", "attached", pipeline, leaves=n)["launches"] for n in (148, 500))
-    assert many <= 2.1 * few + (500 - 148) * (pipeline == "clip, low precision")
+    assert many <= 3 * few
 
 
 def test_every_transform_is_in_the_table(device):
@@ -89,6 +90,29 @@ def test_every_transform_is_in_the_table(device):
 def test_bits_are_those_of_the_cpu(device, pipeline):
     """Also that nothing is left on the wrong device. A clipped step has another order of sums."""
     assert ask(device, "compare", pipeline) == []
+
+
+@pytest.mark.parametrize("route", ["attached", "in backward", "pure"])
+def test_an_update_in_a_captured_graph_is_refused(device, route):
+    told = ask(device, "captured", route)
+    assert told.startswith("an update while a CUDA graph is captured") and "opt.step() outside of it" in told
+
+
+def test_leaves_on_two_devices_are_refused(device):
+    assert "entry 0 are on devices [0, -1, 0, 0]" in ask(device, "on_two_devices")
+
+
+def test_an_overflow_is_found_in_two_waits(device):
+    """One for whether there is one, and one for where."""
+    waits, first = ask(device, "overflowed")
+    assert sum(waits.values()) == 2 and first == 7
+
+
+@pytest.mark.parametrize("formula", ["path", "dtype"])
+def test_a_formula_that_lists_do_not_have_runs_leaf_by_leaf(device, formula):
+    """For all leaves, or for those of one dtype, after others were updated as a list."""
+    launches, wrong = ask(device, "leaf_by_leaf", formula)
+    assert launches > 25 and wrong == []
 
 
 def test_the_device_hears_of_waits_and_launches(device):

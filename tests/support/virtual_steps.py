@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from virtual_cuda import LOG, Row
 
 import zerofn as zf
+from zerofn.extend import optimizer
 from zerofn.kernels import adam, triton_adam  # inside
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -202,3 +203,72 @@ def compare(pipeline: str) -> list[str]:
     if "clip, " in pipeline or "muon" in pipeline:
         return [p for p in here if not torch.allclose(here[p].float(), there[p].float(), rtol=1e-2, atol=1e-5)]
     return [p for p in here if not torch.equal(here[p], there[p])]
+
+
+def captured(route: str) -> str:
+    """What an update says while a CUDA graph is captured."""
+    model = Many(3).cuda()
+    tx = zf.sgd(1e-3)
+    opt = zf.attach(model, tx, in_backward=route == "in backward") if route != "pure" else None
+    state = zf.init(tx, dict(model.named_parameters())) if opt is None else None
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        if state is not None:
+            zf.update(tx, {p: torch.ones_like(x) for p, x in state.params.items()}, state)
+        elif opt is not None:
+            model(torch.ones((), device="cuda")).backward()
+            opt.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        torch.cuda.is_current_stream_capturing = lambda: False
+    return ""
+
+
+def on_two_devices() -> str:
+    """What the Triton kernel says of a gradient on another device than its parameter."""
+    p, g = torch.ones(2, device="cuda", dtype=BF16), torch.ones(2, dtype=BF16)
+    try:
+        adam.adam_([p], [g], [p.clone()], [p.clone()], step=1, lr=0.1, keys=[0], offsets=[0])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def overflowed() -> tuple[dict[str, int], int]:
+    """Waits of a step in which the last leaves overflow, and the first one that did."""
+    model = Many(10).cuda()
+    opt = zf.attach(model, zf.chain(zf.scale_loss("dynamic", init_scale=8.0), zf.sgd(1e-3)))
+    model(torch.ones((), device="cuda")).backward()
+    for p in list(model.parameters())[7:]:
+        p.grad.fill_(torch.inf)  # type: ignore[union-attr]
+    with LOG() as rows:
+        opt.step()
+    return virtual_cuda.places(rows, "wait"), int(opt.metrics["overflow_leaf"])
+
+
+def _by_path(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return p - at.lr * len(at.path) * g, slots
+
+
+def _by_dtype(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return (p - at.lr * g if p.dtype is torch.float32 else p - at.lr * g.roll(1, 0)), slots
+
+
+FORMULAS = {"path": _by_path, "dtype": _by_dtype}
+
+
+def leaf_by_leaf(formula: str) -> tuple[int, list[str]]:
+    """Launches of an optimizer whose formula asks for what no list has, on some leaves or on all; and wrong bits."""
+    found = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        params = {f"p{i}": torch.randn(4, dtype=BF16 if i % 3 else torch.float32, device="cpu") for i in range(20)}
+        grads = {p: torch.randn_like(x) for p, x in params.items()}
+        tx = optimizer("own", 0.1, {}, FORMULAS[formula])
+        state = zf.init(tx, {p: x.to(device) for p, x in params.items()})
+        with LOG() as rows:
+            state, _ = zf.update(tx, {p: x.to(device) for p, x in grads.items()}, state)
+        found.append({p: x.cpu() for p, x in state.params.items()})
+    here, there = found
+    return virtual_cuda.count(rows, "launch"), [p for p in here if not torch.equal(here[p], there[p])]

@@ -371,6 +371,17 @@ foreach_mul = torch._foreach_mul  # type: ignore[attr-defined]
 foreach_copy_ = torch._foreach_copy_  # type: ignore[attr-defined]
 
 
+def foreach(name: str, *args: Any, **kwargs: Any) -> Any:
+    """torch's operation `name` on lists of tensors: one launch for many on a GPU.
+
+    Examples:
+        >>> foreach("add", [torch.ones(1), torch.ones(2)], 1)
+        [tensor([2.]), tensor([2., 2.])]
+    """
+    found = getattr(torch, f"_foreach_{name}")(*args, **kwargs)
+    return found if found is None else list(found)
+
+
 def schema(op: Any) -> Any:
     """An operator's schema: the names of its arguments, and which of them it writes."""
     return op._schema

@@ -93,9 +93,18 @@ def _processor() -> Finding:
 
 
 def _devices() -> Finding:
+    """The GPUs here, or what one would use: kernel, backend, and whether a step can be captured."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
-    return Finding("devices", names or "no GPU: everything runs on the CPU")
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "no GPU: everything runs on the CPU"
+    triton = _version("triton")
+    kernel = "eager torch" if triton == "not installed" else f"triton {triton}, one launch"
+    built = torch.version.cuda or torch.version.hip
+    backend = f"nccl{'' if 'nccl' in available() else ', which this torch lacks'}"
+    result = f"{names}; on a GPU low_precision_adam is updated by {kernel}, ranks use {backend}, "
+    result += f"a step cannot be captured in a CUDA graph; torch is built for {built or 'the CPU'}"
+    if count and triton == "not installed":
+        return Finding("devices", result, "pip install triton: without it low_precision_adam launches for each leaf")
+    return Finding("devices", result)
 
 
 def _kernel() -> Finding:

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach_add
-from ..kernels.formulas import once
+from ..kernels.formulas import NotOnLists, batches, on_lists, once
 from ..kernels.recording import concrete, only_compiled
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
@@ -606,19 +606,65 @@ def _with_derivative(
 
 
 def _by_formula(formula: Formula, derived: Derived | None, given: Given) -> tuple[Leaves, TransformState]:
-    """New parameters, or directions, and slots by a formula, leaf by leaf."""
+    """New parameters, or directions, and slots by a formula: leaf by leaf, or on a GPU on lists of leaves."""
     grads, params, slots, counts, lr, numbers, common, ctx = given
     new: Leaves = {}
     own: TransformState = {slot: {} for slot in slots}
     dtypes = (x.dtype for p, g in grads.items() for x in (g, params[p]))
-    for p, count, made in each(counts, lr, numbers, derived, ctx.recorded, dtypes):
-        step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
-        x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
-        # Leaf by leaf, so that no more than one leaf of a donated state is in memory twice.
-        new[p] = x if lr is None else ctx.into(params[p], x)
-        for slot, old in slots.items():
-            own[slot][p] = ctx.into(old[p], after[slot])
+    rows = list(each(counts, lr, numbers, derived, ctx.recorded, dtypes))
+    on_a_list = _on_lists(formula, rows, given)
+    for p, count, made in rows:
+        if p in on_a_list:
+            new[p], after = on_a_list[p]
+        else:
+            step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
+            x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
+            # Leaf by leaf, so that no more than one leaf of a donated state is in memory twice.
+            new[p] = x if lr is None else ctx.into(params[p], x)
+            after = {slot: ctx.into(old[p], after[slot]) for slot, old in slots.items()}
+        for slot in slots:
+            own[slot][p] = after[slot]
     return new, own
+
+
+class _NoLeaf:
+    """The path and the offset of a list of leaves, which has none: a formula that asks for them runs leaf by leaf."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotOnLists(name)
+
+    def _refused(self, *_: Any) -> Any:
+        raise NotOnLists("the path or offset of a leaf")
+
+    __eq__ = __hash__ = __str__ = __add__ = __radd__ = __index__ = __int__ = __bool__ = _refused  # type: ignore[assignment]
+
+
+def _on_lists(
+    formula: Formula, rows: Sequence[tuple[str, Any, Numbers]], given: Given
+) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    """New values of leaves, by a formula on lists of them; without the leaves on which it runs leaf by leaf."""
+    grads, params, slots, _, lr, numbers, common, ctx = given
+    paths = [p for p, _, _ in rows]
+    columns = [[old[p] for p in paths] for old in (params, grads, *slots.values())]
+    if ctx.recorded or not rows or not on_lists(columns):
+        return {}
+    found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
+    none: Any = _NoLeaf()
+    on_list: Callable[..., Any] = formula
+    for batch, (p, g, *values) in batches(*columns, [count for _, count, _ in rows]):
+        _, count, made = rows[batch[0]]
+        old = dict(zip(slots, values[:-1], strict=True))
+        try:
+            x, after = on_list(p, g, dict(old), LeafStep(count, lr, none, none, numbers, common, made))
+        except Exception:
+            # A list lacks something (`NotOnLists`, or an error that came of it). Nothing of this batch is written yet,
+            # since a formula writes none of its arguments: it runs leaf by leaf, and raises again if it is wrong.
+            continue
+        written: Any = x if lr is None else ctx.into(p, x)
+        kept: dict[str, Any] = {slot: ctx.into(old[slot], after[slot]) for slot in slots}
+        for place, i in enumerate(batch):
+            found[paths[i]] = written.tensors[place], {slot: value.tensors[place] for slot, value in kept.items()}
+    return found
 
 
 def direction(

@@ -85,6 +85,8 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
         # Recorded as far as it is made of what a function of a user's has from elsewhere.
         grads = {path: g.detach() for path, g in grads.items()}
     donated, level = False, None
+    if grads and next(iter(grads.values())).is_cuda and not ctx.recorded:
+        refuse_capture()
     if ctx.recorded:
         check_vmap(pipe, ctx.weight, grads, state)
         # Asked here: of a frame that the compiler gives up, functions that it calls are compiled by themselves.
@@ -124,6 +126,19 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     if "skipped" not in ctx.metrics:
         shown["skipped"] = torch.full((), False)
     return after, {**shown, **ctx.metrics}
+
+
+def refuse_capture() -> None:
+    """Refuse an update while a CUDA graph is captured, whose replays would repeat it with the numbers of this step."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            explain(
+                "an update while a CUDA graph is captured",
+                "the count of updates, the learning rate and the seed are numbers of the host, so each replay would\n"
+                "correct moments and round at random as in this step: it would train wrongly, without an error",
+                "forward and backward in the graph, and opt.step() outside of it, after graph.replay()",
+            )
+        )
 
 
 def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:

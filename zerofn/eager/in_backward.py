@@ -29,6 +29,7 @@ from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.survey import effect
 from ..core.transform import Transform
+from ..core.update import refuse_capture
 from .current_state import CurrentState
 
 
@@ -122,6 +123,8 @@ class InBackward:
         state = self.current.state
         if self.under_way is None:
             self.current.check("loss.backward() with in_backward=True")
+            if grad.is_cuda:
+                refuse_capture()
             self.ctx = self.context()
             leaves = {path: state.leaves[path] for path in state.layout.trained}
             with torch.set_grad_enabled(self.ctx.looks):

@@ -28,7 +28,9 @@ def leaf_norms(leaves: dict[str, Tensor], order: float = 2.0) -> dict[str, Tenso
     if not leaves:
         return {}
     tensors: list[Tensor] = list(leaves.values())
-    if not set(map(_DTYPE, tensors)) <= _WIDE:
+    if not any(map(_IS_CPU, tensors)) and not recorded(tensors):
+        found = _norms_on_device(tensors, order)
+    elif not set(map(_DTYPE, tensors)) <= _WIDE:
         found = [_norm(t, order, max(torch.float32, t.dtype, key=lambda d: d.itemsize)) for t in tensors]
     elif max(map(Tensor.numel, tensors)) <= CHUNK:
         found = foreach_norm(tensors, order)
@@ -37,6 +39,17 @@ def leaf_norms(leaves: dict[str, Tensor], order: float = 2.0) -> dict[str, Tenso
         norms = iter(foreach_norm([x for of_one in pieces for x in of_one], order))
         found = [_joined([next(norms) for _ in of_one], order) for of_one in pieces]
     return dict(zip(leaves, found, strict=True))
+
+
+def _norms_on_device(tensors: list[Tensor], order: float) -> list[Tensor]:
+    """In one call for each dtype: torch computes a list of one dtype in a few launches."""
+    found: dict[int, Tensor] = {}
+    dtypes = list(map(_DTYPE, tensors))
+    for dtype in dict.fromkeys(dtypes):
+        places = [i for i, other in enumerate(dtypes) if other == dtype]
+        wide = {} if dtype in _WIDE else {"dtype": torch.float32}
+        found |= zip(places, foreach_norm([tensors[i] for i in places], order, **wide), strict=True)
+    return [found[i] for i in range(len(tensors))]
 
 
 def _in_pieces(t: Tensor) -> bool:
@@ -128,7 +141,11 @@ def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
         norms_by_path = {**norms_by_path, **of_kernels}
     norms = list(map(norms_by_path.__getitem__, sorted(norms_by_path)))
     wide = torch.float64 if set(map(_DTYPE, norms)) <= {torch.float64} else torch.float32
-    return torch.stack(norms).to(wide).square().sum() if norms else torch.zeros(())
+    if not norms:
+        return torch.zeros(())
+    together = torch.stack(norms).to(wide)
+    # One launch instead of two. On the CPU it has other bits.
+    return together.square().sum() if together.is_cpu or recorded([together]) else together.dot(together)
 
 
 def length(x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from ..extend import (
     counter,
     may,
     no_weight,
+    over_leaves,
     times,
     transform,
     weight_of,
@@ -110,20 +111,23 @@ class _Window:
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
-        out, sums, seen, closes = {}, {}, {}, may(due)
-        for path, so_far in state["sum"].items():
-            before, g = state["seen"][path], grads.get(path)
-            begun = ctx.read(before)
-            if g is not None:
-                addend = _weighed(g.to(so_far.dtype), weight) if self.weighted else g
-                so_far = sums[path] = _plus(so_far, addend, begun, ctx)
-            if closes and (g is not None or may(begun)):
-                out[path] = ctx.put(torch.div, so_far, total)
-                # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and
-                # without `donate`.
-                sums[path] = where(due, out[path], so_far)
+        begun = {path: ctx.read(before) for path, before in state["seen"].items()}
+        sums = {path: state["sum"][path] for path in state["sum"] if path in grads}
+        addends: Leaves = grads
+        if self.weighted:
+            addends = over_leaves(lambda so_far, g: _weighed(g.to(so_far.dtype), weight), sums, grads)
+        sums = over_leaves(lambda old, g, has_begun: _plus(old, g, has_begun, ctx), sums, addends, begun)
+        out: Leaves = {}
+        if closes := may(due):
+            held = {p: sums.get(p, x) for p, x in state["sum"].items() if p in sums or may(begun[p])}
+            out = over_leaves(lambda so_far: ctx.put(torch.div, so_far, total), held)
+            # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and
+            # without `donate`.
+            sums |= {p: where(due, out[p], x) for p, x in held.items()}
+        seen = {}
+        for path, before in state["seen"].items():
             # Setting `seen` to false closes the window, so the buffer need not be zeroed.
-            seen[path] = _reset(before if g is None else _true(before, begun), due)
+            seen[path] = _reset(_true(before, begun[path]) if path in grads else before, due)
         return (out if closes else grads), {"sum": sums, "seen": seen}
 
 

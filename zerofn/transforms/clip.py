@@ -21,6 +21,7 @@ from ..extend import (
     TransformState,
     at_most,
     check_number,
+    over_leaves,
     root,
     scaled,
     squared_norm,
@@ -142,6 +143,6 @@ def clip_by_value(max_value: float) -> Transform:
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: None, ctx: Context):
         limit = ctx.replicated(max_value)
-        return {path: g.clamp(-limit, limit) for path, g in grads.items()}, state
+        return over_leaves(lambda g: g.clamp(-limit, limit), grads), state
 
     return Transform("clip_by_value", needs="element", facts=Facts(keeps=False), update_fn=update)

@@ -15,6 +15,7 @@ from ..extend import (
     Transform,
     TransformState,
     check_number,
+    over_leaves,
     towards,
     transform,
 )
@@ -50,7 +51,8 @@ def ema(decay: float) -> Transform:
 
     def update(params: Leaves, state: TransformState, old: Leaves, carry: Any, ctx: Context):
         averages, weight = state[AVERAGE], 1 - ctx.number(ctx.replicated(decay))
-        return params, {AVERAGE: {p: ctx.put(towards, averages[p], x, weight) for p, x in params.items()}}
+        averages = {p: averages[p] for p in params}
+        return params, {AVERAGE: over_leaves(lambda old, x: ctx.put(towards, old, x, weight), averages, params)}
 
     facts = Facts(watches=True, sees_old=False, keeps=False)
     return Transform("ema", needs="element", facts=facts, init_fn=init, update_fn=update)

@@ -221,11 +221,14 @@ def _through(spec: Spec) -> Spec:
 def _first_overflow(grads: Leaves, ctx: Context) -> Tensor:
     """Index of the first leaf (in layout order) whose gradient is not finite on some rank; -1 if none."""
     count = len(ctx.layout.leaves)
+    places = [i for i, leaf in enumerate(ctx.layout.leaves) if leaf.path in grads]
     found = torch.zeros((), dtype=torch.float64)
-    for i, leaf in enumerate(ctx.layout.leaves):
-        if leaf.path in grads:
-            finite = torch.isfinite(not_finite({leaf.path: grads[leaf.path]})).cpu()
-            found = torch.where(finite, found, found.clamp(min=count - i))
+    if places:
+        paths = [ctx.layout.leaves[i].path for i in places]
+        flags = [torch.isfinite(not_finite({path: grads[path]})) for path in paths]
+        # All flags in one copy to the host.
+        finite = torch.stack([flag.to(flags[0].device) for flag in flags]).cpu()
+        found = torch.where(finite, 0.0, torch.tensor([count - i for i in places], dtype=torch.float64)).amax()
     found = ctx.reduction.max(found).to(torch.int64)
     return torch.where(found > 0, count - found, torch.full_like(found, -1))
 

@@ -23,6 +23,7 @@ from ..extend import (
     check_number,
     length,
     like,
+    on_stacks,
     optimizer,
     transform,
 )
@@ -83,9 +84,14 @@ def muon(
         beta, decay, rate = (at.scalar(x, p) for x in (at.numbers["momentum"], at.numbers["weight_decay"], at.lr))
         # Not `lerp`: torch.func.vmap has no rule for it.
         m = m + (g - m) * (1 - beta)
-        x = orthogonal(g + (m - g) * beta if nesterov else m, steps, dtype or g.dtype)
-        stretched = max(1.0, p.shape[0] / max(p.shape[1], 1)) ** 0.5
-        return p * (1 - rate * decay) - x.to(p.dtype) * (rate * stretched), {"momentum": m}
+        kept, inner = p.dtype, dtype or g.dtype
+
+        def direction(u: Tensor) -> Tensor:
+            stretched = max(1.0, u.shape[-2] / max(u.shape[-1], 1)) ** 0.5
+            return orthogonal(u, steps, inner).to(kept) * (rate * stretched)
+
+        u = g + (m - g) * beta if nesterov else m
+        return p * (1 - rate * decay) - on_stacks(direction, u), {"momentum": m}
 
     numbers, decays = {"momentum": momentum, "weight_decay": weight_decay}, {"weight_decay": weight_decay}
     torch_form: Any = dict(counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
@@ -108,12 +114,20 @@ def _check_matrices(leaves: Leaves, layout: Layout) -> None:
 
 
 def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """A matrix with the singular vectors of `u` (rows, columns) and singular values near 1."""
+    """A matrix with the singular vectors of `u` (rows, columns) and singular values near 1; or a stack of them."""
     a, b, c = COEFFICIENTS
     x = u.to(dtype)
-    x = x.mT if u.shape[0] > u.shape[1] else x
-    x = x / length(x).clamp(min=1e-7)
+    wide = u.shape[-2] > u.shape[-1]
+    x = x.mT if wide else x
+    if x.ndim > 2:
+        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    else:
+        x = x / length(x).clamp(min=1e-7)
     for _ in range(steps):
         y = x @ x.mT
-        x = a * x + (b * y + c * (y @ y)) @ x
-    return x.mT if u.shape[0] > u.shape[1] else x
+        if x.ndim > 2:
+            # Three launches and no temporaries for scaled matrices; the order of roundings is another.
+            x = torch.baddbmm(x, torch.baddbmm(y, y, y, beta=b, alpha=c), x, beta=a)
+        else:
+            x = a * x + (b * y + c * (y @ y)) @ x
+    return x.mT if wide else x

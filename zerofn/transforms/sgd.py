@@ -18,6 +18,7 @@ from ..extend import (
     check_lr,
     check_number,
     given,
+    in_batches,
     like,
     optimizer,
     plus,
@@ -95,10 +96,10 @@ def _momentum(first: Any, m: Tensor, beta: Any, share: Any, g: Tensor) -> Tensor
 
 
 def _in_place(nesterov: bool, group: LeafList) -> None:
-    """The kernel: torch's in-place operations, with the bits of the formula."""
+    """The kernel: torch's in-place operations, with the bits of the formula; on a GPU on many leaves at once."""
     count, rate = group.count, group.lr
     weight_decay, momentum, dampening = map(float, group.numbers.values())
-    for p, g, m in zip(group.params, typed(group.params, group.grads), group.slots["momentum"], strict=True):
+    for p, g, m in in_batches(group.params, typed(group.params, group.grads), group.slots["momentum"]):
         if weight_decay:
             g = g.add(p, alpha=weight_decay)
         if momentum:
