@@ -121,3 +121,21 @@ def test_the_device_hears_of_waits_and_launches(device):
     assert rows["waits"] == ["_local_scalar_dense", "copy to the host", "copy to the device", "nonzero"]
     assert rows["launches"] == {"add": 1, "_foreach_add_": 2, "_fused_adamw_": 5}
     assert rows["copies"] == 1
+
+
+# Of one rank among 8, in a model of 12 blocks, where all leaves fit into one bucket. The aim is 0.
+WAITS_OF_RANKS = {"all_reduce": 3, "zero-1": 3, "zero-2": 3, "zero-3": 52}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ProcessPoolExecutor]:
+    """A process that is one rank of a job, for good."""
+    with virtual_cuda.processes() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("stage", WAITS_OF_RANKS)
+def test_waits_of_a_rank_do_not_grow(ranks, stage):
+    """Messages between ranks and flags of unused leaves are on the device today, and the host reads them."""
+    waits = ranks.submit(virtual_cuda.call, "equal_ranks", "waits", stage).result(timeout=limit())
+    assert sum(waits.values()) <= WAITS_OF_RANKS[stage], waits
