@@ -63,8 +63,3 @@ def test_an_empty_tree_on_ranks():
     for found in zf.launch(on_ranks, 2, timeout=limit()):
         for rows in found.values():
             assert rows == [(tree, tree, tree, 3, 3) for tree in TREES]
-
-
-def test_a_model_without_parameters_is_refused():
-    with pytest.raises(ValueError, match="the model has no parameters"):
-        zf.attach(torch.nn.ReLU(), zf.sgd(0.1))

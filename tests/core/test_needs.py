@@ -427,15 +427,6 @@ def test_a_guest_has_no_number_of_all_ranks():
         zf.guest(adam(), needs="number")
 
 
-def test_what_is_no_guest():
-    with pytest.raises(TypeError, match=r"guest\(sgd\(...\)\)\n  why:   it is a transform of this library already"):
-        zf.guest(zf.sgd(0.1))
-    with pytest.raises(TypeError, match=r"guest\(3\)\n  why:   int is no transform\n  write: an object with init"):
-        zf.guest(3)
-    with pytest.raises(TypeError, match=r"guest\(SGD\(...\)\)\n  why:   a torch.optim optimizer owns"):
-        zf.guest(torch.optim.SGD([torch.zeros(1)], 0.1))
-
-
 def test_needs_fold_over_nesting():
     def needs(t):
         return zf.chain(t).needs

@@ -67,10 +67,3 @@ def test_ranks_make_the_steps_of_one_process(stage, kind, tmp_path):
 def test_a_plan_says_that_it_has_no_numbers():
     with pytest.raises(ValueError, match=r"follows from numbers(.|\n)*zf.describe\(zf.init\(tx, params\)\)"):
         zf.plan(zf.chain(scaled_by_the_start(), zf.sgd(0.1)), {"w": torch.ones(3)})
-
-
-def test_nested_tensors_are_refused_by_path():
-    rows = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    for call in (zf.plan, zf.init):
-        with pytest.raises(TypeError, match=r"w: a nested tensor, of rows of several lengths"):
-            call(zf.sgd(0.1), {"w": rows})

@@ -283,14 +283,6 @@ def test_labels_that_name_nothing_are_refused(kind):
         zf.partition(transforms, lambda path: 1)
 
 
-def test_a_label_of_a_leaf_that_does_not_hash_or_is_unknown_is_named_by_path():
-    start = {"a": torch.ones(1), "b": torch.ones(1)}
-    with pytest.raises(TypeError, match=r"a: \[1\] cannot be a key[\s\S]*b: \[1\]"):
-        zf.init(zf.partition({1: zf.sgd(0.1)}, lambda path: [1]), start)
-    with pytest.raises(ValueError, match=r"b: label None has no transform[\s\S]*one of 1"):
-        zf.init(zf.partition({1: zf.sgd(0.1)}, lambda path: 1 if path == "a" else None), start)
-
-
 def test_groups_print_one_transform_a_line():
     tx = zf.chain(zf.partition({0: zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1)), Color.RED: None}, {"a": 0}))
     assert repr(tx) == (

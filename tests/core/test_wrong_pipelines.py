@@ -182,6 +182,11 @@ WRONG.rows(
         "one of 'a'",
     ),
     (
+        lambda: zf.init(zf.partition({1: O}, lambda p: 1 if p == "w" else None), params()),
+        "b: label None has no transform",
+        "one of 1",
+    ),
+    (
         lambda: zf.init(zf.partition({"a": O}, lambda p: None), params()),
         "unknown labels",
         "w: label None has no transform",
@@ -201,6 +206,11 @@ WRONG.rows(
 WRONG.rows(
     TypeError,
     (lambda: zf.partition([O], lambda p: "a"), "dict from label to transform"),
+    (
+        lambda: zf.init(zf.partition({1: O}, lambda p: [1]), params()),
+        "w: [1] cannot be a key",
+        "deep.0.x: [1] cannot be a key",
+    ),
     (lambda: zf.partition({}, lambda p: "a"), "dict from label to transform"),
     (lambda: zf.init(zf.masked(O, lambda p: 1), params()), "wrong mask", "w: 1 is no bool", "b: 1 is no bool"),
     (
