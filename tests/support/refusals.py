@@ -85,12 +85,12 @@ class Row:
 def check_form(error: BaseException) -> None:
     """Every error says what is wrong, why, and what to write, where a line of the package raises it.
 
-    Not asked are errors of the system, whose text is the system's, and of assertions.
+    Not asked are errors of the system, whose text is the system's, of assertions, and the tracebacks of ranks.
     """
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
-    if tb is None or isinstance(error, OSError | AssertionError):
+    if tb is None or isinstance(error, OSError | AssertionError | zerofn.RankError):
         return
     file = tb.tb_frame.f_code.co_filename
     raised = linecache.getline(file, tb.tb_lineno).lstrip().startswith("raise ")

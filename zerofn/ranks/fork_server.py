@@ -68,11 +68,11 @@ def pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             raise pickle.PicklingError("it is defined in a notebook or an interactive session")
         return _dump((fn, args), chosen)
     except Exception as error:
-        hint = 'install what sends it by value: pip install "zerofn[notebooks]"' if by_name else "see the cause"
-        raise ValueError(
-            f"{getattr(fn, '__qualname__', fn)!r} or its arguments cannot be sent to another process "
-            f"({type(error).__name__}: {error}); {hint}, or move the function to a module"
-        ) from error
+        wrong = f"zf.launch of {getattr(fn, '__qualname__', fn)!r}"
+        why = f"it or its arguments cannot be sent to another process ({type(error).__name__}: {error})"
+        by_value = 'pip install "zerofn[notebooks]", which sends it by value; ' if by_name else ""
+        right = f"{by_value}a function of a module, with arguments that can be pickled"
+        raise ValueError(explain(wrong, why, right)) from error
 
 
 def _dump(obj: Any, chosen: Any) -> bytes:
