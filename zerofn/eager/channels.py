@@ -17,7 +17,8 @@ class Channels(NamedTuple):
 
     Attributes:
         groups: run all-gathers and reductions, one for each group of the pipeline.
-        control: ranks compare numbers on it at a step.
+        control: ranks compare numbers on it at a step. This group and the next two send numbers of the host, by gloo
+            where the others use NCCL: reading them waits for no GPU, and kernels of NCCL keep one order.
         wanted: where parameters are gathered on use, ranks say on it which ones they gather next.
         more: where gradients are reduced as they arrive, ranks say on it whether they have more.
         equals: connects ranks that have the same full parameter, of which each stores a shard.
@@ -47,7 +48,7 @@ def open_channels(pipe: Pipeline, gathers: bool = True) -> Channels:
     stored_in_parts = pipe.sharding is not pipe.gathering
     if stored_in_parts and (pipe.gathering is not None or pipe.model):
         joining["equals"] = groups_of(pipe.road.after_update)
-    opened = channels([*([group] for group in pipe.groups), *joining.values()])
+    opened = channels([*([group] for group in pipe.groups), *joining.values()], numbers=len(joining))
     n = len(pipe.groups)
     found = Channels(tuple(opened[:n]), **dict(zip(joining, opened[n:], strict=True)))
     # Where all ranks have the same they compare it after a step's message, in the same channel.

@@ -143,7 +143,9 @@ class StateDicts:
     def _open_groups(self) -> list[Group]:
         """The groups over which a DTensor can be gathered: first those over which leaves are cut."""
         control = self.home.channels.control
-        return [*self.pipe.road.cutting, *([] if control is None else [control]), *self.pipe.groups]
+        # Beside groups of GPUs it sends numbers of the host alone.
+        alike = control is not None and all(group.device == control.device for group in self.pipe.groups)
+        return [*self.pipe.road.cutting, *([control] if control is not None and alike else []), *self.pipe.groups]
 
     @torch.no_grad()
     def write(self, found: ToLoad, rest: Callable[[], object]) -> None:

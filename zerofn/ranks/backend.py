@@ -95,9 +95,26 @@ def device_of(device_type: str | None = None) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def make_group(ranks: Sequence[int]) -> Any:
-    """A process group over some ranks; None on a rank outside of it. Every rank of the world calls it."""
-    pg = dist.new_group(list(ranks))
+def make_group(ranks: Sequence[int], device: torch.device) -> Any:
+    """A process group over some ranks; None on a rank outside of it. Every rank of the world calls it.
+
+    Args:
+        ranks: of the group.
+        device: where the tensors are that it sends. Those of the host are sent by gloo beside NCCL, which takes tensors
+            of GPUs alone.
+    """
+    kind = None
+    if device.type == "cpu" and "nccl" in str(dist.get_backend_config()):
+        if not dist.is_gloo_available():
+            raise RuntimeError(
+                explain(
+                    "ranks on GPUs, with a torch that is built without gloo",
+                    "ranks compare numbers of the host in each step; over NCCL each would wait for the GPU",
+                    "a torch with gloo: torch.distributed.is_gloo_available()",
+                )
+            )
+        kind = "gloo"
+    pg = dist.new_group(list(ranks), backend=kind)
     return pg if dist.get_rank() in ranks and isinstance(pg, dist.ProcessGroup) else None
 
 

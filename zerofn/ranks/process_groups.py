@@ -752,7 +752,7 @@ def _leave_first() -> None:
 
 
 def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Group | None:
-    pg = raw.make_group(ranks)  # by every rank of the world, in the group or not
+    pg = raw.make_group(ranks, device)  # by every rank of the world, in the group or not
     if pg is None:
         return None
     return Group(ranks.index(raw.world()[0]), len(ranks), ranks, device, purpose, pg)
@@ -808,8 +808,11 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
     return group
 
 
-def channels(joining: Sequence[Sequence[Group]]) -> list[Group]:
+def channels(joining: Sequence[Sequence[Group]], numbers: int = 0) -> list[Group]:
     """A new group for each sequence of groups: of all ranks that these connect, directly or through one another.
+
+    The last `numbers` of them send numbers of the host, also where the others send tensors of a GPU: the host could not
+    read an answer on a GPU without waiting for all that was launched before.
 
     Nobody else uses it, so the order of its collectives does not depend on those of the old groups. Several groups are
     the axes of a mesh. Every rank of the world must call this; they wait for each other once.
@@ -825,7 +828,9 @@ def channels(joining: Sequence[Sequence[Group]]) -> list[Group]:
     for n, (groups, ranks) in enumerate(zip(joining, wanted, strict=True)):
         group: Group | None = groups[0]
         if len(ranks) > 1:
-            rows, device = _rows([each[n] for each in every]), raw.device_of(groups[0].device.type)
+            rows = _rows([each[n] for each in every])
+            of_host = n >= len(joining) - numbers
+            device = torch.device("cpu") if of_host else raw.device_of(groups[0].device.type)
             registry.opened += 1
             group = registry.get(registry.opened, "channel", functools.partial(_open_all, rows, device, "channel"))
         assert group is not None
