@@ -86,7 +86,11 @@ def test_every_transform_is_in_the_table(device):
     assert set(ask(device, "names")) == set(LAUNCHES)
 
 
-@pytest.mark.parametrize("pipeline", LAUNCHES)
+# Kernels that Triton interprets: "clip, low precision" and "scale, overflow" have what is in the first.
+SLOW = ("scale, clip, low precision", "low precision, nearest", "offload, low precision")
+
+
+@pytest.mark.parametrize("pipeline", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in LAUNCHES])
 def test_bits_are_those_of_the_cpu(device, pipeline):
     """Also that nothing is left on the wrong device. A clipped step has another order of sums."""
     assert ask(device, "compare", pipeline) == []

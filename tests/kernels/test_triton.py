@@ -29,9 +29,10 @@ def apart() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_bits_are_those_of_eager_torch_for_any_leaves(apart, rounding):
-    @settings(max_examples=12, deadline=None)
+def test_bits_are_those_of_eager_torch_for_any_leaves(apart, rounding, examples):
+    @settings(max_examples=examples, deadline=None)
     @given(st.data())
     def holds(data):
         # Sizes around a line of 16 bytes and a block of 1024.
@@ -59,7 +60,7 @@ def test_bits_are_those_of_eager_torch_for_any_leaves(apart, rounding):
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("param", [BF16, F16, F32])
+@pytest.mark.parametrize("param", [BF16, *(pytest.param(x, marks=pytest.mark.slow) for x in (F16, F32))])
 def test_full_chunks_have_the_same_bits_as_ends(apart, rounding, param):
     """Two chunks of 16384 elements with 16-byte accesses, and an end."""
     leaves = [(2 * 16384 + 5, (param, BF16, BF16, BF16), 1, 0), (3, (param, BF16, BF16, BF16), 2, 1)]

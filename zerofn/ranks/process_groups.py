@@ -287,8 +287,8 @@ class Closed:
     """Replaces the process group of a closed group: any use of it raises."""
 
     def __getattr__(self, name: str) -> Any:
-        why = "opt.detach() has closed it"
-        raise RuntimeError(explain("a channel between ranks was used after that", why, "opt = zf.attach(model, tx)"))
+        wrong = "a channel between ranks was used after opt.detach()"
+        raise RuntimeError(explain(wrong, "detach closes the channels of its model", "opt = zf.attach(model, tx)"))
 
 
 def close_all() -> None:
