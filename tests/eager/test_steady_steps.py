@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from time_limits import limit
 from torch import nn
 
 import zerofn as zf
@@ -56,6 +57,25 @@ def test_a_steady_step_makes_as_many_calls_for_many_leaves_as_for_few(layers):
         opt.zero_grad()
     assert len(made) <= 42, made
     assert len({name.partition(":")[0] for name in made}) <= 14, made
+
+
+def closing_step():
+    """The functions of the package that the step at the end of a window runs at ZeRO-1."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tx = zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.clip_by_global_norm(1.0), zf.adamw(1e-3))
+    opt = zf.attach(model, tx)
+    for _ in range(8):
+        model(torch.ones(2, 4)).sum().backward()
+        made = calls_of(opt.step)
+        opt.zero_grad()
+    assert bool(opt.metrics["updated"])
+    return made
+
+
+def test_a_closing_step_at_zero_1_stays_as_short_as_it_is():
+    for made in zf.launch(closing_step, 2, timeout=limit()):
+        assert len(made) <= 182, made
+        assert len({name.partition(":")[0] for name in made}) <= 32, made
 
 
 def wrong_from(first, every):

@@ -560,7 +560,7 @@ class Attachment:
             self.home.gradients.used()
         if window.holds:
             self._forget(grads)
-        if self.fully_sharded is None:
+        elif self.fully_sharded is None:
             self.spent.note(grads)
         if closes and not bool(metrics["skipped"]):
             window.averaged = None

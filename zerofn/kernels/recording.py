@@ -44,7 +44,7 @@ def recorded(values: Iterable[Any] = ()) -> bool:
     """
     if torch.compiler.is_compiling() or innermost_transform() is not None or forward_level() != NO_LEVEL:
         return True
-    return bool(values) and _requires_grad(values)
+    return torch.is_grad_enabled() and _requires_grad(values)
 
 
 def differentiated(*values: Any) -> bool:
@@ -54,20 +54,22 @@ def differentiated(*values: Any) -> bool:
         >>> differentiated(torch.ones(2)), differentiated(torch.ones(2, requires_grad=True))
         (False, True)
     """
-    return differentiating() or _requires_grad(values)
+    return differentiating() or (torch.is_grad_enabled() and _requires_grad(values))
 
 
 def _requires_grad(values: Iterable[Any]) -> bool:
-    if torch.is_grad_enabled():
-        for x in values:
-            if isinstance(x, Tensor) and x.requires_grad:
-                return True
+    # A loop: a generator would be entered for each value.
+    for x in values:  # noqa: SIM110
+        if isinstance(x, Tensor) and x.requires_grad:
+            return True
     return False
 
 
 def only_compiled(values: Iterable[Any]) -> bool:
     """Whether the compiler traces and nothing else records: then a kernel may be called as a custom operator."""
-    return torch.compiler.is_compiling() and not functorch_active() and not _requires_grad(values)
+    if not torch.compiler.is_compiling() or functorch_active():
+        return False
+    return not torch.is_grad_enabled() or not _requires_grad(values)
 
 
 def numbers_alone(values: Iterable[Any] = ()) -> bool:
