@@ -127,7 +127,7 @@ class _Window:
         seen = {}
         for path, before in state["seen"].items():
             # Setting `seen` to false closes the window, so the buffer need not be zeroed.
-            seen[path] = _reset(_true(before, begun[path]) if path in grads else before, due)
+            seen[path] = _seen(before, path in grads and begun[path] is not True, due)
         return (out if closes else grads), {"sum": sums, "seen": seen}
 
 
@@ -150,8 +150,9 @@ def _weighed(g: Tensor, weight: Any) -> Tensor:
     return times(where(weight != 0, g, lambda: torch.zeros_like(g)), weight)
 
 
-def _true(x: Tensor, already: Any) -> Tensor:
-    return where(already, x, lambda: torch.ones_like(x))
+def _seen(before: Tensor, new: bool, due: Any) -> Tensor:
+    """Whether the window that is open after this step has a gradient of a leaf; `new` if this step has brought one."""
+    return where(due, lambda: torch.zeros_like(before), lambda: torch.ones_like(before) if new else before)
 
 
 def _reset(x: Tensor, due: Any) -> Tensor:
