@@ -16,6 +16,7 @@ WAITS: dict[str, tuple[int, str]] = {
     "scale, clip, low precision": (1, "counts of updates are the host's, so it must know whether this step counts"),
     "scale, overflow": (1, "as above; and the first leaf that overflowed is found"),
     "skip nonfinite": (1, "as above"),
+    "clip over pipelines": (1, "what a function of the user's returns is checked before it is used"),
     "offload": (1, "copies to the host are waited for at the end of the step"),
     "offload, low precision": (1, "as above"),
 }
@@ -42,6 +43,12 @@ LAUNCHES: dict[str, int | tuple[int, int]] = {
     "muon, adamw": (146, 60),
     "adamw, ema": (16, 14),
     "accumulate, adamw": 3,
+    "accumulate, weighted": (21, 14),
+    "clip over pipelines": (29, 20),
+    "partition": (22, 16),
+    "watch": (907, 20),
+    # torchopt's own operations.
+    "guest": 2967,
     "masked": (18, 16),
     "skip nonfinite": (23, 16),
     "offload": (13, 10),

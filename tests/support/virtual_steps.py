@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torchopt
 import virtual_cuda
 from torch import Tensor, nn
 from virtual_cuda import LOG, Row
@@ -92,6 +93,16 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
     "muon, adamw": muon_for_matrices,
     "adamw, ema": lambda: zf.chain(zf.adamw(1e-3), zf.ema(0.99)),
     "accumulate, adamw": lambda: zf.chain(zf.accumulate(4), zf.adamw(1e-3)),
+    "accumulate, weighted": lambda: zf.chain(zf.accumulate(1, weighted=True), zf.adamw(1e-3)),
+    "clip over pipelines": lambda: zf.chain(
+        zf.clip_by_global_norm(1.0, over=lambda squares: squares + 1.0), zf.adamw(1e-3)
+    ),
+    "partition": lambda: zf.partition(
+        {"a": zf.adamw(1e-3), "b": zf.chain(zf.clip_by_value(0.01), zf.sgd(1e-3, momentum=0.9))},
+        lambda path: "a" if path < "p005" else "b",
+    ),
+    "watch": lambda: zf.chain(zf.adamw(1e-3), zf.watch(lambda old, new: {"moved": (new - old).square().sum()})),
+    "guest": lambda: zf.chain(zf.guest(torchopt.adam(lr=1e-2))),
     "masked": lambda: zf.chain(zf.masked(zf.clip_by_value(0.01), lambda path: path > "p005"), zf.adamw(1e-3)),
     "skip nonfinite": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-3)),
     "offload": lambda: zf.offload(zf.adamw(1e-3)),
@@ -110,7 +121,7 @@ def attached(pipeline: str, leaves: int = 10, steps: int = 3, **how: Any) -> lis
         with LOG() as rows:
             loss = model(x.to(next(model.parameters()).dtype)).float()
             loss.backward()
-            opt.step()
+            opt.step(**({"weight": 3.0} if "weighted" in pipeline else {}))
             opt.zero_grad()
         found = rows
     return _own(found)
@@ -130,7 +141,7 @@ def pure(pipeline: str, leaves: int = 10, steps: int = 3, donate: bool = True) -
     found: list[Row] = []
     for _ in range(steps):
         with LOG() as rows:
-            state, _ = step(state, x)
+            state, _ = step(state, x, **({"weight": 3.0} if "weighted" in pipeline else {}))
         found = rows
     return _own(found)
 
@@ -182,7 +193,7 @@ def _trained(pipeline: str, device: str) -> dict[str, Tensor]:
     opt = zf.attach(model, PIPELINES[pipeline]())
     for x in torch.randn(3):
         model(x.to(device).to(model.p000.dtype)).float().backward()
-        opt.step()
+        opt.step(**({"weight": 3.0} if "weighted" in pipeline else {}))
         opt.zero_grad()
     stray = [p for p, x in opt.state.params.items() if x.device.type != device]
     assert not stray, f"parameters that are on another device: {stray}"
@@ -200,7 +211,8 @@ def compare(pipeline: str) -> list[str]:
     """What differs from the same steps on the CPU."""
     here, there = _trained(pipeline, "cpu"), _trained(pipeline, "cuda")
     assert here.keys() == there.keys()
-    if "clip, " in pipeline or "muon" in pipeline:
+    if any(part in pipeline for part in ("clip, ", "clip over", "muon")):
+        # Sums of squares are added in another order.
         return [p for p in here if not torch.allclose(here[p].float(), there[p].float(), rtol=1e-2, atol=1e-5)]
     return [p for p in here if not torch.equal(here[p], there[p])]
 

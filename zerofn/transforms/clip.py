@@ -97,9 +97,12 @@ def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context
     total = total.to(squares)
     # A maximum over ranks may drop NaN, so NaN and infinity are sent as -1, which no sum of squares is.
     here = torch.where(torch.isfinite(total.detach()), total.detach(), -1.0)
-    ctx.agreed(here, lambda most: _other_sums(float(here), float(most)))
     # The tolerance: rounding to fp32 may lose 2**-24 of the sum.
     least = squares.detach() * (1 - 1e-6)
+    if not here.is_cpu and not ctx.recorded:
+        # Read in one copy, not one by one.
+        here, least = torch.stack([here, least]).cpu().unbind()
+    ctx.agreed(here, lambda most: _other_sums(float(here), float(most)))
     ctx.check(here, lambda x: not 0 <= x < least, lambda: _no_sum(squares, f"{float(here):g}"))
     return total
 
