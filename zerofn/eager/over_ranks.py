@@ -49,7 +49,9 @@ def _units(home: ResidentParams, accept: Callable[[Leaf, Tensor], None]) -> tupl
     wire = wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
     units, blocks = split(home.model, pipe.layout.leaves, home.params)
     plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
-    return Units(plans, pipe, home.params, channels.wanted, home.scale, accept), blocks
+    # An update in backward takes the gradient that is there.
+    alone = home.in_backward is not None
+    return Units(plans, pipe, home.params, channels.wanted, home.scale, accept, sums_by_themselves=alone), blocks
 
 
 def _moved(home: ResidentParams, path: str) -> None:

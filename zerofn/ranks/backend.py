@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.functorch import beneath_functorch, makes_proxies
+from .._compat.process_groups import begun_on, open_groups
 from .._errors import explain
 from .._profiler_ranges import WAIT, ranged
 from .group import Group
@@ -196,6 +197,11 @@ def available() -> list[str]:
     """The backends that this torch was built with."""
     asked = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
     return [name for name, there in asked.items() if there()]
+
+
+def collectives_begun(but: Sequence[Any] = ()) -> int:
+    """How many collectives this rank has begun on all process groups, whoever made them, but on those given."""
+    return sum(begun_on(pg) for pg in open_groups(dist.distributed_c10d) if pg not in but)
 
 
 def barrier(group: Group) -> None:

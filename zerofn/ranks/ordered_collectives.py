@@ -1,16 +1,28 @@
 """Runs collectives in one order on all ranks, though each rank asks for them in the order of its own graph.
 
 With parameters that are gathered on use, collectives begin inside forward and backward, where each rank follows its own
-graph. Before each collective the ranks exchange which one they ask for. Mostly it is the same one. If not, all ranks
-join each collective that any of them asks for: an all-gather needs this rank's shard even if this rank does not use the
-result, and this rank adds zeros to a sum of gradients. A rank that has nothing more to ask for waits at a *rest* and
-joins others' collectives, until every rank rests (cf. torch's Join).
+graph. Only a rank's own forward knows which parameters it needs next. This is how ranks agree:
 
-The exchange is one small message per collective. A fixed order is not possible: only a rank's own forward knows which
-parameters it needs next. But with each exchange a rank also sends the collectives that it expects to ask for next. As
-far as all ranks expect the same, they *promise* it: those collectives follow in that order without an exchange. A rank
-that then needs something else joins them all the same, at the latest at its next rest. A promised collective that some
-rank does not use costs its bytes, and after it promises are short again.
+1. Before a collective the ranks *exchange* a message each: which one they ask for. All ranks run each one that any of
+   them asks for. A rank *joins* those that it has not asked for: an all-gather needs its shard even if it does not use
+   the result, and it adds zeros to a sum of gradients.
+2. A rank that has nothing more to ask for *rests*, after a call of the model, after a backward, and at a step. It joins
+   what others ask for, until every rank rests (cf. torch's Join).
+3. A rank mostly does what it did the last time. So it remembers what it asked for from the first collective of a
+   forward to the end of its backward, a *pass*. With a message it sends a digest of what followed it the last time.
+   If the digests of all ranks are equal, all of that is *promised*: it is run in this order without another message.
+   A rank that now needs something else joins what is promised first, and then asks.
+4. A promise ends at the next rest, which is a message. But a rank that has done the same in several passes *trusts*.
+   If all ranks do, the rests of the pass are promised too: nobody waits there. So a micro-step has two messages at any
+   depth: at the first collective of forward, and at the step.
+
+A rest without a message has a price. A rank may ask for more than was promised while the others have passed the rest.
+It then waits for them until their step. If they wait for it in a collective of the user's, none goes on. So a rest
+stays a message for good once collectives of others were seen between it and what followed.
+
+A promised collective that no rank uses costs its bytes. A rank that joins a sum with zeros may add to it later: the sum
+is complete at the next rest with a message, at the latest at the step. Where a sum is used before (`in_backward`),
+sums are not promised: each is exchanged.
 
 A rank cannot join a collective that needs its shard of a tensor of the user's. Such a collective is a *meeting*: a rank
 joins others' collectives until all ranks have come to the same meeting. If one never will, all get an error.
@@ -18,10 +30,10 @@ joins others' collectives until all ranks have come to the same meeting. If one 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -30,19 +42,112 @@ from .._errors import explain
 from .collectives import all_gather_into
 from .group import Group
 
-# A kind of collective, and the unit whose parameters or gradients it moves.
+# A kind of collective, which is a positive number, and the unit whose parameters or gradients it moves.
 Asked = tuple[int, int]
-# In place of a kind: this rank rests (with the place in place of a unit), or has come to a meeting (with its number).
-REST, MEET = 0, -2
-# Fills the rest of a message.
+# In place of a kind: this rank rests (with the place in place of a unit), has come to a meeting (with its number), or
+# goes on with a unit that needs no collective now.
+REST, MEET, AGAIN = 0, -2, -3
+# Where a rank rests: between two calls of the model, after a backward, or at a step.
+CALL, BACKWARD, STEP = 0, 1, 2
+# In place of a digest where a rank expects nothing, or does not trust; and at the end of a message.
 NOTHING = -1
-# How many collectives are promised at most, and how many numbers a rank may send in their place at a rest.
-MOST_PROMISED = 8
-NUMBERS = 2 * MOST_PROMISED
-# How many numbers one message has.
-WIDTH = 2 + NUMBERS
-# Where a rank rests: between two calls of the model, or at a step.
-CALL, STEP = 0, 1
+# How many numbers a rank may send at a rest, and how many one message has.
+NUMBERS = 16
+WIDTH = 4 + NUMBERS
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Habits` remembers what this rank asks for in a pass, and what it asked for the last time after the same start.
+
+
+# How many passes are remembered, and how long each may be.
+MOST_PASSES, LONGEST = 16, 1 << 13
+# How often in a row a pass must have been the same, with nothing to join, until this rank trusts it.
+TRUSTED = 2
+
+
+class Pass(NamedTuple):
+    """What followed the start of a pass the last time, and how often the same had followed before."""
+
+    followed: tuple[Asked, ...]
+    times: int
+
+
+NEVER = Pass((), -1)
+
+
+class Habits:
+    """What this rank has asked for, and what it expects.
+
+    Args:
+        by_itself: whether a collective of this kind is exchanged each time.
+        kind_of_pass: tells passes apart that begin with the same collective, and go on in different ways.
+
+    Attributes:
+        ahead: what this rank expects to ask for next, to the end of the pass.
+        joined: whether this rank has joined a collective in this pass that it had not asked for.
+        loud: the places where a rest is a message in any case.
+    """
+
+    def __init__(self, by_itself: Callable[[int], bool], kind_of_pass: Callable[[], Hashable]):
+        self.by_itself, self.kind_of_pass = by_itself, kind_of_pass
+        self.known: OrderedDict[Hashable, Pass] = OrderedDict()
+        # The first collective of the pass, and its kind; `None` between passes.
+        self.start: Hashable = None
+        self.done: list[Asked] = []
+        self.ahead: deque[Asked] = deque()
+        self.joined = self.trusts = False
+        self.loud: set[int] = set()
+
+    def note(self, asked: Asked) -> None:
+        """Note what this rank asks for, or that it rests or goes on with a unit."""
+        if self.start is None:
+            if asked[0] > REST:
+                # A pass begins with a collective.
+                self.start = asked, self.kind_of_pass()
+                last = self.known.get(self.start, NEVER)
+                self.ahead.extend(last.followed)
+                self.trusts = last.times >= TRUSTED
+            return
+        if len(self.done) <= LONGEST:
+            self.done.append(asked)
+        if asked in self.ahead and (asked[0] != AGAIN or asked == self.ahead[0]):
+            # What lies between is left out this time.
+            while self.ahead.popleft() != asked:
+                pass
+
+    def end(self) -> None:
+        """Remember the pass that ends here."""
+        if self.start is not None and len(self.done) <= LONGEST:
+            last, now = self.known.pop(self.start, NEVER), tuple(self.done)
+            same = last.followed == now and not self.joined
+            self.known[self.start] = Pass(now, last.times + 1 if same else 0)
+            if len(self.known) > MOST_PASSES:
+                self.known.popitem(last=False)
+        self.start, self.joined, self.trusts = None, False, False
+        self.done.clear()
+        self.ahead.clear()
+
+    def promise(self, over_rests: bool) -> list[Asked]:
+        """What this rank can promise: up to the next rest, or over those that need no message."""
+        loud = self.loud if over_rests else (CALL, BACKWARD)
+        said = lambda asked: self.by_itself(asked[0]) or (asked[0] == REST and asked[1] in loud)  # noqa: E731
+        return list(takewhile(lambda asked: not said(asked), self.ahead))
+
+    def digests(self) -> tuple[int, int]:
+        """The digest of what this rank can promise up to the next rest, and of all of it if it trusts."""
+        if not self.ahead:
+            return NOTHING, NOTHING
+        return _digest(self.promise(False)), _digest(self.promise(True)) if self.trusts else NOTHING
+
+
+def _digest(promise: list[Asked]) -> int:
+    # Hashes of numbers are the same in every process.
+    return hash(tuple(promise)) if promise else NOTHING
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Rounds` runs what ranks ask for and what they promise.
 
 
 class Exchanged(NamedTuple):
@@ -52,13 +157,13 @@ class Exchanged(NamedTuple):
         asked: the collectives that any rank asks for, each once, in the same order on every rank.
         resting: by rank that rests, the place and its numbers.
         meeting: by rank that has come to a meeting, its number.
-        expected: the collectives that all ranks expect next.
+        promise: what all ranks do next, behind these.
     """
 
     asked: list[Asked]
     resting: dict[int, list[int]]
     meeting: dict[int, int]
-    expected: list[Asked]
+    promise: Iterable[Asked]
 
 
 class Rounds:
@@ -67,112 +172,164 @@ class Rounds:
     Args:
         control: a group for the exchanges.
         join: `join(kind, unit)` begins a collective that this rank has not asked for. It returns a function that waits.
+        early: `early(kind, unit)` may begin the promised collective that comes next before this rank asks for it, and
+            returns whether it did.
+        in_turn: brings what is promised into the order in which it is run.
+        by_itself: whether a collective of this kind is never promised.
+        kind_of_pass: tells passes apart that begin with the same collective.
+        others: how many collectives were begun that are not of this model.
     """
 
-    def __init__(self, control: Group, join: Callable[[int, int], Callable[[], object]]):
-        self.control, self.join = control, join
+    def __init__(
+        self,
+        control: Group,
+        join: Callable[[int, int], Callable[[], object]],
+        early: Callable[[int, int], bool] = lambda kind, unit: False,
+        in_turn: Callable[[Iterable[Asked]], Iterable[Asked]] = lambda promise: promise,
+        by_itself: Callable[[int], bool] = lambda kind: False,
+        kind_of_pass: Callable[[], Hashable] = lambda: None,
+        others: Callable[[], int] = lambda: 0,
+    ):
+        self.control, self.join, self.early, self.in_turn, self.others = control, join, early, in_turn, others
+        self.habits = Habits(by_itself, kind_of_pass)
         # Whether all ranks asked for the same collective in the last exchange.
         self.together = True
-        # The collectives that all ranks make next, in this order. One that raises before it is sent stays: others wait.
+        # What all ranks do next, in this order. A collective that raises before it is sent stays: others wait for it.
         self.promised: deque[Asked] = deque()
-        # How many collectives this rank promises at most: one more after each exchange in which all asked for the same.
-        self.trust = 1
+        # How often this rank has rested since all were at a step or a meeting, with a message or without.
+        self.rests = 0
+        # Where this rank rested last, and how many collectives of others there had been.
+        self.rested: tuple[int, int] | None = None
         # Whether a second Ctrl-C came while a collective was handed over; the first one is held.
         self.cut = False
 
-    def perform(
-        self,
-        kind: int,
-        unit: int,
-        begin: Callable[[], Callable[[], Any]],
-        ahead: Callable[[int], list[Asked]] = lambda most: [],
-        early: Callable[[Asked, Asked], bool] = lambda now, then: False,
-    ) -> Any:
+    def perform(self, kind: int, unit: int, begin: Callable[[], Callable[[], Any]]) -> Any:
         """Run the collective `(kind, unit)`, and those that other ranks ask for. Return the result of the first.
 
         Args:
             kind: of the collective.
             unit: whose parameters or gradients it moves.
             begin: begins it, and returns a function that waits for it and returns its result.
-            ahead: `ahead(n)` returns the collectives that this rank expects to ask for next, at most `n`.
-            early: `early(now, then)` may begin the promised collective `then` while `now` runs, and returns whether it
-                did.
         """
         mine = (kind, unit)
-        while self.promised:
-            if self.promised[0] == mine:
-                return self._next(begin, early)
-            self.trust = 1
+        self._listen()
+        self.habits.note(mine)
+        while self.promised and self.promised[0] != mine:
             self._join_next()
-        found = self._exchange(kind, unit, [*chain.from_iterable(ahead(self.trust))])
+        if self.promised:
+            return self._run_next(begin, early=True)
+        found = self._exchange(kind, unit)
         self.promised.extend(found.asked)
         self.together = found.asked == [mine] and not found.resting and not found.meeting
         if self.together:
-            self.trust = min(MOST_PROMISED, self.trust + 1)
-            self.promised.extend(found.expected)
-            return self._next(begin, early)
+            self.promised.extend(found.promise)
+            return self._run_next(begin, early=True)
         result: Any = None
         while self.promised:
             if self.promised[0] == mine:
-                result = self._next(begin)
+                result = self._run_next(begin)
             else:
                 self._join_next()
         return result
 
-    def _next(
-        self, begin: Callable[[], Callable[[], Any]], early: Callable[[Asked, Asked], bool] = lambda now, then: False
-    ) -> Any:
+    def go_on(self, asked: Asked) -> None:
+        """Tell that this rank goes on with a unit that needs no collective now: it was begun early, or is here."""
+        self._listen()
+        self.habits.note(asked)
+        if self.promised and self.promised[0] == asked:
+            self.promised.popleft()
+        self._begin_early()
+
+    def _run_next(self, begin: Callable[[], Callable[[], Any]], early: bool = False) -> Any:
         """Run the next promised collective; the one after it may begin before it has ended."""
         try:
             end = begin()
-            now = self.promised.popleft()
-            if self.promised and early(now, self.promised[0]):
-                self.promised.popleft()
+            self.promised.popleft()
+            if early:
+                self._begin_early()
         except KeyboardInterrupt:
             self.cut = True
             raise
         return end()
 
+    def _begin_early(self) -> None:
+        if self.promised and self.early(*self.promised[0]):
+            self.promised.popleft()
+
     def _join_next(self) -> None:
-        """Join the next promised collective, which this rank has not asked for."""
-        self._next(partial(self.join, *self.promised[0]))
+        """Join the next promised collective, which this rank has not asked for; pass a rest, which is none."""
+        kind, unit = self.promised[0]
+        if kind <= REST:
+            self.promised.popleft()
+            return
+        self.habits.joined = True
+        self._run_next(partial(self.join, kind, unit))
 
     def _join_all(self, asked: Sequence[Asked] = ()) -> None:
         """Join the promised collectives and those that others ask for. This rank asks for none of them."""
-        if self.promised:
-            self.trust = 1
         self.promised.extend(asked)
         while self.promised:
             self._join_next()
 
-    def rest(self, place: int = CALL, numbers_of: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
-        """Join others' collectives until no rank asks for more.
+    def rest(
+        self, place: int = CALL, numbers_of: Callable[[], Sequence[int]] = tuple, ends: bool = True
+    ) -> list[list[int]]:
+        """Join others' collectives until no rank asks for more, or until all have promised to rest here.
 
         A rest at a step ends once all ranks rest at a step: a rank between two calls of the model will ask for more
-        before its step. A rest between two calls ends wherever the others rest.
+        before its step. Another rest ends once all ranks have rested as often, wherever that is.
 
         Args:
             place: where this rank rests.
             numbers_of: at most `NUMBERS` numbers to send to the others; joined collectives may change them.
+            ends: whether a pass ends here.
 
         Returns:
             The numbers of each rank, in rank order, if all rest at a step; else an empty list. They cost no message.
         """
-        if self.promised:
-            self._join_all()
+        self._listen()
+        self.habits.note((REST, place))
+        if ends:
+            self.habits.ahead.clear()
+        try:
+            return self._rest(place, numbers_of)
+        finally:
+            if ends:
+                self.habits.end()
+            if place != STEP and place not in self.habits.loud:
+                self.rested = place, self.others()
+
+    def _rest(self, place: int, numbers_of: Callable[[], Sequence[int]]) -> list[list[int]]:
+        self.rests += 1
+        while self.promised:
+            if self.promised[0][0] == REST and place != STEP:
+                self.promised.popleft()
+                return []
+            self._join_next()
         while True:
-            numbers = numbers_of()
-            asked, resting, meeting, _ = self._exchange(REST, place, numbers)
+            numbers = numbers_of() if place == STEP else [self.rests]
+            asked, resting, meeting, promise = self._exchange(REST, place, numbers)
             if asked:
                 self._join_all(asked)
-            elif place == CALL:
-                # All rest, or some have come to a meeting and wait for this rank there.
+            elif place == STEP:
+                if not meeting and min(resting.values())[0] == STEP:
+                    self.rests = 0
+                    return [said[1 : 1 + len(numbers)] for said in resting.values()]
+            elif meeting or all(at == STEP or rests >= self.rests for at, rests, *_ in resting.values()):
+                # Some may have come to a meeting and wait for this rank there.
+                self.promised.extend(promise)
                 return []
-            elif not meeting and min(resting.values())[0] >= place:
-                return [said[1 : 1 + len(numbers)] for said in resting.values()]
+
+    def _listen(self) -> None:
+        """Look whether collectives of others followed the last rest."""
+        if self.rested is not None:
+            place, before = self.rested
+            self.rested = None
+            if self.others() != before:
+                self.habits.loud.add(place)
 
     def meet(self, what: Callable[[], int]) -> str:
-        """Join others' collectives until all ranks have come to the same meeting.
+        """Join others' collectives until all ranks have come to the same meeting. A pass ends there.
 
         Args:
             what: returns the number of this rank's meeting, not negative. It is called before each exchange, since
@@ -181,8 +338,9 @@ class Rounds:
         Returns:
             Where the other ranks are, if one of them will not come; else an empty string. All that came get the same.
         """
-        if self.promised:
-            self._join_all()
+        self._listen()
+        self.habits.end()
+        self._join_all()
         while True:
             mine = what()
             asked, resting, meeting, _ = self._exchange(MEET, mine)
@@ -195,13 +353,14 @@ class Rounds:
             if at_step:
                 return f"ranks {sorted(meeting)} ask for it, and ranks {at_step} are at opt.step()"
             if not resting:
+                self.rests = 0
                 return ""
 
-    def _exchange(self, kind: int, unit: int, more: Sequence[int] = ()) -> Exchanged:
-        """Exchange the ranks' requests. `more` are the collectives that this one expects next, or a rest's numbers."""
+    def _exchange(self, kind: int, unit: int, numbers: Sequence[int] = ()) -> Exchanged:
+        """Exchange the ranks' requests, with digests of what each expects next, and numbers at a rest."""
         if self.cut:
             raise cut_short()
-        mine = [kind, unit, *more]
+        mine = [kind, unit, *self.habits.digests(), *numbers]
         sent = torch.tensor(mine + [NOTHING] * (WIDTH - len(mine)), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(WIDTH * self.control.size)
         try:
@@ -210,19 +369,17 @@ class Rounds:
             self.cut = True
             raise
         rows = every.reshape(-1, WIDTH).tolist()
-        if rows.count(rows[0]) == len(rows):
-            # Nearly always: all ask for and expect the same, or all rest or meet.
-            said: list[int] = rows[0][1:]
-            if kind == REST:
-                return Exchanged([], dict.fromkeys(range(len(rows)), said), {}, [])
-            if kind == MEET:
-                return Exchanged([], {}, dict.fromkeys(range(len(rows)), unit), [])
-            return Exchanged([(kind, unit)], {}, {}, list(zip(more[::2], more[1::2], strict=True)))
+        promise: Iterable[Asked] = ()
+        if all(row[0] == kind and (row[1] == unit or kind == REST) and row[4] == rows[0][4] for row in rows):
+            _, _, *digests = zip(*(row[:4] for row in rows), strict=True)
+            equal = [said[0] != NOTHING and len(set(said)) == 1 for said in digests]
+            if any(equal):
+                promise = self.in_turn(self.habits.promise(over_rests=equal[1]))
         return Exchanged(
             sorted({(k, u) for k, u, *_ in rows if k > REST}),
-            {i: row[1:] for i, row in enumerate(rows) if row[0] == REST},
+            {i: [row[1], *row[4:]] for i, row in enumerate(rows) if row[0] == REST},
             {i: u for i, (k, u, *_) in enumerate(rows) if k == MEET},
-            _common(rows),
+            promise,
         )
 
 
@@ -232,14 +389,3 @@ def cut_short() -> RuntimeError:
     why = "this rank and the others no longer know which one comes next; the first Ctrl-C waits until all have it"
     right = "the ranks started anew, and zf.load(directory, like=opt) to go on from what was saved"
     return RuntimeError(explain(wrong, why, right))
-
-
-def _common(rows: list[list[int]]) -> list[Asked]:
-    """The collectives that all ranks expect next, up to where one expects something else or nothing."""
-    found: list[Asked] = []
-    for i in range(2, 2 + NUMBERS, 2):
-        first = rows[0][i], rows[0][i + 1]
-        if first[0] == NOTHING or any((row[i], row[i + 1]) != first for row in rows):
-            break
-        found.append(first)
-    return found

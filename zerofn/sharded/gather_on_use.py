@@ -37,9 +37,10 @@ from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..core.returned_values import check_dense
 from ..core.view import untracked
+from ..ranks.backend import collectives_begun
 from ..ranks.dtensor import Form, is_distributed
 from ..ranks.group import Group
-from ..ranks.ordered_collectives import CALL, STEP, Asked, Rounds
+from ..ranks.ordered_collectives import AGAIN, BACKWARD, CALL, STEP, Asked, Rounds
 from .forward_writes import ForwardWrites, StorageRef, WriteBack
 from .lazy_tensor import Lazy
 from .units import UnitCollectives, UnitPlans
@@ -197,18 +198,34 @@ def updating(gathered: GatheredUnits, places: Collection[tuple[int, int]]) -> It
 # ----------------------------------------------------------------------------------------------------------------------
 # `UnitRounds` runs the collectives of units in an order that all ranks agree on, and prefetches the next unit.
 #
-# Before a collective each rank tells the others which one it wants, and joins those that they want
-# (`ranks.ordered_collectives`). A model mostly needs the same units in the same order as the last time, so the next
-# unit is gathered while the last one computes (prefetch).
+# A model mostly needs the same units in the same order as the last time, so ranks promise each other that order
+# (`ranks.ordered_collectives`), and the next unit is gathered while the last one computes (prefetch).
 
 
 # Kinds of collective: all-gathers of parameters, reduce-scatters of gradients, and all-gathers of cotangents of
 # gradients (second derivatives).
 PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
-# In the place of what came before the first collective of a call or of a backward.
-START: Asked = (0, 0)
+# Kinds of pass: one that begins in backward, and others by whether a graph is recorded.
+UNRECORDED, RECORDED, IN_BACKWARD = 0, 1, 2
 # Up to which number of reduce-scatters ranks tell each other where they meet.
 COUNTED = 1 << 20
+
+
+def gathers_first(promise: Iterable[Asked]) -> list[Asked]:
+    """Each all-gather of parameters before the reduce-scatters right in front of it: it runs while backward computes.
+
+    >>> gathers_first([(PARAMETERS, 3), (GRADIENTS, 3), (PARAMETERS, 2), (GRADIENTS, 2), (PARAMETERS, 1)])
+    [(1, 3), (1, 2), (2, 3), (1, 1), (2, 2)]
+    """
+    found: list[Asked] = []
+    sums: list[Asked] = []
+    for asked in promise:
+        if asked[0] == GRADIENTS:
+            sums.append(asked)
+            continue
+        found += [asked, *sums] if asked[0] == PARAMETERS else [*sums, asked]
+        sums = []
+    return found + sums
 
 
 class UnitRounds:
@@ -220,6 +237,8 @@ class UnitRounds:
         gathered: which units have full parameters here.
         accept: takes a shard's gradient from a reduce-scatter that only other ranks wanted.
         prefetch: whether the unit that is expected next is gathered before it is used.
+        sums_by_themselves: whether ranks agree on each reduce-scatter alone. A leaf that is updated within backward
+            must know whether other ranks contribute to its gradient later.
 
     Attributes:
         partial: paths of leaves to whose gradient of this step other ranks may still add.
@@ -227,7 +246,10 @@ class UnitRounds:
             numbers, one rank has cleared its shard of a sum and the others have not.
         unfinished: backwards since the last step that have not ended, by autograd's number.
         lock: held by the thread that sends, or that changes which units are gathered. With several threads,
-            collectives come in the order in which threads ask, and the exchange before each makes ranks agree on it.
+            collectives come in the order in which threads ask, and ranks agree on it.
+        recorded: whether the model's last use of a parameter was recorded.
+        current: the unit that was used last.
+        gathering: whether a gather is under way whose result is not among the gathered units.
     """
 
     def __init__(
@@ -237,22 +259,31 @@ class UnitRounds:
         gathered: GatheredUnits,
         accept: Callable[[Leaf, Tensor], None],
         prefetch: bool,
+        sums_by_themselves: bool,
     ):
         self.collectives, self.gathered, self.accept, self.prefetch = collectives, gathered, accept, prefetch
         self.units = collectives.plans.units
         # Weak: a cycle would keep the shards of a dropped state until the garbage collector runs.
         this = weakref.ref(self)
-        self.protocol = Rounds(control, lambda kind, i: this()._join(kind, i))  # type: ignore[union-attr]
+        # Groups: a closed one has no process group any more.
+        ours = control, collectives.wire.group
+        self.protocol = Rounds(
+            control,
+            lambda kind, i: this()._join(kind, i),  # type: ignore[union-attr]
+            lambda kind, i: this()._begin_early(kind, i),  # type: ignore[union-attr]
+            gathers_first,
+            lambda kind: sums_by_themselves and kind == GRADIENTS,
+            lambda: this()._kind_of_pass(),  # type: ignore[union-attr]
+            lambda: collectives_begun([group.pg for group in ours]),
+        )
         self.partial: set[str] = set()
         self.kept = 0
         self.lock = threading.RLock()
         self.unfinished: set[int] = set()
         # Gradients that are taken once no other backward is under way here: in its thread it may add to the same ones.
         self.late: list[tuple[Leaf, Tensor]] = []
-        # What followed each pair of collectives the last time. Of pairs, since between any two blocks there may be
-        # parameters that all blocks share.
-        self.followers: dict[tuple[Asked, Asked], Asked] = {}
-        self.last_two = (START, START)
+        self.recorded = self.gathering = False
+        self.current = -1
 
     def perform(self, kind: int, i: int, tensors: tuple[Tensor | None, ...] = ()) -> list[Any]:
         """Run a collective of a unit, and those that other ranks want before it.
@@ -269,24 +300,39 @@ class UnitRounds:
         begin = partial(self.collectives.begin_scatter if kind == GRADIENTS else self._gather, i, tensors)
         # Ctrl-C waits: one between two lines of the protocol would leave this rank at another place of it.
         with interrupts_held(), self.lock:
-            if self.prefetch:
-                self.followers[self.last_two] = (kind, i)
-                self.last_two = (self.last_two[1], (kind, i))
-                found = self.protocol.perform(kind, i, begin, self._expected, self._begin_next)
-            else:
+            if kind == PARAMETERS:
+                self.current, self.gathering = i, True
+                # One that was prefetched and passed over is not expected any more.
+                self.gathered.finish_prefetched()
+            try:
                 found = self.protocol.perform(kind, i, begin)
+            finally:
+                self.gathering = False
             if kind == GRADIENTS:
                 self.kept += 1
                 if not self.protocol.together:
                     self.partial.update(leaf.path for leaf in self.units[i])
             return found
 
-    def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple) -> list[list[int]]:
+    def go_on(self, i: int, prefetched: bool = False) -> None:
+        """Tell that a unit is used that was prefetched, or that is here; the next one may be prefetched then."""
+        if i == self.current and not prefetched:
+            return
+        self.current = i
+        if self.prefetch:
+            with interrupts_held(), self.lock:
+                self.protocol.go_on((PARAMETERS if prefetched else AGAIN, i))
+
+    def _kind_of_pass(self) -> tuple[int, ...]:
+        """Where a pass begins, and which units need no collective then."""
+        mode = IN_BACKWARD if in_backward() else RECORDED if self.recorded else UNRECORDED
+        return mode, *self.gathered.live
+
+    def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple, ends: bool = True) -> list[list[int]]:
         """This rank has nothing more to send: join others' collectives until every rank waits here (`Rounds.rest`)."""
         with interrupts_held(), self.lock:
-            self.followers.pop(self.last_two, None)
-            self.last_two = (START, START)
-            return self.protocol.rest(place, told)
+            self.current = -1
+            return self.protocol.rest(place, told, ends)
 
     def meet(self, what: str) -> str:
         """Wait until all ranks have come to the same line; see `Rounds.meet`."""
@@ -295,32 +341,18 @@ class UnitRounds:
         with interrupts_held(), self.lock:
             return self.protocol.meet(lambda: number * COUNTED + self.kept % COUNTED)
 
-    def _expected(self, most: int) -> list[Asked]:
-        """The all-gathers of parameters that followed this point the last time, at most `most` of them.
-
-        Reduce-scatters are left out. Each is agreed on by itself: ranks must know whether others contribute to that
-        gradient too. A rank that joins with zeros and contributes later would change the order of the sum.
-        """
-        found: list[Asked] = []
-        two = self.last_two
-        while len(found) < most and (then := self.followers.get(two, START))[0] == PARAMETERS:
-            found.append(then)
-            two = (two[1], then)
-        return found
-
-    def _begin_next(self, now: Asked, then: Asked) -> bool:
-        """Begin the all-gather `then` while the collective `now` is running. Return whether it was begun."""
-        kind, i = then
-        # Not while the unit's gradients are on their way: with `in_backward` they update it before it is gathered.
-        if kind != PARAMETERS or i == now[1] or i in self.gathered:
+    def _begin_early(self, kind: int, i: int) -> bool:
+        """Begin an all-gather of parameters before they are used. Return whether it was begun."""
+        if not self.prefetch or kind != PARAMETERS or i in self.gathered or self.gathered.coming:
             return False
-        # One that was prefetched and passed over is not expected any more.
-        self.gathered.finish_prefetched()
-        # At most two units are full: the one that comes, and one gathered now. What computes has its own tensors.
-        self.gathered.drop(ALIVE - 1 - (now[0] == PARAMETERS))
-        self.gathered.coming[i] = self._gather(i)
-        self.last_two = (self.last_two[1], then)
+        self._prefetch(i)
         return True
+
+    def _prefetch(self, i: int) -> None:
+        # At most two units are full: the one that comes, and one gathered now. What computes has its own tensors.
+        self.gathered.drop(ALIVE - 1 - self.gathering)
+        with outside_inference_mode(), torch.no_grad():
+            self.gathered.coming[i] = self._gather(i)
 
     def _join(self, kind: int, i: int) -> Callable[[], object]:
         """Begin a collective that only other ranks want. Return a function that waits for it."""
@@ -329,6 +361,9 @@ class UnitRounds:
             if kind == GRADIENTS:
                 return partial(self._accept, i, self.collectives.begin_scatter(i, nothing))
             if kind == PARAMETERS:
+                if self._begin_early(kind, i):
+                    # What others use now this rank mostly uses soon.
+                    return lambda: None
                 self.gathered.drop(ALIVE - 1)
             return self._gather(i, nothing if kind == TANGENTS else ())
 
@@ -391,7 +426,8 @@ class Rests:
     def after_call(self) -> None:
         """Join after a call of the model: other ranks may still be in theirs."""
         if not in_backward():
-            self.rounds.rest()
+            # A backward follows a call that was recorded.
+            self.rounds.rest(CALL, ends=not torch.is_grad_enabled())
             self.write_back.check()
 
     @uncompiled
@@ -407,7 +443,7 @@ class Rests:
             if not after_this_node(self.after_backward):
                 # A checkpoint repeats forward, and what forward writes.
                 self.gathered.store_all_writes()
-                self.rounds.rest()
+                self.rounds.rest(BACKWARD, ends=not self.rounds.unfinished)
                 if self.rounds.late and not self.rounds.unfinished:
                     self.rounds.accept_late()
                 self.write_back.check()
@@ -441,7 +477,7 @@ class Rests:
         """
         if self.rounds.unfinished:
             self.rounds.unfinished.clear()
-            self.rounds.rest()
+            self.rounds.rest(BACKWARD)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -466,6 +502,7 @@ class Units:
         scale: the current loss scale.
         accept: takes a shard's gradient from a reduce-scatter that only other ranks wanted.
         prefetch: whether the unit that is expected next is gathered before it is used.
+        sums_by_themselves: whether ranks agree on each reduce-scatter alone.
 
     Attributes:
         suspended: inside `opt.gathered()`: the model's parameters are full ones and are used as they are.
@@ -481,6 +518,7 @@ class Units:
         scale: Callable[[], Tensor | None],
         accept: Callable[[Leaf, Tensor], None],
         prefetch: bool = True,
+        sums_by_themselves: bool = False,
     ):
         self.plans, self.units, self.blocks = plans, plans.units, plans.blocks
         self.collectives = UnitCollectives(plans, params, scale)
@@ -490,7 +528,7 @@ class Units:
         self.gathered = GatheredUnits(self.units, self.blocks, params, self.forward_writes)
         # By unit and place in it: how often a parameter has changed.
         self.age = self.gathered.age
-        self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, prefetch)
+        self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, prefetch, sums_by_themselves)
         self.rests = Rests(self.rounds, self.gathered, write_back)
         self.suspended = self.left = False
 
@@ -507,6 +545,7 @@ class Units:
                 return self.look(path, keep)
         gathered = self.gathered
         with self.rounds.lock:
+            self.rounds.recorded = torch.is_grad_enabled()
             found = gathered.seen.get(i) if keep else None
             if found is None:
                 # The same tensor in every mode, as a parameter is.
@@ -517,6 +556,7 @@ class Units:
                     gathered.seen[i] = found
             elif i in gathered.live:
                 gathered.live.move_to_end(i)
+                self.rounds.go_on(i)
             return found[j]
 
     def gather_alone(self, path: str) -> Tensor:
@@ -526,12 +566,15 @@ class Units:
     def parameters(self, i: int) -> list[Tensor]:
         """The unit's full parameters in the compute dtype, gathered now if they are not here."""
         with self.rounds.lock:
+            prefetched = i in self.gathered.coming
             found = self.gathered.get(i)
             if found is None:
                 self.gathered.drop(ALIVE - 1)
                 with self._sending():
                     found = self.rounds.perform(PARAMETERS, i)
                 self.gathered.put(i, found)
+            else:
+                self.rounds.go_on(i, prefetched)
             return found
 
     def parameter(self, i: int, j: int, age: int) -> Tensor:
@@ -553,7 +596,9 @@ class Units:
                 return self.parameters(i)[j]
             # Its age told of writes into this one; writes into its neighbours are found where those are used.
             self.gathered.live.move_to_end(i)
-            return self.gathered.live[i][j]
+            found = self.gathered.live[i][j]
+            self.rounds.go_on(i)
+            return found
 
     def lazies(self, i: int) -> list[Lazy]:
         """The unit's full parameters as tensors that are gathered when something is computed with them."""
