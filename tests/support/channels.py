@@ -21,7 +21,7 @@ class Channels:
         self.next = 0
         zerofn.eager.resident_params.agree_on_start = lambda *given: None
         self.open = zerofn.eager.channels.channels
-        zerofn.eager.channels.channels = lambda joining: [self.take(groups) for groups in joining]
+        zerofn.eager.channels.channels = lambda joining, numbers=0: [self.take(groups) for groups in joining]
 
     def take(self, groups: Any) -> Any:
         """The next channel. All groups here join all ranks."""
