@@ -8,7 +8,6 @@ operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -347,14 +346,14 @@ def _factor(x: Any) -> Any:
 # Which leaves are computed together.
 
 
-_IS_CUDA = attrgetter("is_cuda")
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
     """Whether operations on lists pay: more than one leaf, on a GPU, and nothing records."""
     tensors = [x for column in columns for x in column if isinstance(x, Tensor)]
-    if len(columns[0]) < 2 or not all(map(_IS_CUDA, tensors)) or not set(map(type, tensors)) <= _PLAIN:
+    # No attrgetter: the compiler traces this.
+    if len(columns[0]) < 2 or not all(t.is_cuda for t in tensors) or not set(map(type, tensors)) <= _PLAIN:
         return False
     return not recorded(tensors) and not (functorch_active() and any(map(is_wrapped, tensors)))
 
