@@ -236,7 +236,8 @@ class Rounds:
         """Tell that this rank goes on with a unit that needs no collective now: it was begun early, or is here."""
         self._listen()
         self.habits.note(asked)
-        if self.promised and self.promised[0] == asked:
+        if asked[0] == AGAIN and self.promised and self.promised[0] == asked:
+            # A collective stays, even if this rank has its result from before: others wait for it.
             self.promised.popleft()
         self._begin_early()
 
