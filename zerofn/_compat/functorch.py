@@ -100,6 +100,23 @@ def begins_uncompiled(fn: Fn) -> Fn:
     return fn
 
 
+@begins_uncompiled
+def whole_graph_wanted() -> bool:
+    """Whether what is called here is about to be compiled by `torch.compile(..., fullgraph=True)`."""
+    return getattr(getattr(makes_graphs(), "_torchdynamo_orig_backend", None), "_one_graph", False)
+
+
+@while_traced
+def whole_graph_traced() -> bool:
+    """The same of the graph that is being traced."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().one_graph
+    except AttributeError:
+        return False  # torch.export traces without that compiler
+
+
 def register_pytree_node(cls: type, flatten, unflatten) -> None:
     """Make `cls` a node of torch's pytrees, which have no public registration."""
     pytree.register_pytree_node(  # type: ignore[attr-defined]

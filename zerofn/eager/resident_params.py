@@ -460,6 +460,11 @@ class ResidentParams:
         install(self.model, self.boundary, {id(p): path for path, p in self.params.items()}, blocks)
         hook_seen_state_dicts(self.model, self.boundary, self.params, self.undo)
 
+    def lie_elsewhere(self) -> None:
+        """Parameters have other memory from now on: what was prepared for compiled calls has the old one."""
+        if self.boundary is not None and self.boundary.compiled is not None:
+            self.boundary.compiled.at.clear()
+
     def scale(self) -> Tensor | None:
         """The current loss scale."""
         return self.pipe.scale_of(self.current.state.transforms)
@@ -562,3 +567,4 @@ def _suspended(home: ResidentParams) -> Iterator[None]:
             x.suspended = False
         if home.units is not None:
             home.units.gathered.drop()
+        home.lie_elsewhere()

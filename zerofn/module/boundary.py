@@ -32,6 +32,7 @@ from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
 from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, multiplied
 from ..ranks.dtensor import Form, is_distributed
+from ..sharded.compiled import CompiledCalls
 from ..sharded.gather_on_use import Units, Walks, outside_inference_mode
 from .crossing import Crossing, Edge, crossing_of
 from .nested_tensors import map_outputs
@@ -347,6 +348,7 @@ class ModelBoundary:
         end_hooks, show_hooks: by id of a module, the id of the hook that ends its calls, and of the hook before the
             user's, which gives these an output that has left the model.
         undo: functions that remove hooks and views, called from the last to the first.
+        compiled: what hooks do in compiled calls; `None` if the same as in others.
     """
 
     def __init__(
@@ -373,6 +375,7 @@ class ModelBoundary:
         self.end_hooks: dict[int, int] = {}
         self.show_hooks: dict[int, int] = {}
         self.undo: list[Callable[[], object]] = []
+        self.compiled: CompiledCalls | None = None
 
     def repeating(self, module: nn.Module | None = None) -> bool:
         """Whether a backward recomputes a part of a call, and not the whole call of `module`.

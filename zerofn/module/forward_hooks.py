@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.autograd import next_sequence_nr, set_grad_mode
-from .._compat.functorch import exports, innermost, is_wrapped, uncompiled
+from .._compat.functorch import (
+    begins_uncompiled,
+    exports,
+    innermost,
+    is_wrapped,
+    uncompiled,
+    whole_graph_traced,
+    whole_graph_wanted,
+)
 from .._compat.tensors import (
     CALL,
     forward_hooks,
@@ -32,6 +40,7 @@ from .._errors import bad_leaves, explain
 from ..core.pipeline import Pipeline
 from ..core.view import is_linear_map
 from ..core.wrapper_names import buffers_in, modules_of
+from ..sharded.compiled import CompiledCalls
 from ..sharded.forward_writes import carried
 from ..sharded.gather_on_use import noting
 from .boundary import ActiveCall, ModelBoundary, Seen, address
@@ -375,8 +384,11 @@ class Hook:
     def __init__(self, fn: Callable[..., Any] | None):
         self.fn = fn
 
-    @uncompiled
     def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+    @uncompiled
+    def run(self, *args: Any) -> Any:
         if self.fn is None:
             return None
         mode = torch.is_grad_enabled()
@@ -414,9 +426,32 @@ class _PreForwardHook(Hook):
         self.boundary = boundary
         self.plain = not recurrent and module is not boundary.model()
         self.block = id(module) in boundary.blocks
+        self.root = module is boundary.model()
+
+    @begins_uncompiled
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        compiled = self.boundary.compiled
+        if compiled is not None and (compiled.open or self.root):
+            if torch.compiler.is_compiling():
+                # A caller of the model is compiled: its hooks are in the graph too.
+                if compiled.open or (whole_graph_traced() and compiled.begins()):
+                    return compiled.begin(module, args, kwargs)
+            elif self.root:
+                # Ctrl-C may have ended the call before.
+                compiled.open = False
+                if whole_graph_wanted() and _uncompiled(compiled.begins):
+                    return _uncompiled(compiled.begin, module, args, kwargs)
+        return self.run(module, args, kwargs)
 
     @uncompiled
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """An attached model whose calls are no whole graph: with a loss scale, tensor parallelism, recurrent layers,
+        views of one's own that change numbers or read a state, inside of opt.gathered(), or before torch 2.13; or a
+        part of an attached model that is compiled by itself.
+
+        write: torch.compile(model) without fullgraph, which ends a graph at each parameter; or precision in place of
+        scale_loss; or torch.compile of the model that was attached
+        """
         if self.plain:
             local, calls = self.boundary.local, self.boundary.calls()
             # Without a hook of the user's nothing of the inside is shown.
@@ -427,7 +462,33 @@ class _PreForwardHook(Hook):
                 if self.block and local.walks is not None:
                     local.walks.begin(module)
                 return None
-        return super().__call__(module, args, kwargs)
+        return super().run(module, args, kwargs)
+
+
+class _EndHook(Hook):
+    """The hook after each call of one module."""
+
+    def __init__(self, boundary: ModelBoundary, end: Callable[..., Any]):
+        super().__init__(functools.partial(end, boundary))
+        self.boundary, self.of_block = boundary, end is _end_block
+
+    @begins_uncompiled
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        compiled = self.boundary.compiled
+        if compiled is not None and compiled.open:
+            if self.of_block == (module is compiled.model):
+                # A module may have both hooks: the model ends with its call, others with their block.
+                return None
+            if torch.compiler.is_compiling():
+                return compiled.end(module, output)
+            return _uncompiled(compiled.end, module, output)
+        return self.run(module, args, output)
+
+
+@uncompiled
+def _uncompiled(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call a function. Python calls the hooks of the compiled module itself, before and behind the graph."""
+    return fn(*args)
 
 
 def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], blocks: list[nn.Module]) -> None:
@@ -440,6 +501,7 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
         blocks: modules whose parameters are gathered together.
     """
     boundary.blocks = {id(m) for m in blocks}
+    boundary.compiled = _compiled_calls(boundary, model, paths)
     hook_containers(boundary)
     for module in model.modules():
         plain = registered(module)[0]
@@ -451,9 +513,20 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
         pre = _PreForwardHook(boundary, module)
         boundary.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
         if id(module) in boundary.blocks:
-            boundary.undo.append(module.register_forward_hook(Hook(functools.partial(_end_block, boundary))).remove)
+            hook = _EndHook(boundary, _end_block)
+            boundary.undo.append(module.register_forward_hook(hook).remove)
     # Before any hook of the user's, which sees outputs in the dtype that they have outside.
     _add_end_hook(boundary, model)
+
+
+def _compiled_calls(boundary: ModelBoundary, model: nn.Module, paths: dict[int, str]) -> CompiledCalls | None:
+    """What hooks do in compiled calls; `None` where such calls are cut into pieces, and run as without a compiler."""
+    pipe, units = boundary.pipe, boundary.units
+    recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
+    unknown = any([v.reads for v in pipe.stages]) or (units is None and boundary.views.inexact)
+    if boundary.scaled or recurrent or boundary.views.forms or not pipe.traceable or unknown:
+        return None
+    return CompiledCalls(pipe, model, paths, units, _buffers_dtype)
 
 
 def _end_block(boundary: ModelBoundary, module: nn.Module, args: tuple, output: Any) -> None:
@@ -471,7 +544,7 @@ def _has_user_hooks(boundary: ModelBoundary, module: nn.Module) -> bool:
 def _add_end_hook(boundary: ModelBoundary, module: nn.Module) -> None:
     handles: list[Any] = []
     boundary.undo.append(lambda: [handle.remove() for handle in handles])
-    handles.append(module.register_forward_hook(Hook(functools.partial(_end_call, boundary)), always_call=True))
+    handles.append(module.register_forward_hook(_EndHook(boundary, _end_call), always_call=True))
     boundary.end_hooks[id(module)] = handles[0].id
 
 

@@ -88,20 +88,23 @@ class UnitPlans:
         """The plan of a unit, made at its first use: most leaves are never gathered alone."""
         found = self.plans[i]
         if found is None:
-            unit, alone = self.units[i], i >= self.blocks
-            # Shards are cast to `dtypes` in any case, so casts alone need no view; among others their order counts.
-            stages = self.pull_stages if alone or not self.pull_stages else self.shard_stages
-            of = self.road.dtypes.stored if alone else self.road.dtypes.seen
-            dtypes = {leaf.path: of(leaf) for leaf in unit}
-            grad_buckets = [
-                GradBucket(bucket, [leaf.numel for leaf in bucket], summed_in(self.wire, dtypes[bucket[0].path]))
-                for bucket in into_buckets([leaf for leaf in unit if leaf.trainable], dtypes, NO_LIMIT)
-            ]
-            grad_dtypes = {leaf.path: self.road.resident_grad_dtype(leaf) for leaf in unit}
-            place = {leaf.path: j for j, leaf in enumerate(unit)}
-            buckets = into_buckets(unit, dtypes, NO_LIMIT)
-            found = self.plans[i] = Plan(stages, dtypes, buckets, grad_buckets, grad_dtypes, place)
+            found = self.plans[i] = self.plan_of(self.units[i], alone=i >= self.blocks)
         return found
+
+    def plan_of(self, unit: Sequence[Leaf], alone: bool = False) -> Plan:
+        """The plan of these leaves as one unit; with `alone` in the stored dtype."""
+        # Shards are cast to `dtypes` in any case, so casts alone need no view; among others their order counts.
+        stages = self.pull_stages if alone or not self.pull_stages else self.shard_stages
+        of = self.road.dtypes.stored if alone else self.road.dtypes.seen
+        dtypes = {leaf.path: of(leaf) for leaf in unit}
+        grad_buckets = [
+            GradBucket(bucket, [leaf.numel for leaf in bucket], summed_in(self.wire, dtypes[bucket[0].path]))
+            for bucket in into_buckets([leaf for leaf in unit if leaf.trainable], dtypes, NO_LIMIT)
+        ]
+        grad_dtypes = {leaf.path: self.road.resident_grad_dtype(leaf) for leaf in unit}
+        place = {leaf.path: j for j, leaf in enumerate(unit)}
+        buckets = into_buckets(unit, dtypes, NO_LIMIT)
+        return Plan(stages, dtypes, buckets, grad_buckets, grad_dtypes, place)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> tuple[l
     units: list[list[Leaf]] = []
     modules: list[nn.Module] = []
     loose: list[Leaf] = []  # the last unit, if it is no block
-    for module, block in _pieces(model, False):
+    for module, block in pieces(model):
         paths = [named[id(p)] for p in module.parameters(recurse=block) if id(p) in named]
         unit = [by_path[p] for p in dict.fromkeys(paths) if p not in done]
         if paths:
@@ -240,10 +243,10 @@ def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> tuple[l
     return units, modules
 
 
-def _pieces(module: nn.Module, inside: bool) -> Iterator[tuple[nn.Module, bool]]:
+def pieces(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, bool]]:
     """Modules in order, and whether each is a block. Modules inside of a block are not listed."""
     yield module, inside
     if not inside:
         container = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
         for child in module.children():
-            yield from _pieces(child, container)
+            yield from pieces(child, container)

@@ -1,0 +1,214 @@
+"""`torch.compile(model, fullgraph=True)` of an attached model: one graph with its collectives, the eager numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import rank_programs as P
+import torch
+from time_limits import limit
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import zerofn as zf
+
+BF16 = torch.bfloat16
+HALF = zf.precision(param_dtype=BF16, output_dtype=torch.float32)
+CHAINS: dict[str, Callable[[], zf.Transform]] = {
+    "stage 0": lambda: zf.chain(zf.all_reduce(), zf.adamw(1e-2)),
+    "stage 0, bf16": lambda: zf.chain(HALF, zf.all_reduce(), zf.adamw(1e-2)),
+    "stage 1": lambda: zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.adamw(1e-2)),
+    "stage 2, bf16": lambda: zf.chain(HALF, zf.reduce_scatter(), zf.accumulate(2), zf.adamw(1e-2)),
+    "stage 3": lambda: zf.chain(zf.shard(), zf.adamw(1e-2)),
+    "stage 3, clipped": lambda: zf.chain(
+        zf.shard(), HALF, zf.accumulate(2), zf.clip_by_global_norm(0.1), zf.adamw(1e-2)
+    ),
+    # Gradients in another dtype than the parameter's, and rounding that depends on where an element is.
+    "stage 3, 16-bit states": lambda: zf.chain(
+        zf.shard(), zf.precision(store_dtype=BF16, grad_dtype=torch.float32), zf.low_precision_adam(1e-2)
+    ),
+}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """A parameter of its own, blocks, a norm with statistics, an unused leaf, and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 6)
+        self.position = nn.Parameter(torch.randn(5, 6))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.BatchNorm1d(5)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    rank, _ = P.rank_and_size()
+    ids = torch.randint(0, 7, (4, 6), generator=torch.Generator().manual_seed(10 * step + rank))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def loss_of(y: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(y.float().flatten(0, 1), targets.flatten())
+
+
+Change = Callable[[nn.Module, zf.Optimizer, int], Any]
+
+
+def nothing(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
+    """Before each step."""
+
+
+def train(chain: str, wrap: Callable[[nn.Module], Any], change: Change = nothing) -> dict[str, Tensor]:
+    """Losses and what the parameters have changed by, in four micro-steps."""
+    torch._dynamo.reset()
+    model = Model()
+    begun = {n: p.detach().clone() for n, p in model.named_parameters()}
+    opt = zf.attach(model, CHAINS[chain]())
+    call, found = wrap(model), {}
+    for step in range(4):
+        change(model, opt, step)
+        inputs, targets = batch(step)
+        loss = loss_of(call(inputs), targets)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        found[f"loss {step}"] = loss.detach()
+    with torch.no_grad():
+        found["evaluated"] = call(batch(9)[0])
+    opt.detach()
+    return found | {n: p.detach().float() - begun[n] for n, p in model.named_parameters()}
+
+
+compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
+
+
+def called_by_a_function(model: nn.Module) -> Any:
+    """The caller is compiled: the hooks of the model itself are in the graph too."""
+    return compiled(lambda x: model(x))
+
+
+def frozen_later(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
+    model.get_parameter("blocks.1.up.weight").requires_grad_(step < 2)
+
+
+def evaluated_in_full(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
+    with opt.gathered(), torch.no_grad():
+        model(batch(8)[0])
+
+
+def halved_by_hand(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
+    with torch.no_grad():
+        model.get_parameter("blocks.0.down.weight").mul_(0.5)
+
+
+def loaded(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
+    opt.load_state_dict(opt.state_dict())
+
+
+CHANGES = [frozen_later, evaluated_in_full, halved_by_hand, loaded]
+
+
+def everything() -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    def pair(chain: str, wrap: Callable[[nn.Module], Any], change: Change = nothing) -> Any:
+        return train(chain, wrap, change), train(chain, lambda model: model, change)
+
+    with warnings.catch_warnings():
+        # The compiler looks whether a tensor that is no leaf has a `.grad`.
+        warnings.simplefilter("ignore")
+        found = {chain: pair(chain, compiled) for chain in CHAINS}
+        found["called by a function"] = pair("stage 3", called_by_a_function)
+        return found | {change.__name__: pair("stage 3, clipped", compiled, change) for change in CHANGES}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_it_is_the_eager_engine_bit_for_bit(size: int):
+    """A tied weight is gathered at each of its places, so its gradients are added behind the reduction."""
+    for rank, found in enumerate(zf.launch(everything, size, timeout=limit(240))):
+        for row, (got, wanted) in found.items():
+            for name, want in wanted.items():
+                where = f"rank {rank} of {size}, {row}, {name}"
+                assert want.abs().sum() > 0, where
+                # Equal bits but for what the order of two additions does, over four steps of Adam.
+                torch.testing.assert_close(got[name], want, rtol=2e-5, atol=2e-6, msg=lambda m, w=where: f"{w}: {m}")
+
+
+def collectives(chain: str) -> list[list[str]]:
+    """The names of the collectives in each graph of a step."""
+    graphs: list[list[str]] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        named = [str(node.target) for node in graph.graph.nodes if "_c10d_functional" in str(node.target)]
+        graphs.append([name.split(".")[1] for name in named if "wait" not in name])
+        return graph.forward
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+        train(chain, partial(torch.compile, backend=backend, fullgraph=True, dynamic=False))
+    return graphs
+
+
+def test_its_collectives_are_in_one_graph():
+    (graphs, _) = zf.launch(collectives, 2, "stage 3", timeout=limit(120))
+    forward, backward, evaluated = graphs
+    # Three blocks, the norm, and the tied weight at both of its places. The model's own parameter is made before.
+    assert forward == evaluated == ["all_gather_into_tensor"] * 6
+    # Over gloo, whose reduce-scatter rounds sums of 16 bits after every addition.
+    assert backward == ["all_to_all_single"] * 6
+
+
+class WritesInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Linear(3, 3)])
+        self.inner[0].register_forward_pre_hook(self.halve)
+
+    def halve(self, module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.5)  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner[0](x)
+
+
+@pytest.mark.parametrize(
+    ("model", "tx", "given", "words"),
+    [
+        (WritesInside, zf.chain(zf.shard(), HALF, zf.sgd(0.1)), torch.ones(2, 3), "assertion failed"),
+        (
+            Model,
+            zf.chain(zf.precision(param_dtype=torch.float16), zf.scale_loss(), zf.sgd(0.1)),
+            torch.ones(2, 5, dtype=torch.int64),
+            "with a loss scale",
+        ),
+    ],
+)
+def test_refused(model: type[nn.Module], tx: zf.Transform, given: Tensor, words: str):
+    torch._dynamo.reset()
+    made = model()
+    zf.attach(made, tx)
+    with warnings.catch_warnings(), pytest.raises(Exception, match=words):
+        warnings.simplefilter("ignore")
+        compiled(made)(given)

@@ -1,0 +1,234 @@
+"""In a compiled call of a model: parameters are gathered and cast by operations that are part of its graph.
+
+`torch.compile(model, fullgraph=True)` of an attached model traces the hooks of its modules. There the parameters of a
+block are all-gathered by a collective of the graph, and stand in the modules under their names until the block's call
+ends. The transpose reduce-scatters gradients. Nothing is noted, prefetched or freed here: when a collective begins and
+how long its result lives is the compiler's to choose.
+
+There are no messages before these collectives: ranks run equal graphs, as under FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from .._compat.functorch import pytree, while_traced
+from .._compat.tensors import registered
+from ..core.layout import Leaf
+from ..core.pipeline import Pipeline
+from ..core.view import pull, see
+from .gather_on_use import Units
+from .units import Plan, UnitPlans, pieces
+
+
+class Slot(NamedTuple):
+    """Where a module has a parameter, and the dtype that its kernel needs there; mostly `None`, that of `precision`."""
+
+    module: nn.Module
+    name: str
+    dtype: torch.dtype | None
+
+    def put(self, x: Tensor) -> None:
+        # Python finds it before the module's parameter of that name.
+        self.module.__dict__[self.name] = x if self.dtype is None else x.to(self.dtype)
+
+
+class Made(NamedTuple):
+    """Parameters that are made together, as forward sees them, when a module is called.
+
+    Attributes:
+        make: makes them from what is given.
+        given: parameters; where they are gathered, this rank's shards, flat, and what gets their gradients.
+        slots: the places of each.
+    """
+
+    make: Callable[..., Any]
+    given: list[Tensor]
+    slots: list[list[Slot]]
+
+
+def gathered(plans: UnitPlans, unit: Sequence[Leaf]) -> Callable[..., Any]:
+    """A function that returns full parameters. A compiler can trace it and its transpose.
+
+    It takes this rank's shards, flat, and behind them as many tensors that get their gradients: a gradient may have
+    another dtype than its shard, which autograd allows for no tensor in a graph.
+
+    Args:
+        plans: the views on both sides of the all-gather.
+        unit: the leaves, which travel together.
+    """
+    plan, wire = plans.plan_of(unit), plans.wire
+    trained = any(leaf.trainable for leaf in unit)
+
+    def unsharded(*given: Tensor) -> tuple[Tensor, ...]:
+        found: list[Any] = [None] * len(unit)
+        for bucket in plan.buckets:
+            mine = [see(plan.stages, given[plan.place[x.path]], x).to(plan.dtypes[x.path]) for x in bucket]
+            every = wire.send_parts(mine, bucket)[1]
+            for leaf, full in zip(bucket, wire.join_parts(every, bucket), strict=True):
+                found[plan.place[leaf.path]] = see(plans.full_stages, full.view(leaf.shape), leaf)
+        return tuple(found)
+
+    # A class for each unit: the compiler takes no argument of `apply` but tensors and constants.
+    class Unshard(Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
+            return unsharded(*given)
+
+        @staticmethod
+        def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+            return (*[None] * len(unit), *_reduced(plans, plan, gs))
+
+    # Where nothing is recorded the compiler (2.13) calls `forward` without its first argument.
+    return lambda *given: Unshard.apply(*given) if trained and torch.is_grad_enabled() else unsharded(*given)
+
+
+def _reduced(plans: UnitPlans, plan: Plan, gs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """This rank's shards of the mean over ranks of full gradients, flat; `None` for leaves that are not trained."""
+    wire = plans.wire
+    found: dict[int, Tensor] = {}
+    for leaves, numels, dtype in plan.grad_buckets:
+        full = [pull(plans.full_stages, gs[plan.place[leaf.path]], leaf).reshape(-1) for leaf in leaves]
+        mine = wire.send(wire.pack(full, leaves, numels, dtype, gs[0].device))[1]
+        for leaf, g in zip(leaves, wire.unpack(mine, leaves, numels), strict=True):
+            # A graph has a gradient for every leaf.
+            assert g is not None
+            found[plan.place[leaf.path]] = pull(plan.stages, g, leaf).to(plan.grad_dtypes[leaf.path])
+    return tuple([found.get(j) for j in range(len(gs))])
+
+
+def cast(dtypes: Sequence[torch.dtype]) -> Callable[..., Any]:
+    """A function of parameters that casts them."""
+    return lambda *parameters: [p.to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
+
+
+WRITTEN = "forward wrote into a parameter in a compiled call, where it is a copy; keep what it writes in a buffer"
+
+
+class CompiledCalls:
+    """What the hooks of one attached model do in compiled calls.
+
+    A compiler is not given the model's parameters where they are gathered, which are DTensors of a class that it does
+    not know, but plain tensors over the same memory. Their gradients are handed on to the parameters.
+
+    Args:
+        pipe: its pipeline.
+        model: the model.
+        paths: `id(parameter)` to path.
+        units: gathers parameters on use; `None` where nothing is gathered.
+        dtype_beside: the dtype that a module's kernel needs, if it is not that of `precision`.
+
+    Attributes:
+        open: whether a compiled call is running, or is being traced.
+        at: by id of a module, the parameters that are made when it is called; filled at the first compiled call.
+        versions: of what was made for the calls that are running.
+        prepare: fills `at`. A compiler that comes to it runs it.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        model: nn.Module,
+        paths: Mapping[int, str],
+        units: Units | None,
+        dtype_beside: Callable[[nn.Module], torch.dtype | None],
+    ):
+        self.pipe, self.model, self.paths, self.units, self.dtype_beside = pipe, model, paths, units, dtype_beside
+        self.input_dtype, self.output_dtype = pipe.dtypes.inputs, pipe.dtypes.output_dtype
+        self.open = False
+        self.at: dict[int, Made] = {}
+        self.versions: list[int] = []
+
+        def prepare() -> bool:
+            if not self.at:
+                self._prepare()
+            return True
+
+        self.prepare = while_traced(prepare)
+
+    def _prepare(self) -> None:
+        leaves = {leaf.path: leaf for leaf in self.pipe.layout.leaves}
+        takers: dict[str, Tensor] = {}
+        for piece, block in pieces(self.model):
+            parameters: dict[str, Tensor] = {}
+            slots: dict[str, list[Slot]] = {}
+            for module in piece.modules() if block else [piece]:
+                for name, p in dict.items(registered(module)[0]):
+                    path = self.paths.get(id(p))
+                    if path is not None and (self.units is not None or self.pipe.dtypes.seen(leaves[path]) != p.dtype):
+                        parameters[path] = p
+                        slots.setdefault(path, []).append(Slot(module, name, self.dtype_beside(module)))
+            if not parameters:
+                continue
+            unit = [leaves[path] for path in parameters]
+            given = list(parameters.values())
+            if self.units is None:
+                make = cast([self.pipe.dtypes.seen(leaf) for leaf in unit])
+            else:
+                make, params = gathered(self.units.plans, unit), self.units.params
+                with torch.DisableTorchFunctionSubclass():
+                    given = [params[leaf.path].detach().as_subclass(Tensor) for leaf in unit]
+                for leaf, shard in zip(unit, list(given), strict=True):
+                    if leaf.path not in takers:
+                        takers[leaf.path] = self._taker(self.units, leaf, shard, parameters[leaf.path])
+                    given.append(takers[leaf.path])
+            self.at[id(piece)] = Made(make, given, list(slots.values()))
+
+    def _taker(self, units: Units, leaf: Leaf, shard: Tensor, p: Tensor) -> Tensor:
+        """A tensor that gets the gradient of a shard, and hands it on to the parameter; of one element in memory."""
+        zero = torch.zeros((), dtype=self.pipe.road.resident_grad_dtype(leaf), device=shard.device)
+        taker = zero.expand(shard.shape).requires_grad_(leaf.trainable)
+        if leaf.trainable:
+            taker.register_post_accumulate_grad_hook(partial(_hand_on, units.rounds.accept, leaf, p))
+        return taker
+
+    def begins(self) -> bool:
+        """Whether a call of the model that begins now may be one graph: not inside of `opt.gathered()`."""
+        self.versions.clear()
+        self.open = self.prepare() and (self.units is None or not self.units.suspended)
+        return self.open
+
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin a call of a module; return what the model is called with."""
+        made = self.at.get(id(module))
+        if made is not None:
+            for x, slots in zip(made.make(*made.given), made.slots, strict=True):
+                for slot in slots:
+                    slot.put(x)
+                    self.versions.append(slot.module.__dict__[slot.name]._version)
+        if module is not self.model:
+            return None
+        return cast_in(args, self.input_dtype), cast_in(kwargs, self.input_dtype)
+
+    def end(self, module: nn.Module, output: Any) -> Any:
+        """End a call of a module; return what the model gives."""
+        made = self.at.get(id(module))
+        if made is not None:
+            for slots in reversed(made.slots):
+                for slot in reversed(slots):
+                    x, version = slot.module.__dict__.pop(slot.name), self.versions.pop()
+                    # A write of forward's would be lost. It is known once the graph is compiled, and no part of it.
+                    torch._check(x._version == version, lambda: WRITTEN)
+        if module is not self.model:
+            return None
+        self.open = False
+        return cast_in(output, self.output_dtype)
+
+
+def _hand_on(accept: Callable[[Leaf, Tensor], None], leaf: Leaf, p: Tensor, taker: Tensor) -> None:
+    g, taker.grad = taker.grad, None
+    if g is not None and p.requires_grad:
+        accept(leaf, g)
+
+
+def cast_in(tree: Any, dtype: torch.dtype | None) -> Any:
+    """The same tree, with its floating-point tensors in this dtype."""
+    if dtype is None:
+        return tree
+    return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)
