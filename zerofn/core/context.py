@@ -236,6 +236,15 @@ class Context:
         """The Python number in a 0-d tensor that nobody differentiates; the tensor itself if Python cannot read it."""
         return number(x) if self.recorded else x.item()
 
+    def on_host(self, *numbers: Tensor) -> tuple[Tensor, ...]:
+        """0-d tensors of one dtype in host memory, for `check` and `agreed`; copied together, so that a GPU waits once.
+
+        In a graph and in a batch they stay where they are.
+        """
+        if self.recorded or all([x.is_cpu for x in numbers]):
+            return numbers
+        return torch.stack(numbers).cpu().unbind()
+
     def check(self, x: Tensor, good: Callable[[Any], bool], error: Callable[[], Exception]) -> None:
         """Raise `error()` unless the number in a 0-d tensor is good.
 

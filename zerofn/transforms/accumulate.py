@@ -127,7 +127,7 @@ class _Window:
         seen = {}
         for path, before in state["seen"].items():
             # Setting `seen` to false closes the window, so the buffer need not be zeroed.
-            seen[path] = _seen(before, path in grads and begun[path] is not True, due)
+            seen[path] = _seen(before, begun[path], path in grads, due)
         return (out if closes else grads), {"sum": sums, "seen": seen}
 
 
@@ -150,9 +150,10 @@ def _weighed(g: Tensor, weight: Any) -> Tensor:
     return times(where(weight != 0, g, lambda: torch.zeros_like(g)), weight)
 
 
-def _seen(before: Tensor, new: bool, due: Any) -> Tensor:
+def _seen(before: Tensor, begun: Any, new: bool, due: Any) -> Tensor:
     """Whether the window that is open after this step has a gradient of a leaf; `new` if this step has brought one."""
-    return where(due, lambda: torch.zeros_like(before), lambda: torch.ones_like(before) if new else before)
+    now = where(begun, before, lambda: torch.ones_like(before)) if new else before
+    return where(due, lambda: torch.zeros_like(before), now)
 
 
 def _reset(x: Tensor, due: Any) -> Tensor:

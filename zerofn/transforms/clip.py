@@ -99,9 +99,7 @@ def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context
     here = torch.where(torch.isfinite(total.detach()), total.detach(), -1.0)
     # The tolerance: rounding to fp32 may lose 2**-24 of the sum.
     least = squares.detach() * (1 - 1e-6)
-    if not here.is_cpu and not ctx.recorded:
-        # Read in one copy, not one by one.
-        here, least = torch.stack([here, least]).cpu().unbind()
+    here, least = ctx.on_host(here, least)
     ctx.agreed(here, lambda most: _other_sums(float(here), float(most)))
     ctx.check(here, lambda x: not 0 <= x < least, lambda: _no_sum(squares, f"{float(here):g}"))
     return total
