@@ -162,13 +162,13 @@ def test_stations_against_a_table_by_hand(name):
     assert table(zf.chain(*make()), size=size) == expected
 
 
-def test_leaves_of_fewer_rows_than_ranks_are_cut_flat():
+def test_leaves_are_cut_by_rows_as_torch_cuts_and_numbers_flat():
     last = stations(zf.chain(zf.shard(), zf.sgd(0.1)))[-1].gives
-    assert {path: spec.placements for path, spec in last.items()} == {"w": (S,), "few": (F,), "b": (S,), "s": (F,)}
+    assert {path: spec.placements for path, spec in last.items()} == {"w": (S,), "few": (S,), "b": (S,), "s": (F,)}
     # torch's chunks: 6 rows over 4 ranks are 2, 2, 2 and 0; 3 numbers 1, 1, 1 and 0.
     every = [stations(zf.chain(zf.shard(), zf.sgd(0.1)), rank=rank)[-1].gives for rank in range(4)]
     assert [x["w"].range for x in every] == [(0, 10), (10, 20), (20, 30), (30, 30)]
-    assert [x["few"].range for x in every] == [(0, 2), (2, 4), (4, 6), (6, 6)]
+    assert [x["few"].range for x in every] == [(0, 3), (3, 6), (6, 6), (6, 6)]
     assert [x["b"].range for x in every] == [(0, 1), (1, 2), (2, 3), (3, 3)]
 
 

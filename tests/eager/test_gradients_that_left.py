@@ -151,7 +151,7 @@ def trained_as_ever(model, opt):
     """What trainers and schedulers of torch do between backward and step."""
     torch.optim.lr_scheduler.StepLR(opt, 1)
     torch.nn.utils.get_total_norm(
-        [x for x in [p.detach().as_subclass(torch.Tensor) for p in model.parameters()] if x.numel()]
+        [x for x in [getattr(p.detach(), "to_local", p.detach)() for p in model.parameters()] if x.numel()]
     )
     dist.barrier()
 

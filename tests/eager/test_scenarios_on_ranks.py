@@ -319,7 +319,7 @@ def sorted_out(result: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     items = result if isinstance(result, list | tuple) else [] if result is None else [result]
     own = [x.detach().clone() for x in items if not isinstance(x, OfLeaves)]
     ofs = (pair for item in items if isinstance(item, OfLeaves) for pair in item.items())
-    return own, {n: x.detach().clone().as_subclass(Tensor) for n, x in ofs}
+    return own, {n: getattr(x, "to_local", lambda x=x: x)().detach().clone() for n, x in ofs}
 
 
 def cell(scenario: Scenario, stage: int, precision: str) -> dict[str, Any]:

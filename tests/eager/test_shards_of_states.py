@@ -90,9 +90,9 @@ def attached(stage: str) -> tuple[list[Any], list[list[float]], list[Any]]:
     return found, params, shapes
 
 
-# Of (5, 3), (5,), (1, 5) and (1,) rows as torch's chunks; ranks split those of a leaf with fewer rows than ranks.
-TWO = [[(3, 3), (3,), (3,), (1,)], [(2, 3), (2,), (2,), (0,)]]
-THREE = [[(2, 3), (2,), (2,), (1,)], [(2, 3), (2,), (2,), (0,)], [(1, 3), (1,), (1,), (0,)]]
+# Of (5, 3), (5,), (1, 5) and (1,) rows as torch's chunks.
+TWO = [[(3, 3), (3,), (1, 5), (1,)], [(2, 3), (2,), (0, 5), (0,)]]
+THREE = [[(2, 3), (2,), (1, 5), (1,)], [(2, 3), (2,), (0, 5), (0,)], [(1, 3), (1,), (0, 5), (0,)]]
 
 
 @pytest.mark.parametrize(

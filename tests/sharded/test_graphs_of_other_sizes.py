@@ -180,7 +180,7 @@ def refused():
             use()
         except RuntimeError as error:
             told.append(str(error))
-    grads = [p.grad for p in old.model.parameters()]
+    grads = [p.grad is None for p in old.model.parameters()]
     old.train(1)
     return told, grads
 
@@ -197,4 +197,4 @@ def test_whole_gradients_for_parts_are_refused():
         before, inside, after = told
         assert "from before zf.attach" in before and "0.weight a gradient" in inside
         assert "from before the end of opt.gathered()" in after and "the forward again" in after
-        assert grads == [None] * 4
+        assert all(grads)

@@ -69,7 +69,7 @@ def after_its_gradient(b):
 
 
 REFUSED = {
-    "noise of a part": (lambda b: b.w.data.add_(torch.ones(1, 1, 2, 4)), r"size"),
+    "noise of a part": (lambda b: b.w.data.add_(torch.ones(1, 1, 2, 4)), r"shape"),
     "by a hook": (by_a_hook(lambda g: g / g.norm()), IN_BACKWARD),
     "another whole in a hook": (by_a_hook(lambda g: g * torch.ones(3, 2, 4)), IN_BACKWARD),
     "a product in a hook": (by_a_hook(lambda g: g.T @ g), IN_BACKWARD),

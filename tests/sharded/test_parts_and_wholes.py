@@ -178,7 +178,8 @@ def local():
         assert torch.equal(g, held) and p.grad is None
     assert torch.equal(p, before)
     # Pieces by themselves on both sides, over the same memory.
-    p.to_local().add_(torch.ones_like(g.to_local()))
+    with torch.no_grad():
+        p.to_local().add_(torch.ones_like(g.to_local()))
     assert torch.equal(p, before + 1)
     opt.detach()
     return found

@@ -50,7 +50,7 @@ def other_gradients(model, opt, rank):
 
 def gradients(model):
     """This rank's parts by themselves."""
-    return [p.grad.clone().as_subclass(torch.Tensor) for p in model.parameters()]
+    return [p.grad.to_local().clone() for p in model.parameters()]
 
 
 def told(programs):

@@ -12,6 +12,7 @@ from gone_gradients import is_gone
 from stages import around
 from time_limits import limit
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from units_alive import UnitsAlive
 
@@ -49,7 +50,9 @@ def full_weights():
     for _ in range(20):
         found = set()
         for o in gc.get_objects():
-            if isinstance(o, torch.Tensor) and o.untyped_storage().nbytes() == WIDTH * WIDTH * 8:
+            if not isinstance(o, torch.Tensor) or isinstance(o, DTensor):
+                continue
+            if o.untyped_storage().nbytes() == WIDTH * WIDTH * 8:
                 found.add(o.untyped_storage().data_ptr())
         if len(found) <= 2:
             break

@@ -186,7 +186,8 @@ def compare(
 
 def _overflowed(opts: list[zf.Optimizer]) -> bool:
     """Whether a gradient overflowed, in which case that optimizer's step must change nothing."""
-    grads = [(o, p.grad.as_subclass(torch.Tensor)) for o in opts for p in o._own.params.values() if p.grad is not None]
+    given = [(o, p.grad) for o in opts for p in o._own.params.values() if p.grad is not None]
+    grads = [(o, getattr(g, "to_local", lambda g=g: g)()) for o, g in given]
     bad = [o for o in opts if any(not g.isfinite().all() for other, g in grads if other is o)]
     for opt in bad:
         before = [p.detach().clone() for p in opt._own.params.values()]

@@ -37,6 +37,15 @@ def hooks_after(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
     return p._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
 
 
+def share_hooks(given: Any, to: Any) -> None:
+    """Let a leaf have the hooks of another one: whoever removes one removes it from both."""
+    with torch.DisableTorchFunctionSubclass():
+        if given._backward_hooks is not None:
+            to._backward_hooks = given._backward_hooks
+        if given._post_accumulate_grad_hooks is not None:
+            to._post_accumulate_grad_hooks = given._post_accumulate_grad_hooks
+
+
 # The number of the backward that this thread is running; `NO_BACKWARD` outside of one.
 NO_BACKWARD = -1
 graph_task: Callable[[], int] = torch._C._current_graph_task_id

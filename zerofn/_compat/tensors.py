@@ -169,6 +169,11 @@ def set_local(x: Any, local: Tensor) -> None:
     x._local_tensor = local
 
 
+def set_spec(x: Any, spec: Any) -> None:
+    """Change the mesh and the placements of a DTensor."""
+    x._spec = spec
+
+
 def alias_of(x: Tensor, cls: type[Any]) -> Any:
     """A detached tensor of another class, on the same memory and with the same version counter."""
     return Tensor._make_subclass(cls, x)  # type: ignore[attr-defined]

@@ -26,20 +26,8 @@ from .wrapper_names import unwrapped_names, without_wrappers
 #
 # No row is split, so a rank's shard is what torch calls `Shard(0)`. Nothing is padded: the last ranks' shards may be
 # shorter, or empty. A shard is one range of the flattened leaf, which norms, checkpoints and the counters of
-# stochastic rounding need.
-#
-# A leaf with fewer rows than ranks would leave ranks without a shard. It is cut flat, into ranges of one length, and a
-# transform that needs rows or whole leaves gets it at an owner. The alternative, to cut it along its longest
-# dimension, makes shards that are strided: they would have to be copied together before they are sent, and would be no
-# range of the flattened leaf. Nor would any rank have less to do. The largest rank over the mean, flat and by the
-# longest dimension, of BERT's token types, the positions of a ViT, a Swin's bias by distance, and a small tensor:
-#
-# >>> import torch
-# >>> def balance(shape, size):
-# ...     parts = [len(x) for x in torch.arange(max(shape)).chunk(size)]
-# ...     return round(width(shape, size) * size / prod(shape), 2), round(max(parts) * size / max(shape), 2)
-# >>> [balance(*x) for x in (((2, 768), 8), ((1, 197, 768), 64), ((169, 3), 256), ((7, 8, 9), 16))]
-# [(1.0, 1.0), (1.0, 1.0), (1.01, 1.51), (1.02, 1.78)]
+# stochastic rounding need. Of a leaf with fewer rows than ranks the first ranks have a row each. A number has no rows:
+# the first rank has it.
 
 
 def width(shape: Sequence[int], size: int) -> int:
@@ -47,12 +35,9 @@ def width(shape: Sequence[int], size: int) -> int:
 
     Examples:
         >>> width((5, 3), 2), width((2, 3), 4), width((), 2)
-        (9, 2, 1)
+        (9, 3, 1)
     """
-    numel = prod(shape)
-    if not cut_by_rows(shape, size):
-        return -(-numel // size)
-    return -(-shape[0] // size) * (numel // shape[0])
+    return -(-shape[0] // size) * prod(shape[1:]) if shape else 1
 
 
 def span(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
@@ -60,42 +45,10 @@ def span(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
 
     Examples:
         >>> [span((5, 3), rank, 2) for rank in range(2)], [span((2, 3), rank, 4) for rank in range(4)]
-        ([(0, 9), (9, 15)], [(0, 2), (2, 4), (4, 6), (6, 6)])
+        ([(0, 9), (9, 15)], [(0, 3), (3, 6), (6, 6), (6, 6)])
     """
     each, numel = width(shape, size), prod(shape)
     return min(rank * each, numel), min((rank + 1) * each, numel)
-
-
-def cut_by_rows(shape: Sequence[int], size: int) -> bool:
-    """Whether ranks hold whole rows of a leaf.
-
-    >>> cut_by_rows((5, 3), 2), cut_by_rows((1, 3), 2), cut_by_rows((), 1), cut_by_rows((4, 0), 2)
-    (True, False, False, True)
-    """
-    return len(shape) > 0 and shape[0] >= max(size, 1)
-
-
-def rows_of(shape: Sequence[int], leaf: Sequence[int], low: int, high: int, size: int) -> tuple[int, ...] | None:
-    """The shape of this rank's rows of a tensor that has the elements of a leaf; `None` where ranks split rows.
-
-    Args:
-        shape: of the tensor: that of the leaf, or another one.
-        leaf: the shape of the leaf.
-        low, high: this rank's range of it.
-        size: how many ranks share it.
-
-    >>> rows_of((5, 3), (5, 3), 9, 15, 2), rows_of((15,), (5, 3), 9, 15, 2), rows_of((3, 5), (5, 3), 9, 15, 2)
-    ((2, 3), (6,), None)
-
-    A short leaf is cut flat, and a rank without any of it has no rows either where others have split ones:
-
-    >>> rows_of((2, 3), (2, 3), 0, 2, 4), rows_of((2, 3), (2, 3), 6, 6, 4), rows_of((1, 1), (1, 1), 1, 1, 4)
-    (None, None, (0, 1))
-    """
-    row = prod(shape[1:])
-    if not shape or (row and width(leaf, size) % row):
-        return None
-    return rows_between(shape, low, high)
 
 
 def rows_between(shape: Sequence[int], low: int, high: int) -> tuple[int, ...] | None:

@@ -80,7 +80,7 @@ def leafwise(
             a row depends on its own row only. There the function gets this rank's rows, `(rows, ...)`, maybe none.
             `"leaf"` (a norm, a sort, a matrix product, the place in the leaf): there each leaf is gathered on one rank,
             its owner, which updates it and keeps its state. `zf.save` keeps that for any number of ranks,
-            `opt.state_dict()` the owner's. With `"row"` a leaf has an owner too if it has fewer rows than ranks, or if
+            `opt.state_dict()` the owner's. With `"row"` a leaf has an owner too if it is a number, or if
             its state has another shape than the leaf.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .layout import AxisPlacement, Flat, Partial, Replicate, Shard, cut_by_rows, rows_between
+from .layout import AxisPlacement, Flat, Partial, Replicate, Shard, rows_between
 
 # Placements in which each rank has a tensor of the leaf's own shape.
 UNCUT = frozenset({Replicate, Partial})
@@ -119,15 +119,13 @@ class Spec:
         return replace(self, placements=along)
 
     def by_rows(self) -> Spec:
-        """The same `Spec`, sharded by rows along `axis`, or flat if there are fewer rows than ranks.
+        """The same `Spec`, sharded by rows along `axis`; a number, which has none, is flat.
 
-        A shard is cut by its own rows. With one dimension each element is a row, and the two ways are the same.
+        A shard is cut by its own rows.
         """
         if self.axis is None or self.shape is None:
             return self
-        rows = rows_between(self.shape, *self.range)
-        whole = rows is not None and (len(rows) == 1 or cut_by_rows(rows, self.mesh[self.axis]))
-        return self.placed(Shard(0) if whole else Flat())
+        return self.placed(Shard(0) if self.shape and rows_between(self.shape, *self.range) is not None else Flat())
 
     def to(self, dtype: torch.dtype | None) -> Spec:
         """The same `Spec` in another dtype; unchanged if that is `None` or no leaf is known."""

@@ -13,7 +13,7 @@ from .._errors import explain
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.dtensor import as_dtensors, is_distributed
 from ..ranks.group import Group
-from .layout import Within, cut_by_rows, rows_between
+from .layout import Within, rows_between
 from .state import State
 from .tree import Tree, flatten, is_by_path, tree_keys, unflatten
 
@@ -378,7 +378,7 @@ def _as_chunk(e: Entry, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     shape, low = e.shape, e.offset or 0
     if e.within is not None:
         shape, low = e.within.boxes[e.within.at][1], low - e.within.before
-    if not cut_by_rows(shape, size):
+    if not shape:
         return tuple(e.value.shape), (torch.Size(shape).numel(),)
     mine = rows_between(shape, low, low + e.value.numel())
     assert mine is not None

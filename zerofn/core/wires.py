@@ -42,13 +42,8 @@ class Cuts(NamedTuple):
 
 # Remembered, since every step asks several times for the cuts of leaves that travel together.
 @remembered
-def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int, chunks: bool) -> Cuts:
-    numels = [prod(x) for x in shapes]
-    if not chunks:
-        return Cuts([width(x, size) for x in shapes], numels, [span(x, rank, size) for x in shapes])
-    widths = [-(-x[0] // size) * prod(x[1:]) for x in shapes]
-    spans = [(min(rank * each, n), min((rank + 1) * each, n)) for each, n in zip(widths, numels, strict=True)]
-    return Cuts(widths, numels, spans)
+def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int) -> Cuts:
+    return Cuts([width(x, size) for x in shapes], [prod(x) for x in shapes], [span(x, rank, size) for x in shapes])
 
 
 @dataclass(frozen=True)
@@ -58,13 +53,10 @@ class Sharding:
     Attributes:
         group: the ranks that share a leaf.
         reduce_dtype: dtype in which gradients are summed; by default their own.
-        chunks: whether leaves of fewer rows than ranks lie as `torch.chunk` cuts them, a row on each of the first
-            ranks. FSDP2 shards so. By default they are cut flat, so that all ranks have some of them.
     """
 
     group: Group
     reduce_dtype: torch.dtype | None = None
-    chunks: bool = False
     cuts: ClassVar[bool] = True
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
@@ -74,7 +66,7 @@ class Sharding:
         return self._cut((leaf,)).spans[0]
 
     def _cut(self, leaves: Sequence[Leaf]) -> Cuts:
-        return _cuts(tuple([leaf.shape for leaf in leaves]), self.group.rank, self.group.size, self.chunks)
+        return _cuts(tuple([leaf.shape for leaf in leaves]), self.group.rank, self.group.size)
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)

@@ -148,17 +148,20 @@ class Watch:
         model: the model.
         layout: its leaves.
         params: its parameters by path, in their resident form.
+        shown: by path, the parameters that the model has.
 
     Attributes:
         frozen: names the leaves that have a state and do not require grad now; empty if there are none.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, params: Leaves):
+    def __init__(self, model: nn.Module, layout: Layout, params: Leaves, shown: Leaves):
         self.paths = [leaf.path for leaf in layout.leaves]
         self.held = layout.trained
-        self.params = params
+        self.params = shown
         self.frozen = self._frozen()
+        # Of a DTensor the memory is in the plain tensor of its rows.
         self.tensors = [params[path] for path in self.paths]
+        self.shown = [shown[path] for path in self.paths]
         # Submodules as well: one that is put in later would run and not be trained.
         self.modules = list(modules_of(model))
         self.all = [module for _, module in self.modules]
@@ -213,20 +216,22 @@ class Watch:
         with torch.DisableTorchFunctionSubclass():
             values = map(dict.values, chain.from_iterable(map(parameters_and_modules, self.all)))
             ids = list(map(list, map(functools.partial(map, id), values)))
-            return list(map(Tensor.data_ptr, self.tensors)), list(map(FIXED, self.tensors)), ids
+            return list(map(Tensor.data_ptr, self.tensors)), list(map(FIXED, self.shown)), ids
 
     def _reasons(self) -> Iterator[tuple[str, str]]:
         held = set(self.held)
         for path, p, address, (*fixed, _) in zip(self.paths, self.tensors, *self.known[:2], strict=True):
-            yield path, _reason(p, address, *fixed, held=path in held)
+            yield path, _reason(p, self.params[path], address, *fixed, held=path in held)
 
 
-def _reason(p: Tensor, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, held: bool) -> str:
-    if p.dtype != dtype or p.device != device:
-        return f"moved to {p.dtype} on {p.device}; attached as {dtype} on {device}"
-    if p.data_ptr() not in (address, vars(p).get("adopted")) or p.shape != shape:
+def _reason(
+    p: Tensor, shown: Tensor, address: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, held: bool
+) -> str:
+    if shown.dtype != dtype or shown.device != device:
+        return f"moved to {shown.dtype} on {shown.device}; attached as {dtype} on {device}"
+    if p.data_ptr() not in (address, vars(p).get("adopted")) or shown.shape != shape:
         return "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"
-    return FROZEN_AT_ATTACH if p.requires_grad and not held else ""
+    return FROZEN_AT_ATTACH if shown.requires_grad and not held else ""
 
 
 def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -273,7 +278,7 @@ class SpentGradients:
 
 def version_of_local(grad: Tensor) -> int:
     """The version of a DTensor's local tensor, to which FSDP2 adds the gradients of later backwards."""
-    return version(local_of(grad))
+    return version(local_of(grad) if is_distributed(grad) else grad)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -390,11 +395,18 @@ class Attachment:
                 raise
         self.pipe = self.home.pipe
         self.averages = AveragedParameters(self.home.current, self.home.refresh)
-        self.watch = Watch(model, layout, params)
+        # DTensors are in the places of sharded parameters now.
+        self.params = self.home.shown
+        # Those whose gradients a step takes.
+        self.leaves = params if fully is not None else self.params
+        if self.home.faces is not None:
+            self.groups.exchange(self.params)
+        self.watch = Watch(model, layout, params, self.leaves)
         self.leave = functools.partial(_leave, self.home, [], self.distributed)
         self.window = AccumulationWindow(self.pipe, self.home.current)
         self._writes = 0
-        self.spent = SpentGradients(self.home.shown, version if self.fully_sharded is None else version_of_local)
+        plain = self.fully_sharded is None and self.home.faces is None
+        self.spent = SpentGradients(self.home.shown, version if plain else version_of_local)
         if self.home.channels.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
@@ -517,7 +529,7 @@ class Attachment:
         """End the step that backward has made."""
         for path, grad in grads.items():
             # Put there by hand: what backward has brought is gone.
-            write_grad(self.home.params[path], None)
+            write_grad(self.leaves[path], None)
             early.arrived(path, grad)
         return early.finish()
 
@@ -560,6 +572,10 @@ class Attachment:
             self.home.gradients.used()
         if window.holds:
             self._forget(grads)
+        elif self.home.faces is not None:
+            with torch.DisableTorchFunctionSubclass():
+                found = {path: read_grad(self.leaves[path]) for path in grads}
+            self.spent.note({path: g for path, g in found.items() if g is not None})
         elif self.fully_sharded is None:
             self.spent.note(grads)
         if closes and not bool(metrics["skipped"]):
@@ -586,7 +602,7 @@ class Attachment:
     def _forget(self, grads: Leaves) -> None:
         """Clear gradients that `accumulate` has added to its sum: a loop that never clears would count them twice."""
         self.home.gradients.accumulated()
-        clear_grads(map(self.home.params.__getitem__, grads))
+        clear_grads(map(self.leaves.__getitem__, grads))
 
     def clear(self, to_none: bool) -> None:
         """Run `opt.zero_grad`."""

@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from .channels import Channels, reduction
 from .in_backward import InBackward
 from .resident_params import OwnGradients
 from .step_agreement import MARKS, StepAgreement
+
+if TYPE_CHECKING:
+    from ..module.sharded_parameter import ModelFaces
 from .stored_parameters import StoredParameters
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -49,6 +53,8 @@ class GradientHooks:
     Args:
         pipe: its pipeline.
         params: its parameters by path, in their resident form.
+        shown: by path, the parameters that the model has, whose gradients these are.
+        faces: converts gradients of sharded parameters, which are DTensors.
         channels: its process groups.
         in_backward: updates leaves as their gradients arrive, if the model was attached so.
         store_writes: stores writes by hand into a parameter that is a copy.
@@ -67,11 +73,14 @@ class GradientHooks:
         self,
         pipe: Pipeline,
         params: Leaves,
+        shown: Leaves,
+        faces: ModelFaces | None,
         channels: Channels,
         in_backward: InBackward | None,
         store_writes: Callable[[Leaf], object],
         undo: list[Callable[[], object]],
     ):
+        self.shown, self.faces = shown, faces
         self.pipe, self.params, self.in_backward, self.store_writes = pipe, params, in_backward, store_writes
         self.reduced: Leaves = {}
         self.taken: Leaves = {}
@@ -86,7 +95,8 @@ class GradientHooks:
         mine: weakref.ref[GradientHooks] = weakref.ref(self)
         for leaf in pipe.layout.trainable:
             hook = functools.partial(_hand_over, mine, leaf.path)
-            undo.append(params[leaf.path].register_post_accumulate_grad_hook(hook).remove)
+            with torch.DisableTorchFunctionSubclass():
+                undo.append(shown[leaf.path].register_post_accumulate_grad_hook(hook).remove)
 
     def _stream(self, channels: Channels) -> Stream | None:
         """The stream that reduces gradients in buckets, if the first update half is a reduction."""
@@ -113,6 +123,10 @@ class GradientHooks:
         """Whether gradients of this micro-step have been taken out of `p.grad`, to be reduced or used."""
         return self.left() or (self.in_backward is not None and self.in_backward.under_way is not None)
 
+    def local(self, path: str, g: Tensor) -> Tensor:
+        """What this rank has of a gradient, flat if it is sharded."""
+        return g if self.faces is None else self.faces.mine(path, g)
+
     def hand_over(self, path: str, p: Tensor) -> None:
         """Take the gradient that autograd has added to `p.grad`. Ctrl-C waits until it is where it goes."""
         with interrupts_held():
@@ -130,8 +144,8 @@ class GradientHooks:
             # A leaf of a gathered unit that no rank used.
             return
         write_grad(p, None)
-        grad = grad.detach()
-        check_readable({path: grad}, {path: p})
+        grad = self.local(path, grad).detach()
+        check_readable({path: grad}, {path: self.params[path]})
         if self.in_backward is not None and self.units is not None and path in self.units.rounds.partial:
             self._hold(path, grad)
         else:
@@ -142,7 +156,9 @@ class GradientHooks:
 
         This runs hooks on the parameter, as autograd runs them on the other ranks for their rows of this gradient.
         """
-        p = self.params[leaf.path]
+        p = self.shown[leaf.path]
+        if self.faces is not None:
+            g = self.faces.gradient(leaf, g)  # type: ignore[assignment]
         if self.in_backward is not None and self.units is not None:
             self.units.rounds.partial.add(leaf.path)
         _with_hooks(p, g)
@@ -238,7 +254,7 @@ class MicroStep(OwnGradients):
         stored_params: StoredParameters,
         refresh: Callable[[], None],
     ):
-        super().__init__(hooks.pipe, hooks.params, stored_params)
+        super().__init__(hooks.pipe, hooks.shown, stored_params)
         self.hooks, self.agreement = hooks, agreement
         self.current, self.refresh = stored_params.current, refresh
         self.uncleared = UnclearedGradients(self._zero)
@@ -246,6 +262,11 @@ class MicroStep(OwnGradients):
     def _zero(self, path: str) -> Tensor:
         dtype, shape = self.hooks.forms[path]
         return self.current.state.leaves[path].new_zeros(shape, dtype=dtype)
+
+    def grads(self) -> Leaves:
+        """What this rank has of the gradients in `p.grad`."""
+        found, faces = super().grads(), self.hooks.faces
+        return found if faces is None else {path: faces.mine(path, g) for path, g in found.items()}
 
     def collect(self, boundary: bool | None, given: Callable[[], str]) -> Leaves:
         """The gradients of this micro-step, once ranks have compared what must be equal."""
@@ -281,7 +302,7 @@ class MicroStep(OwnGradients):
             assert agreement.control is not None
             rows = gather_numbers(agreement.numbers(grads, marks), agreement.control)
             return agreement.checked(rows, marks, grads)
-        for path, p in hooks.params.items():
+        for path, p in hooks.shown.items():
             if read_grad(p) is not None:
                 # Put there by hand.
                 hooks.hand_over(path, p)

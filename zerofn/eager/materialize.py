@@ -198,7 +198,8 @@ def materialize(
         hold_frozen, check: as for `zf.attach`.
 
     Returns:
-        The `Optimizer` of `zf.attach`. Parameters of `model` are the objects that they were.
+        The `Optimizer` of `zf.attach`. Parameters of `model` are the objects that they were; under
+            `shard` on several ranks they are DTensors, as after `zf.attach`.
 
     Raises:
         ValueError: there is no `init`, and modules with tensors on the meta device have no `reset_parameters` (all are

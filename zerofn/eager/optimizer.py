@@ -156,7 +156,7 @@ class Optimizer(torch.optim.Optimizer):
         `state` and `param_groups` have the keys of torch's counterpart. Entries that belong to no parameter (a loss
         scale, the count of a window) are among those of the first parameter, under names that begin with `zerofn/`.
         Parameters, counters and names are under the key `"zerofn"`, which torch's optimizers ignore. Shards are
-        DTensors of the full shapes, sharded by rows. A leaf that has fewer rows than ranks, or an owner, is gathered
+        DTensors of the full shapes, sharded by rows. A number, and a leaf that has an owner, is gathered
         for this. `zf.save` keeps the module's buffers too. Every rank must call it where leaves are sharded, or where
         an open window has sums of gradients that differ between ranks: one rank has a part of the state there.
 
@@ -439,7 +439,8 @@ def attach(
     `zero_grad()`       `None`, or zeros with `set_to_none=False`
     ==================  =======================================================================
 
-    Under `shard` a parameter and its gradient have the full shape, and hold this rank's rows: `p.to_local()`. A
+    Under `shard` on several ranks a parameter and its gradient are DTensors, `Shard(0)` in torch's chunks of rows, and
+    the model has other parameter objects until `opt.detach()`, as after `fully_shard`: take them from the model. A
     computation with them, inside the model or outside, gathers the full tensor on every rank: `p.grad.norm()`,
     `loss + model.head.weight.norm()`. A write into them keeps this rank's rows. torch's functions that clip gradients
     raise if `p.grad` is not the full gradient. Gradients of a block may be views of one buffer: keeping one of them

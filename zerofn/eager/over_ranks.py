@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..core.bucketed_views import uncast
 from ..core.layout import Leaf
-from ..module.parameter_guards import gathering_of, label
+from ..core.view import Wire
+from ..module.parameter_guards import label
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks
 from ..sharded.units import UnitPlans, split
@@ -17,13 +20,22 @@ from .resident_params import ResidentParams
 from .sharded_states import as_dtensors, as_shards, gathering_of_states
 from .step_agreement import StepAgreement, WholeParameters
 
+if TYPE_CHECKING:
+    from ..module.sharded_parameter import ModelFaces
+
 
 def hook(home: ResidentParams) -> None:
     """Hook parameters and modules: gradients are reduced or used as they arrive, and full parameters gathered."""
     pipe, params, channels = home.pipe, home.params, home.channels
-    hooks = GradientHooks(pipe, params, channels, home.in_backward, home.stored_params.store_writes_of, home.undo)
-    home.units, blocks = _units(home, hooks.accept)
+    late: list[Units] = []
+    faces = _faces(home, late)
+    leaves = params if faces is None else faces.shown
+    hooks = GradientHooks(
+        pipe, params, leaves, faces, channels, home.in_backward, home.stored_params.store_writes_of, home.undo
+    )
+    home.units, blocks = _units(home, hooks.accept, faces)
     hooks.units = home.units
+    late += [] if home.units is None else [home.units]
     home.hook_modules(blocks)
     if channels.equals is not None:
         home.wholes = WholeParameters(params, channels.equals, home.current)
@@ -35,23 +47,50 @@ def hook(home: ResidentParams) -> None:
     if home.fully_sharded is not None:
         home.state_views = as_dtensors(home.fully_sharded)
         return
-    gathering = None if home.units is None else gathering_of(home.units)
-    by = gathering or gathering_of_states(pipe, channels.control, lambda: home.left)
+    by = gathering_of_states(pipe, channels.control, lambda: home.left) if faces is None else faces.by
     home.state_views = None if by is None else as_shards(by)
-    label(home.undo, home.model, pipe, params, gathering, home.units, home.context is not None, asks, home.forms)
+    label(home.undo, home.model, pipe, home.shown, home.units, home.context is not None, asks, home.forms, faces)
 
 
-def _units(home: ResidentParams, accept: Callable[[Leaf, Tensor], None]) -> tuple[Units | None, list[nn.Module]]:
-    """The `Units` that gather sharded parameters on use, if they are sharded, and the modules that own them."""
+def _wire(home: ResidentParams) -> Wire | None:
+    """The wire that gathers parameters on use, if they are sharded."""
     pipe, channels, wire = home.pipe, home.channels, home.pipe.gathering
     if wire is None or channels.wanted is None:
+        return None
+    return wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
+
+
+def _faces(home: ResidentParams, late: list[Units]) -> ModelFaces | None:
+    """Put DTensors in the places of sharded parameters; `late` gets what gathers them."""
+    wire = _wire(home)
+    if wire is None or home.fully_sharded is not None:
+        return None
+    from ..module.sharded_parameter import ModelFaces
+    from ..sharded.face import Gathering
+
+    # Who writes into the rows of a DTensor writes what is stored.
+    seen = [view for view in uncast(home.pipe.road) if view.renumbers]
+    other = [leaf.path for leaf in home.pipe.layout.leaves if any([view.changes(leaf) for view in seen])]
+    left_out = {*home.forms, *other}
+    by = Gathering(wire, lambda asked: late[0].rounds.meet(asked), lambda: late[0].left)
+    faces = ModelFaces(by, lambda path: late[0].gather_alone(path), home.pipe.layout, home.params, left_out)
+    faces.put(home.model, home.undo)
+    home.shown, home.faces = faces.shown, faces
+    return faces
+
+
+def _units(
+    home: ResidentParams, accept: Callable[[Leaf, Tensor], None], faces: ModelFaces | None
+) -> tuple[Units | None, list[nn.Module]]:
+    """The `Units` that gather sharded parameters on use, if they are sharded, and the modules that own them."""
+    pipe, wire, wanted = home.pipe, _wire(home), home.channels.wanted
+    if wire is None or wanted is None:
         return None, []
-    wire = wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
-    units, blocks = split(home.model, pipe.layout.leaves, home.params)
+    units, blocks = split(home.model, pipe.layout.leaves, home.shown)
     plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
     # An update in backward takes the gradient that is there.
-    alone = home.in_backward is not None
-    return Units(plans, pipe, home.params, channels.wanted, home.scale, accept, sums_by_themselves=alone), blocks
+    how: Any = dict(sums_by_themselves=home.in_backward is not None, shown=home.shown, faces=faces)
+    return Units(plans, pipe, home.params, wanted, home.scale, accept, **how), blocks
 
 
 def _moved(home: ResidentParams, path: str) -> None:

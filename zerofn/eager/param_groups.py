@@ -148,9 +148,16 @@ class ParamGroups:
     """
 
     def __init__(self, pipe: Pipeline, params: Leaves):
-        self.optimizers = [_GroupOptimizer(pre, t, [params[p] for p in paths]) for pre, t, paths in _optimizers(pipe)]
+        self._owned = [*_optimizers(pipe)]
+        self.optimizers = [_GroupOptimizer(pre, t, [params[p] for p in paths]) for pre, t, paths in self._owned]
         self.groups = [optimizer.group() for optimizer in self.optimizers]
         self.scheduled = any(callable(optimizer.transform.facts.rate) for optimizer in self.optimizers)
+
+    def exchange(self, params: Leaves) -> None:
+        """Put the parameters that the model has since it is attached in the places of those that it had."""
+        for group, optimizer, (_, _, paths) in zip(self.groups, self.optimizers, self._owned, strict=True):
+            optimizer.params = [params[path] for path in paths]
+            group["params"] = list(optimizer.params)
 
     def given(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """By prefix: learning rates that the groups own and no schedule, and hyperparameters that were set to other

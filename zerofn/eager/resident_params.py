@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from types import NoneType
@@ -33,6 +33,7 @@ from .stored_parameters import StoredParameters, put, to_resident
 if TYPE_CHECKING:
     from ..module.boundary import ModelBoundary
     from ..module.fully_sharded import FullySharded
+    from ..module.sharded_parameter import ModelFaces
     from ..sharded.gather_on_use import Units
     from .in_backward import InBackward
     from .sharded_states import StateViews
@@ -43,7 +44,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> Iterator[set[str]]:
+def full_parameters(
+    pipe: Pipeline, params: Leaves, current: CurrentState, shown: Leaves, faces: ModelFaces | None
+) -> Iterator[set[str]]:
     """Put full parameters in the place of shards or copies, and store those that have changed at the end.
 
     An exception stores them too, as on unsharded parameters, and as FSDP and DeepSpeed do.
@@ -52,6 +55,8 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
         pipe: the pipeline of the model.
         params: its parameters by path.
         current: the current state.
+        shown: by path, the parameters that the model has.
+        faces: those of them that are DTensors.
 
     Yields:
         The paths that were stored, once it has ended.
@@ -61,7 +66,7 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
         fulls = pipe.road.whole(current.state.leaves)
     # Views that lose information cannot be inverted, so a parameter that nobody wrote into keeps its stored value.
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
-    grads = {path: read_grad(p) for path, p in params.items()}
+    grads = {path: read_grad(p) for path, p in shown.items()}
     written: set[str] = set()
     made: list[str] = []
     inside = False
@@ -69,6 +74,8 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
         with grad_mode_kept():
             for path, full in fulls.items():
                 put(pipe, params[path], full, None)
+            if faces is not None:
+                faces.show_wholes()
         inside = True
         yield written
     finally:
@@ -82,7 +89,9 @@ def full_parameters(pipe: Pipeline, params: Leaves, current: CurrentState) -> It
             finally:
                 for path, p in params.items():
                     put(pipe, p, parts[path], "the end of opt.gathered()")
-                made = [] if pipe.gathering is None else _drop_gradients(params, grads)
+                if faces is not None:
+                    faces.show_rows()
+                made = [] if pipe.gathering is None else _drop_gradients(shown, grads)
     _check_gradients(made)
 
 
@@ -362,7 +371,8 @@ class ResidentParams:
         fully_sharded: the model, if FSDP2 gathers its parameters and reduces their gradients.
 
     Attributes:
-        shown: by path, the parameters that the model has: `params`, or the DTensors of FSDP2.
+        shown: by path, the parameters that the model has: `params`, or DTensors of which `params` have the rows.
+        faces: the DTensors that are in the places of sharded parameters; `None` where there are none.
         current: the current state.
         is_full: whether full parameters are in the places of shards or copies, within `gathered`.
         gradients: brings the gradients of a step.
@@ -388,6 +398,7 @@ class ResidentParams:
         fully_sharded: FullySharded | None = None,
     ):
         self.fully_sharded = fully_sharded
+        self.faces: ModelFaces | None = None
         self.shown: Leaves = params if fully_sharded is None else fully_sharded.parameters
         self.context, self.unchanged, self.start, self.forms = context, unchanged, start, forms
         self.hook = hook
@@ -425,7 +436,7 @@ class ResidentParams:
         self.first_stored = self.make()
         states = first_states(pipe, self.first_stored, self.channels.control, self.existing)
         self.current.state = first_state(pipe, self.first_stored, states)
-        with _unfrozen([self.params[path] for path in pipe.layout.trained]):
+        with _unfrozen(self, pipe.layout.trained):
             self._hook()
         self.hooked = True
         self.existing.grads.clear()
@@ -457,8 +468,8 @@ class ResidentParams:
 
         self.boundary = ModelBoundary(self.pipe, self.scale, self.units, self.model, self.unchanged, self.forms)
         self.undo.append(functools.partial(take_back, self.boundary.undo))
-        install(self.model, self.boundary, {id(p): path for path, p in self.params.items()}, blocks)
-        hook_seen_state_dicts(self.model, self.boundary, self.params, self.undo)
+        install(self.model, self.boundary, {id(p): path for path, p in self.shown.items()}, blocks)
+        hook_seen_state_dicts(self.model, self.boundary, self.shown, self.undo)
 
     def lie_elsewhere(self) -> None:
         """Parameters have other memory from now on: what was prepared for compiled calls has the old one."""
@@ -506,7 +517,8 @@ class ResidentParams:
             return
         written: set[str] = set()
         try:
-            with _suspended(self), full_parameters(self.pipe, self.params, self.current) as written:
+            whole = full_parameters(self.pipe, self.params, self.current, self.shown, self.faces)
+            with _suspended(self), whole as written:
                 yield
         finally:
             if written:
@@ -534,18 +546,19 @@ def _in_backward(pipe: Pipeline, current: CurrentState, context: Callable[[], Co
 
 
 @contextmanager
-def _unfrozen(params: list[Tensor]) -> Iterator[None]:
+def _unfrozen(home: ResidentParams, trained: Iterable[str]) -> Iterator[None]:
     """Inside, parameters require grad: torch hooks no others, and a frozen one may be unfrozen later."""
     with torch.DisableTorchFunctionSubclass():
-        frozen = [p for p in params if not p.requires_grad]
-        for p in frozen:
-            p.requires_grad_(True)
+        frozen = [path for path in trained if not home.params[path].requires_grad]
+        for path in frozen:
+            home.params[path].requires_grad_(True)
     try:
         yield
     finally:
         with torch.DisableTorchFunctionSubclass():
-            for p in frozen:
-                p.requires_grad_(False)
+            for path in frozen:
+                for p in (home.params[path], home.shown[path]):
+                    p.requires_grad_(False)
 
 
 @contextmanager

@@ -1,28 +1,30 @@
-"""`StateViews`: shards of a state as `opt.state[p]` shows them, with the shape of the full tensor.
+"""`StateViews`: shards of a state as `opt.state[p]` shows them, as DTensors of the shape of the full tensor.
 
-So a second moment has the shape of `p.grad` as in one process, at every stage. Elementwise functions run on the shard;
-norms, indices and writes by index are those of the full tensor. A sharded tensor that cannot be gathered here, for
-instance along two axes of a mesh, refuses those. What an owner keeps whole is shown on that rank as it is; on other
-ranks it refuses them too, and elementwise functions have no effect.
+So a second moment lies like `p.grad`, at every stage. A shard that lies otherwise, for instance along two axes of a
+mesh, is opaque: elementwise functions run on it, and all else is refused. What an owner keeps whole is shown on that
+rank as it is; on other ranks it is opaque too, and elementwise functions have no effect.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..core.layout import Leaf
+from ..core.layout import Leaf, span
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.state_entries import entries, held_by_owners
 from ..module.fully_sharded import FullySharded
 from ..ranks.group import Group
 from ..ranks.process_groups import together
-from ..sharded.parameter import Gathering, Origin, Piece, part_of
+from ..sharded.opaque import OF_STATES, opaque
+
+if TYPE_CHECKING:
+    from ..sharded.face import Gathering, Origin
 
 T = TypeVar("T")
 ON_EVERY_RANK = "the same line on every rank, and what is done with its result on one"
@@ -39,6 +41,7 @@ def gathering_of_states(pipe: Pipeline, control: Group | None, left: Callable[[]
     wire = pipe.sharding
     if wire is None or control is None:
         return None
+    from ..sharded.face import Gathering
 
     def meet(asked: str) -> str:
         together(asked, control.ranks, ON_EVERY_RANK)
@@ -70,8 +73,8 @@ class StateViews(Generic[T]):
         return x if of is None else self.show(x, of)
 
 
-def as_shards(gathering: Gathering) -> StateViews[Origin]:
-    """Shows tensors that are sharded like their parameters as shards, with the shape of the full tensor."""
+def as_shards(gathering: Gathering) -> StateViews[Origin | tuple[str, torch.Size]]:
+    """Shows tensors that are sharded like their parameters as DTensors."""
     return StateViews(lambda state: _origins(state, gathering), _as_shard)
 
 
@@ -82,28 +85,36 @@ def as_dtensors(model: FullySharded) -> StateViews[str]:
     )
 
 
-def _as_shard(x: Tensor, of: Origin) -> Tensor:
+def _as_shard(x: Tensor, of: Origin | tuple[str, torch.Size]) -> Tensor:
     # Ranks that are not the owner have one number, expanded, and nothing could be written into it.
-    return part_of(x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device), of)
+    x = x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    from ..sharded.face import Origin, wrap
+
+    return wrap(x, of) if isinstance(of, Origin) else opaque(x, *of, OF_STATES)
 
 
-def _origins(state: State, by: Gathering) -> dict[int, Origin]:
-    """id(state tensor) -> Origin, for state that is sharded like its parameter."""
+def _origins(state: State, by: Gathering) -> dict[int, Origin | tuple[str, torch.Size]]:
+    """id(state tensor) -> what it is of, for state that is sharded; a name and a shape, where it lies otherwise."""
+    from ..sharded.face import Origin
+
     leaves: dict[str, Leaf] = {leaf.path: leaf for leaf in state.layout.leaves if leaf.within is None}
-    found = {}
+    group = by.wire.group
+    found: dict[int, Origin | tuple[str, torch.Size]] = {}
     for e in entries(state):
         leaf = leaves.get(e.path)
         if leaf is None or e.owner == "params" or e.at_owner or not isinstance(e.value, Tensor):
             continue
         if e.offset is None and not e.of_part:
             continue
-        pieces, shape = (), e.value.shape if e.offset is None else leaf.shape
-        low, high = by.wire.span(leaf)
-        if e.offset is not None and (e.offset, e.offset + e.value.numel()) == (low, high):
-            pieces = (Piece(leaf, low, high, by),)
         how = f"opt.state[p][{e.slot!r}]"
-        found[id(e.value)] = Origin(how, e.path, False, pieces, torch.Size(shape), state=True)
+        chunk = span(leaf.shape, group.rank, group.size)
+        mine = None if e.offset is None else (e.offset, e.offset + e.value.numel())
+        if mine == by.wire.span(leaf) == chunk:
+            found[id(e.value)] = Origin(how, leaf, by)
+        else:
+            shape = e.value.shape if e.offset is None else leaf.shape
+            found[id(e.value)] = f"{how} of the sharded parameter {e.path}", torch.Size(shape)
     for slot, path, x, rank in held_by_owners(state):
         how = f"opt.state[p][{slot!r}], which rank {rank} of those that share the leaf keeps,"
-        found[id(x)] = Origin(how, path, False, (), x.shape, state=True)
+        found[id(x)] = f"{how} of the sharded parameter {path}", x.shape
     return found

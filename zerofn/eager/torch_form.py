@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..core.facts import COUNT
-from ..core.layout import cut_by_rows, rows_between
+from ..core.layout import rows_between
 from ..core.pipeline import Pipeline
 from ..core.state import LeafTensors, State
 from ..core.state_entries import Entry, cut_as_by_torch, entries, has_unknown_leaf, of_rank, rebuild
@@ -264,8 +264,8 @@ def as_state_dict(
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions show a state as `torch.distributed` places tensors: full on each rank, or a DTensor sharded by rows.
 #
-# A shard that is whole rows in torch's own chunks is shown on its own memory. Others (a leaf of fewer rows than ranks,
-# a whole leaf at its owner) are gathered, leaf by leaf, and each rank keeps the rows that torch would give it. All
+# A shard that is whole rows in torch's own chunks is shown on its own memory. Others (a number, a
+# whole leaf at its owner) are gathered, leaf by leaf, and each rank keeps the rows that torch would give it. All
 # ranks must ask for those together.
 
 
@@ -302,7 +302,7 @@ def placed(state: State, cutting: Sequence[Group]) -> list[Any]:
 
 def in_own_rows(e: Entry, size: int) -> bool:
     """Whether each rank has the rows of a tensor that torch would give it; the same answer on all ranks."""
-    return not e.at_owner and e.within is None and cut_by_rows(e.shape, size)
+    return not e.at_owner and e.within is None and len(e.shape) > 0
 
 
 def _rows(whole: Tensor, group: Group | None) -> Tensor:

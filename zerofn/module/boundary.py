@@ -243,7 +243,7 @@ class ParameterViews:
         if handed is not None:
             return handed
         if self.units is not None:
-            if stored is self.units.params[path]:
+            if stored is self.units.shown[path]:
                 return self.units.look(path, keep=bool(self.local.calls))
             view = _of_another(view, stored)
         elif self.suspended:

@@ -87,7 +87,7 @@ class FullySharded:
         mesh = self.mesh
 
         def view(layout: Layout, ranks: Any) -> View:
-            return over_ranks(Sharding(group_for(PLACE, mesh), chunks=True), resident=False, traceable=True)
+            return over_ranks(Sharding(group_for(PLACE, mesh)), resident=False, traceable=True)
 
         members = [member.name for member in tx.members]
         if found := [name for name in members if name in REDUCING]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -16,10 +16,12 @@ from ..core.pipeline import Pipeline
 from ..ranks.dtensor import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks, Replica, tell
-from ..sharded.parameter import Gathering, piece_of
-from .sharded_parameter import ShardedParameter, wrap_existing_hooks
+from .opaque_parameter import OpaqueParameter
 from .state_dicts import hook_state_dicts
 from .tensor_parallel import DTensorParameter
+
+if TYPE_CHECKING:
+    from .sharded_parameter import ModelFaces
 
 # The attribute that accelerate looks for before it wraps a model a second time.
 PREPARED = "_is_accelerate_prepared"
@@ -30,11 +32,11 @@ def label(
     model: nn.Module,
     pipe: Pipeline,
     params: Leaves,
-    gathering: Gathering | None,
     units: Units | None,
     in_backward: bool,
     asks: Asks,
     forms: Mapping[str, Form],
+    faces: ModelFaces | None,
 ) -> None:
     """Guard the parameters of a model, and its state dicts.
 
@@ -43,11 +45,11 @@ def label(
         model: the model.
         pipe: its pipeline.
         params: its parameters by path.
-        gathering: gathers sharded parameters outside of the model's calls.
-        units: gathers them inside its calls.
+        units: gathers sharded parameters inside its calls.
         in_backward: whether gradients are used as they arrive.
         asks: callbacks by which parameters ask about the gradients of this model.
         forms: by path, the DTensor that a parameter was before it was attached.
+        faces: the sharded parameters that are DTensors.
     """
     if not (pipe.step_groups or forms or in_backward):
         return
@@ -61,29 +63,22 @@ def label(
         _put(undo, model, PREPARED, Prepared())
     for path in [path for path in forms if path in params]:
         _as_dtensor(undo, path, params[path], forms[path], units, guard)
-    if units is None or gathering is None:
+    if units is None or faces is None:
         for path in [path for path in params if path not in forms]:
             tell(undo, params[path], Replica, path=path, **guard)
         return
-    pieces = {leaf.path: piece_of(gathering, leaf, params[leaf.path]) for leaf in pipe.layout.leaves}
-    for leaf in pipe.layout.leaves:
-        path, p = leaf.path, params[leaf.path]
-        if path in forms:
-            continue
-        whole, is_whole = functools.partial(units.gather_alone, path), lambda: units.suspended
-        of = {"path": path, "full": leaf.shape, "pieces": pieces[path]}
-        tell(undo, p, ShardedParameter, whole=whole, is_whole=is_whole, **of, **guard)
-        if isinstance(p, ShardedParameter):
-            wrap_existing_hooks(p, undo)
-    hook_state_dicts(model, params, pipe, units, forms, pieces, undo)
+    for path in [path for path in params if path not in forms]:
+        if path in faces.origins:
+            vars(params[path]).update(guard)
+        else:
+            whole = functools.partial(units.gather_alone, path)
+            shape = next(leaf.shape for leaf in pipe.layout.leaves if leaf.path == path)
+            in_parts = lambda: not units.suspended  # noqa: E731
+            tell(undo, params[path], OpaqueParameter, path=path, whole=whole, full=shape, in_parts=in_parts, **guard)
+    hook_state_dicts(model, params, pipe, units, forms, undo)
     # DistributedDataParallel is to ignore all parameters: it would copy the first rank's shards to all ranks. It then
     # refuses a model that has no parameters for it. Not a list: `scaled_checks` would look for tensors in it.
     _put(undo, model, IGNORED_BY_DDP, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
-
-
-def gathering_of(units: Units) -> Gathering:
-    """The `Gathering` that gathers shards of the model's leaves outside of its calls."""
-    return Gathering(units.collectives.wire, units.rounds.meet, lambda: units.left)
 
 
 def _as_dtensor(

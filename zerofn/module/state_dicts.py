@@ -12,25 +12,24 @@ from torch import Tensor, nn
 
 from .._compat.tensors import registered
 from .._errors import bad_leaves, explain
-from ..core.bucketed_views import spans_by_rank, uncast
-from ..core.layout import Leaf, Leaves, cut_by_rows, rows_between, span
+from ..core.bucketed_views import uncast
+from ..core.layout import Leaf, Leaves, rows_between, span
 from ..core.pipeline import Pipeline
 from ..core.view import see
-from ..ranks.dtensor import Form, as_dtensors, as_local, in_full, is_distributed, mesh_of, of_this_rank
+from ..ranks.dtensor import Form, as_dtensors, as_local, in_full, is_distributed, of_this_rank
 from ..sharded.gather_on_use import Units
-from ..sharded.parameter import Origin, Part, Piece, part_of
+from ..sharded.opaque import Opaque, opaque, plain
 from .boundary import ModelBoundary
 from .forward_hooks import Hook
 
 # ----------------------------------------------------------------------------------------------------------------------
-# State dicts of a sharded model have guarded shards. torch's DCP gets DTensors, and full tensors can be loaded.
+# State dicts of a sharded model have its DTensors. torch's DCP saves and loads them in place, and full tensors can be
+# loaded: each rank takes its rows.
 #
-# The tensors of `model.state_dict()` are this rank's flat shards. They serve within the run (the best weights so far,
-# put back by `load_state_dict`). In a file they are useless, and who finds that out has lost the model, so saving them
-# is refused. Gathering instead would hang the many programs that save on one rank alone. Full tensors can be loaded:
-# each rank takes its shard. The functions of `torch.distributed.checkpoint.state_dict`, which every rank calls, get
-# DTensors of the full shapes, sharded by rows, of what the model sees. A leaf is gathered first where ranks have other
-# rows than torch would give them, or where the user's view lies between the stored and the seen parameter.
+# In a file that one rank writes they are useless, and who finds that out has lost the model, so pickling them is
+# refused. Gathering instead would hang the many programs that save on one rank alone. The functions of
+# `torch.distributed.checkpoint.state_dict`, which every rank calls, get what the model sees, where the user's view lies
+# between the stored and the seen parameter.
 
 
 # The module of `get_model_state_dict`, which may not be loaded.
@@ -49,70 +48,36 @@ def _calling_function() -> str:
     return name
 
 
-class StateDictParts:
-    """The entries of one model's state dicts.
+class SeenRows:
+    """Converts the entries of one model's state dicts, where the model computes with other numbers than are stored.
 
     Args:
         pipe: with a `shard`.
-        forms: by path, the DTensor that a parameter was before it was attached.
-        pieces: by path, this rank's range of the leaf.
     """
 
-    def __init__(self, pipe: Pipeline, forms: Mapping[str, Form], pieces: Mapping[str, tuple[Piece, ...]]):
+    def __init__(self, pipe: Pipeline):
         assert pipe.gathering is not None
         self.wire, self.road = pipe.gathering, pipe.road
-        self.forms, self.pieces = forms, pieces
 
-    def guarded(self, part: Tensor, leaf: Leaf) -> Part:
-        """A shard that refuses to be saved as if it were the full tensor."""
-        form = self.forms.get(leaf.path)
-        pieces, shape = (self.pieces[leaf.path], leaf.shape) if form is None else ((), form.shape)
-        return part_of(part, Origin("a part in the sharded model's state_dict()", leaf.path, False, pieces, shape))
+    def renumbers(self, leaf: Leaf) -> bool:
+        """Whether what is stored of a leaf are not the numbers that the model computes with."""
+        return any([view.renumbers and view.changes(leaf) for view in uncast(self.road)])
 
-    def to_dtensor(self, part: Tensor, leaf: Leaf, caller: str) -> Tensor:
-        """A shard as a DTensor, on the same memory if ranks have the rows that torch would give them."""
+    def to_dtensor(self, mine: Tensor, leaf: Leaf, caller: str) -> Tensor:
+        """What the model computes with as a DTensor, of what this rank stores; all ranks call it."""
         if leaf.within is not None and leaf.within.cut:
             why = f"{leaf.path} is cut over other ranks besides, and this rank has a flat part of its part"
             right = f"with opt.gathered(): {caller}(...), on every rank, or zf.save(directory, opt)"
             raise RuntimeError(explain(f"{caller} of a sharded model that is itself cut over ranks", why, right))
-        mine, group = part.as_subclass(Tensor).detach(), self.wire.group
-        if self._cut_alike(leaf):
-            low, high = self.wire.span(leaf)
-        else:
-            whole = see(uncast(self.road), mine, leaf)
-            if not leaf.shape:
-                # A number has no rows, and torch takes a plain tensor for the same on all ranks.
-                return whole
-            # torch's chunks of rows: of a leaf of few rows some ranks have none.
-            each = -(-leaf.shape[0] // group.size) * leaf.shape[1:].numel()
-            low, high = (min(i * each, leaf.numel) for i in (group.rank, group.rank + 1))
-            mine = whole.reshape(-1)[low:high].clone()
+        whole = see(uncast(self.road), mine, leaf)
+        if not leaf.shape:
+            # A number has no rows, and torch takes a plain tensor for the same on all ranks.
+            return whole
+        low, high = span(leaf.shape, self.wire.group.rank, self.wire.group.size)
         rows = rows_between(leaf.shape, low, high)
         assert rows is not None
-        return as_dtensors({leaf.path: (mine, rows, tuple(leaf.shape))}, group)[leaf.path]
-
-    def from_full(self, given: Tensor, leaf: Leaf) -> Part:
-        """This rank's shard of a full tensor or a DTensor."""
-        form, group = self.forms.get(leaf.path), self.wire.group
-        if is_distributed(given):
-            here = of_this_rank(given, [group])
-            if isinstance(here, str):
-                right = "with opt.gathered(): torch.save(model.state_dict(), f) on one rank, and that file on every\n"
-                right += "rank; torch.distributed.checkpoint.save and load; or zf.save(directory, opt)"
-                raise ValueError(bad_leaves("model.load_state_dict of a sharded model", [(leaf.path, here)], right))
-            given = here
-        full = given.detach() if form is None else form.local(given.detach())
-        if mesh_of(full) == group.ranks and self._cut_alike(leaf):
-            return self.guarded(as_local(full).reshape(-1), leaf)
-        return self.guarded(self.road.kept(in_full(full), leaf), leaf)
-
-    def _cut_alike(self, leaf: Leaf) -> bool:
-        """Whether every rank has the rows that torch would give it, as the model sees them; equal on all ranks."""
-        if any([view.renumbers and view.changes(leaf) for view in uncast(self.road)]):
-            return False
-        size = self.wire.group.size
-        chunks = [span(leaf.shape, rank, size) for rank in range(size)]
-        return cut_by_rows(leaf.shape, size) and list(spans_by_rank([self.wire], leaf)) == chunks
+        mine = whole.reshape(-1)[low:high].clone()
+        return as_dtensors({leaf.path: (mine, rows, tuple(leaf.shape))}, self.wire.group)[leaf.path]
 
 
 def hook_state_dicts(
@@ -121,43 +86,81 @@ def hook_state_dicts(
     pipe: Pipeline,
     units: Units,
     forms: Mapping[str, Form],
-    pieces: Mapping[str, tuple[Piece, ...]],
     undo: list[Callable[[], object]],
 ) -> None:
-    """Make state dicts of a sharded model return guarded shards, and load full tensors.
+    """Make state dicts of a sharded model return DTensors, inside `opt.gathered()` full tensors; and load both.
 
     Args:
-        model: its parameters are this rank's shards.
+        model: its parameters are DTensors.
         params: its parameters by path.
         pipe: its pipeline.
         units: says whether parameters are full now, inside `opt.gathered()`.
         forms: by path, the DTensor that a parameter was before it was attached.
-        pieces: by path, this rank's range of the leaf.
         undo: gets functions that remove the hooks.
     """
-    parts = StateDictParts(pipe, forms, pieces)
+    seen = SeenRows(pipe)
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
 
     def give(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if units.suspended:
-            return
         caller = _calling_function()
         for name, leaf in own.items():
             x = state.get(prefix + name)
-            if isinstance(x, Tensor):
-                state[prefix + name] = parts.to_dtensor(x, leaf, caller) if caller else parts.guarded(x, leaf)
+            if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
+                continue
+            if units.suspended:
+                state[prefix + name] = as_local(x) if leaf.path not in forms else x
+            elif caller and (not leaf.shape or type(x) is Opaque or seen.renumbers(leaf)):
+                state[prefix + name] = seen.to_dtensor(_stored(x), leaf, caller)
 
     def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, leaf in {} if units.suspended else own.items():
             x = state.get(prefix + name)
-            if isinstance(x, Tensor) and not isinstance(x, Part) and x.shape == torch.Size((leaf.within or leaf).shape):
-                state[prefix + name] = parts.from_full(x, leaf)
+            if not isinstance(x, Tensor) or type(x) is Opaque or x.shape != torch.Size((leaf.within or leaf).shape):
+                continue
+            if is_distributed(x) and type(x).__module__ != FACES:
+                here = of_this_rank(x, [seen.wire.group])
+                if isinstance(here, str):
+                    right = "with opt.gathered(): torch.save(model.state_dict(), f) on one rank, and that file on "
+                    right += "every\nrank; torch.distributed.checkpoint.save and load; or zf.save(directory, opt)"
+                    raise ValueError(bad_leaves("model.load_state_dict of a sharded model", [(leaf.path, here)], right))
+                state[prefix + name] = x = here
+            if is_distributed(params[leaf.path]) and not seen.renumbers(leaf):
+                continue
+            if type(x).__module__ == FACES:
+                continue
+            form = forms.get(leaf.path)
+            full = x.detach() if form is None else form.local(x.detach())
+            kept, shape = seen.road.kept(in_full(full), leaf), leaf.shape if form is None else form.shape
+            if is_distributed(params[leaf.path]):
+                state[prefix + name] = _as_entry(params[leaf.path], kept)
+                continue
+            state[prefix + name] = opaque(kept, f"an entry of the state dict of the parameter {leaf.path}", shape)
 
     for module in model.modules():
         own = {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}
         if own:
             undo.append(module.register_state_dict_post_hook(Hook(functools.partial(give, own))).remove)
             undo.append(module.register_load_state_dict_pre_hook(Hook(functools.partial(take, own))).remove)
+
+
+# The module of DTensors that stand for sharded parameters, which may not be loaded.
+FACES = "zerofn.sharded.face"
+
+
+def _as_entry(p: Any, mine: Tensor) -> Tensor:
+    """What this rank stores, flat, as an entry for a parameter that is a DTensor."""
+    from ..sharded.face import wrap
+
+    return wrap(mine, p.of._replace(how="an entry of a state dict", whole=None))
+
+
+def _stored(x: Any) -> Tensor:
+    """What this rank stores of an entry, flat."""
+    if is_distributed(x):
+        from ..sharded.face import local_shard
+
+        return local_shard(x.detach())
+    return plain(x).detach()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._compat.autograd import has_hooks, in_backward
+from .._compat.autograd import has_hooks
 from .._compat.functorch import uncompiled
 from .._compat.tensors import local_of, registered, set_local
 from .._errors import bad_leaves, explain
@@ -19,18 +19,8 @@ from ..ranks.dtensor import CUT, Form, is_distributed, why_not_attachable
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from ..sharded.guarded_parameter import GuardedParameter, in_memory
-from ..sharded.parameter import (
-    PRIVATE,
-    SIZES,
-    Handed,
-    Origin,
-    first_by_position,
-    in_place,
-    part_of,
-    plain,
-    printed,
-    sizes,
-)
+from ..sharded.opaque import SIZES, handed, opaque, plain, printed, sizes
+from ..sharded.torch_functions import PRIVATE, first_by_position, in_place
 
 # ----------------------------------------------------------------------------------------------------------------------
 # While a model of torch's tensor parallelism is attached, plain local parameters stand in for its DTensors.
@@ -249,7 +239,7 @@ class DTensorParameter(GuardedParameter):
         if in_memory(frame):
             return x
         if self.in_parts():
-            return part_of(x, self._origin(how, how in ("p.grad", "a gradient")))
+            return opaque(x, self.told(how), self.form.shape)
         return self.form.wrap(x)
 
     def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
@@ -259,7 +249,7 @@ class DTensorParameter(GuardedParameter):
     def _given(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Wrap a hook on the gradient, so that it gets the value that `p.grad` will have."""
         if self.in_parts():
-            return Handed(hook, self._origin("what a hook is given", True))
+            return handed(hook, self.told("what a hook is given"), self.form.shape)
         form = self.form
 
         def local(g: Tensor) -> Tensor | None:
@@ -268,8 +258,9 @@ class DTensorParameter(GuardedParameter):
 
         return local
 
-    def _origin(self, how: str, gradient: bool) -> Origin:
-        return Origin(how, self.path, gradient, (), self.form.shape, gradient and in_backward())
+    def told(self, how: str) -> str:
+        """What a part of it is called in messages."""
+        return f"{how} of the sharded parameter {self.path}"
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         self._check_copied("copy.deepcopy(model)")
@@ -296,10 +287,9 @@ def _by_itself(func: Any, name: str) -> bool:
 def _look(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Run a function that asks about a parameter of which this rank has a flat shard: sizes are the DTensor's."""
     p, attribute = args[0], func.__self__.__name__ if name == "__get__" else ""
-    of = p._origin("the values", False)
     if name in SIZES or attribute in SIZES:
-        return sizes(func, name, args, kwargs, lambda x: of if x is p else None)
-    return printed(p, of) if name == "__repr__" else func(*args, **kwargs)
+        return sizes(func, args, kwargs, p.form.shape)
+    return printed(p, p.told("the values"), p.form.shape) if name == "__repr__" else func(*args, **kwargs)
 
 
 def _whole(x: Any) -> Any:

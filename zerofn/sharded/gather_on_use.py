@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -491,6 +491,14 @@ class Rests:
 # may hold: a later use would read memory that is gone.
 
 
+class Faces(Protocol):
+    """Converts gradients of an attached model between flat shards and the tensors that user code has of them."""
+
+    def gradient(self, leaf: Leaf, g: Tensor | None) -> Tensor | None: ...
+    def shard(self, leaf: Leaf, x: Tensor | None) -> Tensor | None: ...
+    def local(self, p: Tensor) -> Tensor: ...
+
+
 class Units:
     """The sharded parameters of one attached model, or of one evaluation of a function, and what gathers them.
 
@@ -503,6 +511,9 @@ class Units:
         accept: takes a shard's gradient from a reduce-scatter that only other ranks wanted.
         prefetch: whether the unit that is expected next is gathered before it is used.
         sums_by_themselves: whether ranks agree on each reduce-scatter alone.
+        shown: by path, the tensors that the graph of a gather leads to: the shards themselves, or what a model has in
+            their place.
+        faces: converts gradients between shards and what leads to them; `None` where those are the shards.
 
     Attributes:
         suspended: inside `opt.gathered()`: the model's parameters are full ones and are used as they are.
@@ -519,8 +530,12 @@ class Units:
         accept: Callable[[Leaf, Tensor], None],
         prefetch: bool = True,
         sums_by_themselves: bool = False,
+        shown: Leaves | None = None,
+        faces: Faces | None = None,
     ):
         self.plans, self.units, self.blocks = plans, plans.units, plans.blocks
+        self.shown, self.faces = params if shown is None else shown, faces
+        self.inputs = [[self.shown[leaf.path] for leaf in unit] for unit in plans.units]
         self.collectives = UnitCollectives(plans, params, scale)
         self.pipe, self.params = pipe, params
         write_back = WriteBack(params, plans.wire.span, pipe.road.exact)
@@ -536,8 +551,9 @@ class Units:
         """A full parameter, differentiable; with `keep`, each call returns the same tensor until its unit is freed."""
         i, j = self.plans.place[path]
         if self.suspended:
+            whole = self.shown[path]
             with torch.DisableTorchFunctionSubclass():
-                stored = self.params[path].view_as(self.params[path])
+                stored = whole.view_as(whole) if self.faces is None else self.faces.local(whole)
             return stored.to(self.pipe.dtypes.of(self.units[i][j]).param_dtype or stored.dtype)
         if functorch_active():
             # A transform of torch.func in forward takes it for a constant, as it does a plain parameter.
@@ -550,7 +566,7 @@ class Units:
             if found is None:
                 # The same tensor in every mode, as a parameter is.
                 with outside_inference_mode(), torch.enable_grad():
-                    found = GatherUnit.apply(self, i, PARAMETERS, *gathered.parts[i])
+                    found = GatherUnit.apply(self, i, PARAMETERS, *self.inputs[i])
                 self.forward_writes.give(i, found)
                 if keep:
                     gathered.seen[i] = found
@@ -561,7 +577,7 @@ class Units:
 
     def gather_alone(self, path: str) -> Tensor:
         """A full parameter in the stored dtype, for code outside of the model; differentiable."""
-        return GatherUnit.apply(self, self.plans.alone[path], PARAMETERS, self.params[path])[0]
+        return GatherUnit.apply(self, self.plans.alone[path], PARAMETERS, self.shown[path])[0]
 
     def parameters(self, i: int) -> list[Tensor]:
         """The unit's full parameters in the compute dtype, gathered now if they are not here."""
@@ -608,13 +624,16 @@ class Units:
 
     def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:
         """Full tensors, gathered from shards that are laid out like the unit's parameters."""
+        if self.faces is not None:
+            shards = tuple(map(self.faces.shard, self.units[i], shards))
         with self._sending():
             return self.rounds.perform(TANGENTS, i, shards)
 
     def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """True gradients of this rank's shards, averaged over ranks and unscaled, from full ones."""
         with self._sending():
-            return self.rounds.perform(GRADIENTS, i, fulls)
+            found = self.rounds.perform(GRADIENTS, i, fulls)
+        return found if self.faces is None else list(map(self.faces.gradient, self.units[i], found))
 
     def _sending(self) -> AbstractContextManager[Any]:
         """The context of each collective."""
@@ -687,7 +706,9 @@ class GatherUnit(Function):
         # What other ranks have of a leaf that was frozen here alone: autograd drops it.
         for leaf, g, needed in zip(units.units[ctx.i], found, ctx.needs_input_grad[3:], strict=True):
             if g is not None and not needed:
-                units.rounds.late.append((leaf, g.detach()))
+                late = g if units.faces is None else units.faces.shard(leaf, g)
+                assert late is not None
+                units.rounds.late.append((leaf, late.detach()))
         return None, None, None, *found
 
 
@@ -706,7 +727,8 @@ class ScatterUnit(Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
-        check_alone(ctx.units.units[ctx.i], gs)
+        if ctx.units.faces is None:
+            check_alone(ctx.units.units[ctx.i], gs)
         return None, None, *GatherUnit.apply(ctx.units, ctx.i, TANGENTS, *gs)
 
 

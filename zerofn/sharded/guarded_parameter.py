@@ -28,7 +28,8 @@ from .._errors import explain
 from ..core.layout import Leaves
 from ..core.tree import flatten
 from ..ranks.dtensor import is_distributed
-from .parameter import IN_FULL, WRITING, check_plain, in_place, plain, refuse_distributed
+from .opaque import plain
+from .torch_functions import WRITING, in_place
 
 PACKAGE = __name__.partition(".")[0]
 OURS = f"{PACKAGE}."
@@ -54,6 +55,10 @@ def pieces(tensors: Mapping[str, Tensor]) -> Leaves:
 
 
 def _piece(x: Tensor) -> Tensor:
+    if is_distributed(x):
+        from .face import local_shard
+
+        return local_shard(x)
     with torch.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor) if isinstance(x, GuardedParameter) else plain(x)
 
@@ -192,7 +197,13 @@ class GuardedParameter(nn.Parameter):
             gone = self.asks.gone() and self.requires_grad and graph_under_way() is None
             return GoneGradient(self) if gone else None
         shown = self._shown(grad, "p.grad", sys._getframe(1))
-        if self.unreduced and shown is grad and grad.grad_fn is None and graph_under_way() is None:
+        if (
+            self.unreduced
+            and type(shown) is Tensor
+            and shown is grad
+            and grad.grad_fn is None
+            and graph_under_way() is None
+        ):
             shown = alias_of(grad, UnreducedGradient)
             shown.path = self.path
         return shown
@@ -313,6 +324,27 @@ def _without_dtensors(name: str) -> Callable[..., Any]:
 
 for _name in [name for name in dir(Tensor) if name in WRITING or (in_place(name) and name[0] != "_")]:
     setattr(Replica, _name, _without_dtensors(_name))
+
+
+def check_plain(x: Any, how: str, path: str) -> None:
+    """Refuse a DTensor in the place of a tensor that is full on this rank."""
+    if is_distributed(x):
+        refuse_distributed(how, path, how.replace("= x", "= x.full_tensor()"))
+
+
+IN_FULL = "x.full_tensor() in the place of x"
+
+
+def refuse_distributed(how: str, what: str, right: str) -> NoReturn:
+    """Raise for a DTensor beside what is whole on this rank.
+
+    Args:
+        how: what is done with the DTensor.
+        what: what is whole.
+        right: what to write.
+    """
+    why = f"{what} is a plain tensor here, of its whole shape"
+    raise RuntimeError(explain(f"{how} with a DTensor x", why, f"{right}, on every rank"))
 
 
 def tell(undone: list[Callable[[], object]], p: Tensor, cls: type[GuardedParameter], **attributes: Any) -> None:

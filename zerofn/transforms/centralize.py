@@ -12,8 +12,7 @@ def centralize() -> Transform:
     """Subtract its mean from each row of a gradient (gradient centralization, Yong et al., 2020).
 
     `g[i] -= mean(g[i])` for each index `i` of the first dimension: the weights into one unit, or one filter. Leaves of
-    at most one dimension are unchanged. It needs whole rows (`needs="row"`): shards have them, and a leaf with fewer
-    rows than ranks is computed on one rank, its owner.
+    at most one dimension are unchanged. It needs whole rows (`needs="row"`), which shards have.
 
     Examples:
         >>> import torch, zerofn as zf

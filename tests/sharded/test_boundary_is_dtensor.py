@@ -1,0 +1,146 @@
+"""What torch's own libraries find of a sharded model: DTensors, which they read, write, load, clip and update."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from outside_programs import loss_of, make
+from rank_programs import rank_and_size
+from small_parts import said
+from stages import around
+from time_limits import limit
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import clip_grad_norm_
+
+import zerofn as zf
+
+
+def shown():
+    rank, size = rank_and_size()
+    model, plain = make(), make()
+    old = model.odd.weight
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    mesh = init_device_mesh("cpu", (size,))
+    for m in (model, plain):
+        loss_of(m).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        mine = [*q.detach().chunk(size), *[q.detach()[:0]] * size][rank] if q.dim() else None
+        for x, whole in ((p, q), (p.data, q), (p.detach(), q), (p.grad, q.grad), (model.state_dict()[name], q)):
+            assert isinstance(x, DTensor) and x.shape == q.shape and x.stride() == q.stride(), name
+            assert x.device_mesh.mesh.tolist() == mesh.mesh.tolist()
+            assert torch.equal(x.full_tensor(), whole), name
+            if q.dim():
+                assert x.placements == (Shard(0),) and x.to_local().shape == mine.shape, name
+                other = x.redistribute(placements=[Replicate()])
+                assert torch.equal(other.to_local(), whole), name
+        assert isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad and p.grad.requires_grad is False
+        if q.dim():
+            # The rows by themselves have a gradient, as in torch, on the same memory.
+            assert torch.equal(p.to_local(), mine) and p.to_local().data_ptr() == p.data.to_local().data_ptr()
+            (g,) = torch.autograd.grad((p.to_local() ** 2).sum(), p)
+            assert isinstance(g, DTensor) and torch.equal(g.to_local(), 2 * mine)
+    w, full = model.odd.weight, torch.arange(6.0, dtype=torch.float64).view(3, 2)
+    made = distribute_tensor(full, w.device_mesh, w.placements)
+    with torch.no_grad():
+        w.copy_(made)
+        assert torch.equal(w.full_tensor(), full)
+        w.data = made * 2
+        assert torch.equal(w.full_tensor(), 2 * full) and torch.equal(
+            zf.full_params(opt.tx, opt.state)["odd.weight"], 2 * full
+        )
+    w.grad = made
+    assert torch.equal(w.grad.full_tensor(), full) and isinstance(w.grad, DTensor)
+    opt.step()
+    assert torch.equal(w.full_tensor(), 2 * full - 0.1 * full)
+    told = said(lambda: old.norm())
+    opt.detach()
+    assert model.odd.weight is old and torch.equal(old, 2 * full - 0.1 * full)
+    return told
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_parameters_gradients_and_state_dicts_are_dtensors(ranks):
+    for told in zf.launch(shown, ranks, timeout=limit()):
+        assert re.search(r"norm of the parameter odd.weight from before zf.attach(.|\n)*model.parameters\(\)", told), (
+            told
+        )
+
+
+def checkpoints(folder):
+    model = make()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    saved = {n: x for n, x in model.state_dict().items() if x.dim()}
+    dcp.save({"model": saved}, checkpoint_id=folder)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0)
+    # In place: what is read is in the parameters.
+    dcp.load({"model": {n: x for n, x in model.state_dict().items() if x.dim()}}, checkpoint_id=folder)
+    found = [p.full_tensor().detach() for p in model.parameters() if p.dim()]
+    opt.detach()
+    return found
+
+
+def test_a_checkpoint_of_torch_is_loaded_in_place(tmp_path):
+    for found in zf.launch(checkpoints, 2, str(tmp_path), timeout=limit()):
+        for got, want in zip(found, [p for p in make().parameters() if p.dim()], strict=True):
+            assert torch.equal(got, want)
+
+
+OPTIMIZERS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "one by one": {"foreach": False}}
+
+
+def trained(options, shard):
+    model = make()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.0))) if shard else None
+    params = [p for p in model.parameters()]
+    other, norms = torch.optim.AdamW(params, 0.05, **options), []
+    for step in range(3):
+        other.zero_grad()
+        loss_of(model, step).backward()
+        norm = clip_grad_norm_(params, 0.1)
+        norms.append((norm.full_tensor() if shard else norm).item())
+        other.step()
+    found = [p.full_tensor().detach() if shard else p.detach() for p in params]
+    if opt is not None:
+        opt.detach()
+    return norms, found
+
+
+def trained_by_all():
+    return {name: trained(options, True) for name, options in OPTIMIZERS.items()}
+
+
+def test_torchs_adamw_and_clipping_over_them_are_those_of_one_process():
+    for found in zf.launch(trained_by_all, 2, timeout=limit()):
+        for name, options in OPTIMIZERS.items():
+            # float64, sums over ranks in another order.
+            torch.testing.assert_close(found[name], trained(options, False), rtol=1e-10, atol=1e-13)
+
+
+def states():
+    found = {}
+    for stage in ("ZeRO-1", "ZeRO-2", "ZeRO-3"):
+        model = make()
+        opt = zf.attach(model, zf.chain(*around(stage, window=zf.accumulate(1)), zf.adamw(0.1)))
+        loss_of(model).backward()
+        opt.step()
+        kept = [opt.state[p]["exp_avg"] for p in model.parameters() if p.dim()]
+        assert all(isinstance(x, DTensor) and x.placements == (Shard(0),) for x in kept), stage
+        found[stage] = [x.full_tensor() for x in kept]
+        opt.detach()
+    return found
+
+
+def test_states_are_dtensors_wherever_they_are_cut():
+    plain = make()
+    optimizer = torch.optim.AdamW(plain.parameters(), 0.1)
+    loss_of(plain).backward()
+    optimizer.step()
+    want = [optimizer.state[p]["exp_avg"] for p in plain.parameters() if p.dim()]
+    for found in zf.launch(states, 2, timeout=limit()):
+        for kept in found.values():
+            torch.testing.assert_close(kept, want, rtol=1e-12, atol=1e-15)
