@@ -70,6 +70,11 @@ class OpaqueParameter(GuardedParameter):
         """What a part of it is called in messages."""
         return f"{how} of the sharded parameter {self.path}"
 
+    def to_local(self) -> Tensor:
+        """This rank's part as a plain tensor on the same memory, in no graph."""
+        with torch.DisableTorchFunctionSubclass():
+            return Tensor.detach(self).as_subclass(Tensor)
+
     def full_tensor(self) -> Tensor:
         """The full parameter, gathered: a plain tensor of its own, differentiable."""
         return self.clone()
