@@ -66,39 +66,6 @@ def go_on(stage, route, steps):
     return list(zf.full_params(tx, state).values()), said
 
 
-@zf.leafwise(needs="row")
-def picky_rows(grad, param):
-    if grad.numel() and grad.max() > 100:
-        raise ArithmeticError("too large")
-    return grad
-
-
-def fails_at(failing):
-    """A leaf that is cut by rows, whose rows at one rank fail, beside one that has an owner."""
-    tx = zf.chain(*wires("nested"), picky_rows(), zf.sgd(0.1))
-    state = zf.init(tx, {"rows": torch.zeros(8, 4), "owned": torch.zeros(1, 6)})
-    rank = torch.distributed.get_rank()
-    kinds = []
-    # In the second step the leaf with an owner has no gradient.
-    for paths in (("rows", "owned"), ("rows",)):
-        ones = {p: torch.ones_like(x) for p, x in state.params.items()}
-        ones["rows"] *= 1e3 if rank == failing else 1.0
-        grads = {p: g if p in paths else None for p, g in ones.items()}
-        try:
-            zf.update(tx, grads, state)
-        except (ArithmeticError, RuntimeError) as error:
-            kinds.append(type(error).__name__)
-    return kinds
-
-
-@pytest.mark.parametrize(
-    "failing", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3]
-)
-def test_all_ranks_know_of_rows_that_failed_at_a_rank_that_owns_nothing(failing):
-    found = zf.launch(fails_at, 4, failing, timeout=limit(60))
-    assert found == [["ArithmeticError" if rank == failing else "OwnerFailed"] * 2 for rank in range(4)]
-
-
 @pytest.mark.parametrize("route", ["attached", pytest.param("pure", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("stage", "size"),

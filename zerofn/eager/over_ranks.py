@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from .._errors import explain
 from ..core.bucketed_views import uncast
 from ..core.layout import Leaf
 from ..core.view import Wire
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 def hook(home: ResidentParams) -> None:
     """Hook parameters and modules: gradients are reduced or used as they arrive, and full parameters gathered."""
     pipe, params, channels = home.pipe, home.params, home.channels
-    late: list[Units] = []
+    late: list[weakref.ref[Units]] = []
     faces = _faces(home, late)
     leaves = params if faces is None else faces.shown
     hooks = GradientHooks(
@@ -35,7 +37,8 @@ def hook(home: ResidentParams) -> None:
     )
     home.units, blocks = _units(home, hooks.accept, faces)
     hooks.units = home.units
-    late += [] if home.units is None else [home.units]
+    # Weak: a cycle would keep the process groups of a detached model until the garbage collector runs.
+    late += [] if home.units is None else [weakref.ref(home.units)]
     home.hook_modules(blocks)
     if channels.equals is not None:
         home.wholes = WholeParameters(params, channels.equals, home.current)
@@ -60,7 +63,7 @@ def _wire(home: ResidentParams) -> Wire | None:
     return wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
 
 
-def _faces(home: ResidentParams, late: list[Units]) -> ModelFaces | None:
+def _faces(home: ResidentParams, late: list[weakref.ref[Units]]) -> ModelFaces | None:
     """Put DTensors in the places of sharded parameters; `late` gets what gathers them."""
     wire = _wire(home)
     if wire is None or home.fully_sharded is not None:
@@ -72,11 +75,19 @@ def _faces(home: ResidentParams, late: list[Units]) -> ModelFaces | None:
     seen = [view for view in uncast(home.pipe.road) if view.renumbers]
     other = [leaf.path for leaf in home.pipe.layout.leaves if any([view.changes(leaf) for view in seen])]
     left_out = {*home.forms, *other}
-    by = Gathering(wire, lambda asked: late[0].rounds.meet(asked), lambda: late[0].left)
-    faces = ModelFaces(by, lambda path: late[0].gather_alone(path), home.pipe.layout, home.params, left_out)
+    by = Gathering(wire, lambda asked: _there(late).rounds.meet(asked), lambda: (of := late[0]()) is None or of.left)
+    faces = ModelFaces(by, lambda path: _there(late).gather_alone(path), home.pipe.layout, home.params, left_out)
     faces.put(home.model, home.undo)
     home.shown, home.faces = faces.shown, faces
     return faces
+
+
+def _there(late: list[weakref.ref[Units]]) -> Units:
+    units = late[0]()
+    if units is None:
+        why, right = "nothing is left that could gather it", "the model's own parameters, which are plain ones again"
+        raise RuntimeError(explain("a sharded parameter after opt.detach()", why, right))
+    return units
 
 
 def _units(

@@ -35,7 +35,10 @@ from ..sharded.face import (
     set_data,
     wrap,
 )
-from ..sharded.guarded_parameter import GuardedParameter, in_memory, ours
+from ..sharded.guarded_parameter import Asks, GuardedParameter, in_memory, ours
+
+# Of a parameter of a model that is detached.
+NOBODY = Asks(lambda: False, lambda: False, lambda x: None, lambda x: None)
 
 
 class ShardedParameter(Face, GuardedParameter):
@@ -200,6 +203,8 @@ class ModelFaces:
         for path in self.origins:
             row, p = self.params[path], self.shown[path]
             _unwrap_hooks(p)
+            # It asks nobody any more: a cycle would keep the model's process groups.
+            p.asks = NOBODY
             if isinstance(row, Row):
                 row.__class__ = row.plain  # type: ignore[assignment]
             for name in ("plain", "path", "lent", "adopted"):
@@ -209,6 +214,7 @@ class ModelFaces:
             share_hooks(p, row)
             old[id(p)] = row
         _exchange(model, old)
+        self.by.close()
 
     def show_wholes(self) -> None:
         """The rows are full parameters now: so are the sharded ones."""

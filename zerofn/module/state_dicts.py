@@ -111,6 +111,11 @@ def hook_state_dicts(
                 state[prefix + name] = as_local(x) if leaf.path not in forms else x
             elif caller and (not leaf.shape or type(x) is Opaque or seen.renumbers(leaf)):
                 state[prefix + name] = seen.to_dtensor(_stored(x), leaf, caller)
+            elif caller and type(x).__module__ == FACES:
+                # Each rank may save its own with torch.save.
+                from ..sharded.face import as_torchs
+
+                state[prefix + name] = as_torchs(x)
 
     def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, leaf in {} if units.suspended else own.items():

@@ -168,6 +168,11 @@ def mesh_of_group(group: Group, kind: str) -> DeviceMesh:
     return DeviceMesh.from_group(group.pg, kind)
 
 
+def leave_group(mesh: DeviceMesh) -> None:
+    """Let go of the closed process group of a mesh, which would keep its sockets open as long as it lives."""
+    vars(mesh).get("_pg_registry", {}).clear()
+
+
 def by_rows() -> tuple[Any, ...]:
     """The placements of a DTensor that is sharded by rows over a mesh of one axis."""
     from torch.distributed.tensor import Shard

@@ -10,6 +10,7 @@ There are no messages before these collectives: ranks run equal graphs, as under
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -145,9 +146,14 @@ class CompiledCalls:
         self.at: dict[int, Made] = {}
         self.versions: list[int] = []
 
+        # Weak: a cycle would keep a dropped model until the garbage collector runs.
+        this = weakref.ref(self)
+
         def prepare() -> bool:
-            if not self.at:
-                self._prepare()
+            calls = this()
+            assert calls is not None
+            if not calls.at:
+                calls._prepare()
             return True
 
         self.prepare = while_traced(prepare)

@@ -33,7 +33,7 @@ from .._compat.tensors import CONVERTING, local_of, memory, schema, set_local, v
 from .._errors import explain
 from ..core.layout import Leaf
 from ..core.view import Wire, over_ranks
-from ..ranks.dtensor import mesh_of_group, why_not_of_this_rank
+from ..ranks.dtensor import leave_group, mesh_of_group, why_not_of_this_rank
 from .torch_functions import (
     COMPUTED,
     CONVERSIONS,
@@ -160,6 +160,11 @@ class Gathering:
         with torch.inference_mode(False), torch.no_grad():
             return view.pull(full, leaf).reshape(-1).to(full.dtype)
 
+    def close(self) -> None:
+        """Let go of the process group, once the model is detached."""
+        for mesh in self._meshes.values():
+            leave_group(mesh)
+
     def meet_for(self, asked: str) -> None:
         """Wait until all ranks have come to the same line.
 
@@ -229,7 +234,8 @@ class Face(DTensor):
             # Once for each leaf in each backward.
             (x,) = args
             made: Any = Face(local_of(x).detach(), x._spec, requires_grad=False)
-            made.of, made.lent = x.of, x.lent
+            # A tensor of its own, which may be a leaf: what is computed of it leads to it, and not to the parameter.
+            made.of, made.lent = x.of if x.of.whole is None else x.of._replace(whole=None), x.lent
             return made
         return _by_autograd(func, args, kwargs or {})
 
@@ -325,6 +331,13 @@ def flat(x: Any) -> Tensor:
     if not local.dim() and not is_whole(x) and x.of.by.wire.group.rank:
         return local.new_empty(0)
     return local.reshape(-1)
+
+
+def as_torchs(x: Any) -> Any:
+    """A Face as a DTensor of torch's own class on the same memory, which may be pickled."""
+    mine = local_of(x).detach()
+    how: Any = dict(run_check=False, shape=x.shape, stride=x.stride())
+    return DTensor.from_local(mine, x.device_mesh, x.placements, **how)
 
 
 def local_shard(x: Any) -> Any:
