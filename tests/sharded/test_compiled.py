@@ -130,8 +130,8 @@ def loaded(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
 CHANGES = [frozen_later, evaluated_in_full, halved_by_hand, loaded]
 
 
-# What stands for the others by default: a reduction behind a window, a cast with a clip, 16-bit states.
-FEW = ["stage 1", "stage 3, clipped", "stage 3, 16-bit states"]
+# What stands for the others by default: a reduction behind a window, and 16-bit states.
+FEW = ["stage 1", "stage 3, 16-bit states"]
 
 
 def everything(chains: list[str], changes: list[Change]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
