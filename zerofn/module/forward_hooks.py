@@ -384,6 +384,7 @@ class Hook:
     def __init__(self, fn: Callable[..., Any] | None):
         self.fn = fn
 
+    @uncompiled
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
 

@@ -23,7 +23,7 @@ from .._compat.functorch import pytree, while_traced
 from .._compat.tensors import registered
 from ..core.layout import Leaf
 from ..core.pipeline import Pipeline
-from ..core.view import pull, see
+from ..core.view import pull
 from .gather_on_use import Units
 from .units import Plan, UnitPlans, pieces
 
@@ -69,11 +69,9 @@ def gathered(plans: UnitPlans, unit: Sequence[Leaf]) -> Callable[..., Any]:
 
     def unsharded(*given: Tensor) -> tuple[Tensor, ...]:
         found: list[Any] = [None] * len(unit)
-        for bucket in plan.buckets:
-            mine = [see(plan.stages, given[plan.place[x.path]], x).to(plan.dtypes[x.path]) for x in bucket]
-            every = wire.send_parts(mine, bucket)[1]
-            for leaf, full in zip(bucket, wire.join_parts(every, bucket), strict=True):
-                found[plan.place[leaf.path]] = see(plans.full_stages, full.view(leaf.shape), leaf)
+        for bucket, mine in zip(plan.buckets, plans.to_gather(plan, given), strict=True):
+            for leaf, full in plans.gathered(bucket, wire.send_parts(mine, bucket)[1]):
+                found[plan.place[leaf.path]] = full
         return tuple(found)
 
     # A class for each unit: the compiler takes no argument of `apply` but tensors and constants.
@@ -100,7 +98,7 @@ def _reduced(plans: UnitPlans, plan: Plan, gs: Sequence[Tensor]) -> tuple[Tensor
         for leaf, g in zip(leaves, wire.unpack(mine, leaves, numels), strict=True):
             # A graph has a gradient for every leaf.
             assert g is not None
-            found[plan.place[leaf.path]] = pull(plan.stages, g, leaf).to(plan.grad_dtypes[leaf.path])
+            found[plan.place[leaf.path]] = pull(plans.pull_stages, g, leaf).to(plan.grad_dtypes[leaf.path])
     return tuple([found.get(j) for j in range(len(gs))])
 
 

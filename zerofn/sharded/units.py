@@ -106,6 +106,18 @@ class UnitPlans:
         buckets = into_buckets(unit, dtypes, NO_LIMIT)
         return Plan(stages, dtypes, buckets, grad_buckets, grad_dtypes, place)
 
+    def to_gather(self, plan: Plan, shards: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What this rank sends of its shards, by bucket."""
+        return [
+            [see(plan.stages, shards[plan.place[leaf.path]], leaf).to(plan.dtypes[leaf.path]) for leaf in bucket]
+            for bucket in plan.buckets
+        ]
+
+    def gathered(self, bucket: Sequence[Leaf], rows: Tensor) -> Iterator[tuple[Leaf, Tensor]]:
+        """The full parameters of a bucket, from the rows of all ranks."""
+        for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
+            yield leaf, see(self.full_stages, full.view(leaf.shape), leaf)
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `UnitCollectives` runs the collectives of one unit: all-gather of shards, reduce-scatter of full gradients.
@@ -139,10 +151,7 @@ class UnitCollectives:
         plan = self.plans.plan(i)
         with ranged(VIEW, self.plans.name):
             # All are packed before the first is sent: if a view raises, no other rank waits for the rest.
-            mine = [
-                [see(plan.stages, parts[plan.place[leaf.path]], leaf).to(plan.dtypes[leaf.path]) for leaf in bucket]
-                for bucket in plan.buckets
-            ]
+            mine = self.plans.to_gather(plan, parts)
             sent = [
                 (bucket, *self.wire.send_parts(seen, bucket, async_op=True))
                 for bucket, seen in zip(plan.buckets, mine, strict=True)
@@ -156,8 +165,8 @@ class UnitCollectives:
             bucket, work, rows = sent.pop()
             if work is not None:
                 work.wait()
-            for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
-                out[plan.place[leaf.path]] = see(self.plans.full_stages, full.view(leaf.shape), leaf)
+            for leaf, full in self.plans.gathered(bucket, rows):
+                out[plan.place[leaf.path]] = full
         return out
 
     def begin_scatter(self, i: int, fulls: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
