@@ -303,3 +303,12 @@ def test_overhead_benchmark_runs():
     # Bytes do not depend on the machine: what a step holds beyond its states is one bucket.
     held = re.findall(r"(\d\.\d{3})   <= 1 met", out)
     assert len(held) == 4 and "MISSED" not in out.split("peak extra memory")[1].split("import zerofn")[0], out
+
+
+def test_what_a_gpu_is_asked_runs_without_one():
+    """`bits`, `routes` and `offload` are compared with the CPU, here with itself."""
+    process = run("benchmarks/gpu.py", "--device", "cpu", "--tiny")
+    out, err = process.communicate(timeout=limit())
+    assert process.returncode == 0, out + err
+    assert len(re.findall(r"^ok +\S", out, re.M)) > 50, out
+    assert set(re.findall(r"^skip +(.*?)  ", out, re.M)) >= {"nccl", "capture"}, out
