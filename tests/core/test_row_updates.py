@@ -1,7 +1,5 @@
 """Leaves are cut by rows of their first dimension, and what needs rows is handed them where they lie."""
 
-import copy
-
 import pytest
 import torch
 from time_limits import limit
@@ -110,47 +108,26 @@ def state_dicts(directory):
 
     model, opt = attached()
     go_on(model, opt)
-    given, older = opt.state_dict(), opt._own.dicts.of(opt.state)
+    given = opt.state_dict()
     there = {
         k: (tuple(x.shape), type(x) is DTensor and list(x.placements) == [Shard(0)], tuple(x.to_local().shape))
-        for k, x in older["params"].items()
+        for k, x in given["zerofn"]["params"].items()
     }
     dcp.save(given, checkpoint_id=directory)
-    # As it was in the first format: each part a range of one length of the leaf laid out flat.
-    mesh = older["params"]["0.weight"].device_mesh
-
-    def flat(x):
-        if isinstance(x, dict):
-            return {k: flat(v) for k, v in x.items()}
-        if not isinstance(x, DTensor):
-            return copy.deepcopy(x)
-        full = x.full_tensor().reshape(-1)
-        each = -(-len(full) // mesh.size())
-        mine = full[each * dist.get_rank() : each * (dist.get_rank() + 1)].clone()
-        return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=(1,))
-
-    old = flat({**older, "format": 1})
     want = go_on(model, opt)
-    results = []
-    for load in ("flat", "dcp"):
-        other, again = attached()
-        if load == "flat":
-            again.load_state_dict(old)
-        else:
-            read = again.state_dict()
-            dcp.load(read, checkpoint_id=directory)
-            again.load_state_dict(read)
-        results.append(go_on(other, again))
-    return there, want, results
+    other, again = attached()
+    read = again.state_dict()
+    dcp.load(read, checkpoint_id=directory)
+    again.load_state_dict(read)
+    return there, want, go_on(other, again)
 
 
-def test_state_dicts_are_of_the_shape_of_leaves_and_old_ones_are_read(tmp_path):
+def test_state_dicts_are_of_the_shape_of_leaves(tmp_path):
     found = zf.launch(state_dicts, 2, str(tmp_path), timeout=limit(90))
     rows = {"0.weight": ((3, 3), (2, 3)), "0.bias": ((3,), (2,)), "1.bias": ((1,), (0,))}
-    for rank, (there, want, results) in enumerate(found):
+    for rank, (there, want, got) in enumerate(found):
         for name, parts in rows.items():
             shape = {"0.weight": (5, 3), "0.bias": (5,), "1.bias": (1,)}[name]
             assert there[name] == (shape, True, parts[rank])
         assert there["1.weight"] == ((1, 5), True, ((1, 5), (0, 5))[rank])
-        for got in results:
-            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -8,13 +8,12 @@ import torch
 from one_launch import one_launch
 from time_limits import limit
 from torch import nn
-from trees import flat
 
 import zerofn as zf
 from zerofn.core.layout import Placement  # inside
 from zerofn.core.plain_layouts import as_plain, from_plain  # inside
 from zerofn.core.slot_forms import SlotForm  # inside
-from zerofn.extend import Facts, Transform, transform
+from zerofn.extend import Facts, Transform, entries, transform
 from zerofn.testing import check_transform
 
 # Cut unevenly, flat, and so that a rank of two has six elements of the first, and of three has none of the last.
@@ -135,7 +134,7 @@ def on_ranks(stage, before, after):
 def read(stage, at):
     """What one process reads of a checkpoint."""
     _, opt = trained(stage, everything(), 0, at)
-    return {k: x for k, x in flat(opt._own.dicts.of(opt.state)).items() if isinstance(x, torch.Tensor)}
+    return {e.key: e.value for e in entries(opt.state) if isinstance(e.value, torch.Tensor)}
 
 
 @pytest.mark.parametrize("stage", ["shard", *[pytest.param(s, marks=pytest.mark.slow) for s in STAGES if s != "shard"]])

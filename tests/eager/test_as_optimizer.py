@@ -163,19 +163,6 @@ def test_what_is_kept_of_groups():
         other.load_state_dict({**kept, "param_groups": [kept["param_groups"][0], {"name": "partition.bias"}]})
 
 
-def test_state_dicts_of_before():
-    """With nothing but names and rates; what a schedule has put into groups stays."""
-    model = net()
-    opt = of_zerofn(model)
-    schedule = SCHEDULES["OneCycleLR"](opt)
-    before = of_zerofn(net())
-    old = copy.deepcopy(before._own.dicts.of(before.state))
-    assert [set(g) for g in old["param_groups"]] == [{"name", "lr"}] * 2
-    opt.load_state_dict(old)
-    assert rates(opt) == list(RATES.values()) and opt.param_groups[0]["max_lr"] == 0.05
-    one_step(model, opt, schedule, 0)
-
-
 # -- metrics -------------------------------------------------------------------------------------------------------
 
 

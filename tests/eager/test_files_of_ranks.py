@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from stages import FIRST
 from time_limits import limit
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -77,12 +75,6 @@ def write(folder: str) -> None:
                 get_optimizer_state_dict(model, opt, options=StateDictOptions(cpu_offload=True)), f"{there}-cpu.pt"
             )
             torch.save(get_model_state_dict(model), f"{there}-model.pt")
-            # The form of older versions.
-            older = opt._own.dicts.of(opt.state)
-            assert older["format"] == 2
-            torch.save(older, f"{there}-older.pt")
-            if steps == 2:
-                dcp.save({"o": older}, checkpoint_id=f"{folder}/{stage}-older-dcp")
             opt.detach()
 
 
@@ -99,7 +91,7 @@ def read(folder: str, cells: list[tuple[str, str, str, str]]) -> dict[Any, str]:
         try:
             if form == "model":
                 set_model_state_dict(model, given)
-            elif form in ("dict", "older"):
+            elif form == "dict":
                 opt.load_state_dict(given)
             else:
                 set_optimizer_state_dict(model, opt, given)
@@ -130,7 +122,6 @@ FEW = [
     ("shard", "shard", "cpu", "own"),
     ("shard", "shard", "cpu", "first"),
     ("shard", "shard", "model", "own"),
-    *[(stage, stage, "older", which) for stage in CUT for which in WHICH],
 ]
 MANY = [*itertools.product(CUT, FIRST, ["dict", "named", "cpu"], WHICH)]
 
@@ -149,23 +140,10 @@ def test_each_rank_reads_its_own_file_in_another_job(files: Path, cells: Any):
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")
 def test_one_process_is_told(files: Path):
-    cells = [*itertools.product(CUT, FIRST, ["dict", "named"], ["own"]), ("shard", "shard", "older", "own")]
+    cells = [*itertools.product(CUT, FIRST, ["dict", "named"], ["own"])]
     for told in read(str(files), cells).values():
         assert "a shard over the ranks (0, 1) of another job: here is one rank" in told
         assert "0.weight" in told and "full_state_dict=True" in told
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.distributed", "ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("stage", CUT)
-def test_a_directory_of_an_older_version_is_read_by_one_process(files: Path, stage: str):
-    dcp_to_torch_save(f"{files}/{stage}-older-dcp", f"{files}/{stage}-older.pt")
-    model, opt = attached(stage)
-    opt.load_state_dict(torch.load(f"{files}/{stage}-older.pt")["o"])
-    weights, states = by_torch(2)
-    assert int(opt.state.step) == 2
-    assert all(close(x, weights[path]) for path, x in model.state_dict().items())
-    for path, own in get_optimizer_state_dict(model, opt)["state"].items():
-        assert all(close(x, states[path][k]) for k, x in own.items()), path
 
 
 @pytest.mark.slow
@@ -217,7 +195,8 @@ def _others(folder: str) -> dict[str, str]:
     if rank == 1:
         del given["param_groups"][0]["lr"]
     told["torn"] = _told(lambda: opt.load_state_dict(given))
-    given = torch.load(f"{folder}/shard-2-{rank}-{'older' if rank else 'dict'}.pt")
+    # By transform and path, as of versions before 0.3.
+    given = {"transforms": {}, "params": {}} if rank else torch.load(f"{folder}/shard-2-{rank}-dict.pt")
     told["two forms"] = _told(lambda: opt.load_state_dict(given))
     return told
 
@@ -230,6 +209,6 @@ def test_values_models_and_files_of_two_steps(files: Path):
         assert "0.weight: the shard" in told["other model"] and "with opt.gathered()" in told["other model"]
         assert "ranks have state dicts of other steps" in told["two steps"]
         assert "step: 2.0 on rank 0, 3.0 on rank 1" in told["two steps"]
-        assert "two forms" in told["two forms"] and "rank 1: of an older version" in told["two forms"]
+        assert "of a file of zerofn 0.2 or older" in told["two forms"]
         # What one rank alone refuses is raised on all.
         assert "param_groups/0/lr: missing" in told["torn"]

@@ -490,7 +490,7 @@ WRONG.rows(
     (loads(lambda good: {}), "param_groups"),
     (loads(lambda good: ("garbage",)), "param_groups"),
     (loads(lambda good: {**good, "zerofn": {**good["zerofn"], "params": OTHER}}), "weight", "bias", "other"),
-    (loads(lambda good: {**good, "transforms": {}}), "exp_avg"),
+    (loads(lambda good: {**good, "transforms": {}}), "transforms", "unexpected"),
     (loads(lambda good: {**good, "surprise": torch.ones(1)}), "surprise", "unexpected"),
     (
         loads(lambda good: zf.attach(nn.Linear(3, 1), zf.chain(zf.accumulate(2), zf.adamw(0.1))).state_dict()),

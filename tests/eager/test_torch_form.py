@@ -251,17 +251,6 @@ def test_a_window_that_was_open_is_given_up():
     assert int(opt.state.step) == 2
 
 
-@pytest.mark.parametrize("tx", [zf.adamw(RATE), zf.chain(zf.accumulate(2), zf.low_precision_adam(RATE))])
-def test_the_form_of_older_versions_is_told_by_its_content(tx):
-    model, other = net(), net(3)
-    opt, into = zf.attach(model, tx), zf.attach(other, tx)
-    train(model, opt, 0, 3)
-    older = copy.deepcopy(opt._own.dicts.of(opt.state))
-    assert "transforms" in older and "state" not in older
-    into.load_state_dict(older)
-    assert all(map(torch.equal, _tensors(opt.state_dict()), _tensors(into.state_dict())))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")
 def test_one_of_sgd_from_torchs_checkpoint(tmp_path):
     """It keeps no count: a checkpoint that lacks the key is read in part, and a count of 0 would drop the momentum."""

@@ -59,8 +59,6 @@ def goes_on(cut, folder):
         train(other, into, range(2, 4))
         found[how] = {path: x - before[path] for path, x in zf.full_params(into.tx, into.state).items()}
         into.detach()
-    with pytest.raises(ValueError, match=r"opt.load_state_dict\(\) of leaves that are cut twice or by a wire"):
-        opt.load_state_dict({"format": 2})
     return want, found, dist.get_rank()
 
 

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from trees import flat
 
 import zerofn as zf
+from zerofn.extend import entries
 
 
 class Moments(NamedTuple):
@@ -89,7 +90,7 @@ def whole(folder, name, chain, form):
     """What one process reads."""
     _, opt = made(chain, form)
     zf.load(f"{folder}/{name}/{form}", like=opt)
-    return {k: x for k, x in flat(opt._own.dicts.of(opt.state)).items() if isinstance(x, torch.Tensor)}
+    return {e.key: e.value for e in entries(opt.state) if isinstance(e.value, torch.Tensor)}
 
 
 def assert_same(mine, theirs):
@@ -178,43 +179,3 @@ def test_formats_of_torch(forms, tmp_path):
                 if of == form:
                     assert found.keys() == truth.keys(), (form, how)
                     assert [k for k, x in truth.items() if not torch.equal(found[k], x)] == [], (form, how)
-
-
-def from_older(folder):
-    """State dicts as they were: what a rank has of trees under its name, and flat."""
-    model, opt = made("alone", "nested")
-    train(model, opt, 0, 3)
-    new, rank = opt._own.dicts.of(opt.state), torch.distributed.get_rank()
-    assert all(isinstance(x, list) for leaf in new["transforms"]["two"]["value"].values() for x in leaf.values())
-    older = {**new, "transforms": {**new["transforms"], "two": {f"rank{rank}": opt.state.transforms["two"]}}}
-    other, into = made("alone", "nested")
-    into.load_state_dict(older)
-    return everything(other, into), everything(model, opt)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_older_dicts(tmp_path):
-    for found, truth in zf.launch(from_older, 2, str(tmp_path), timeout=limit()):
-        assert any(x.any() for x in found.values())
-        assert_same(found, truth)
-
-
-def one_step(tx, folder, shape=(4, 3)):
-    model = nn.ParameterDict({"w": torch.ones(shape)})
-    opt = zf.attach(model, zf.chain(zf.shard(), tx, zf.sgd(0.5)))
-    (model["w"] * torch.arange(float(model["w"].numel())).reshape(shape)).sum().backward()
-    opt.step()
-    zf.save(folder, opt)
-
-
-def test_an_init_that_asks_for_numbers(tmp_path):
-    @zf.leafwise(init=lambda p: {"at": p + float(p.sum() > 1e9)}, needs="element")
-    def from_start(grad, param, state):
-        return grad + param - state["at"], state
-
-    folder = str(tmp_path / "c")
-    zf.launch(one_step, 2, from_start(), folder, (5, 3), timeout=limit())
-    model = nn.ParameterDict({"w": torch.zeros(5, 3)})
-    opt = zf.attach(model, zf.chain(zf.shard(), from_start(), zf.sgd(0.5)))
-    zf.load(folder, like=opt)
-    assert torch.equal(opt.state[model["w"]]["at"], torch.ones(5, 3))

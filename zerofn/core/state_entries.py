@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._errors import explain
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
-from ..ranks.dtensor import as_dtensors, is_distributed
 from ..ranks.group import Group
-from .layout import Within, rows_between
+from .layout import Within
 from .state import State
-from .tree import Tree, flatten, is_by_path, tree_keys, unflatten
+from .tree import Tree, flatten, tree_keys, unflatten
 
 # ----------------------------------------------------------------------------------------------------------------------
 # An `Entry` is one tensor of a state: its name, and how it lies over ranks.
@@ -301,88 +299,6 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
 def cut_as_by_torch(state: State, shards: Sequence[Group]) -> bool:
     """Whether DTensors can describe how leaves are sharded."""
     return not state.layout.placement.ranges and len(shards) <= 1
-
-
-def check_torch_cuts(call: str, state: State, shards: Sequence[Group]) -> None:
-    """Refuse `opt.call` if leaves are sharded in a way that DTensors cannot describe."""
-    if not cut_as_by_torch(state, shards):
-        wrong = f"opt.{call}() of leaves that are cut twice or by a wire of one's own"
-        why = "torch's distributed tensors are cut once, by rows, in chunks of torch's own lengths"
-        right = "zf.save(directory, opt) and zf.load(directory, like=opt), which ask the wire"
-        raise ValueError(explain(wrong, why, right))
-
-
-def over_ranks(state: State, shards: Sequence[Group], rank: int, parts: bool = False) -> State:
-    """The same state with shards as DTensors, and state that only one rank has under the name of that rank.
-
-    Plain tensors are then equal on all ranks, as `torch.distributed.checkpoint` assumes. State that only the owner of a
-    leaf has is in the result on the owner and on no other rank.
-
-    Args:
-        state: over several ranks.
-        shards: the ranks that share a leaf, along each axis over which it is sharded.
-        rank: this one among all that have the state.
-        parts: whether to keep this rank's own shards as plain tensors, to compare states of one rank.
-    """
-    if not parts:
-        check_torch_cuts("state_dict", state, shards)
-    found, unreduced = entries(state), state.layout.placement.apart
-    cut = {i: e for i, e in enumerate(found) if e.offset is not None and not e.at_owner and e.owner not in unreduced}
-    if parts or state.layout.placement.size == 1:
-        # Parts of what the model itself has cut are whole leaves to the chain.
-        cut = {}
-    size = shards[0].size
-    whole = as_dtensors({i: (e.value, *_as_chunk(e, size)) for i, e in cut.items()}, shards[0])
-    given = iter([_GONE if e.elsewhere else whole.get(i, e.value) for i, e in enumerate(found)])
-    out = rebuild(state, lambda _: next(given), elsewhere=True)
-    left = {name: _without_gone(_in_lists(own, state.layout.every)) for name, own in out.transforms.items()}
-    transforms = {name: {} if own is _GONE else own for name, own in left.items()}
-    own = {e.owner for e in found if state.layout.placement.size > 1 and has_unknown_leaf(e)}
-    apart = {o: {of_rank(rank): x} for o, x in transforms.items() if o in own or o in unreduced}
-    return replace(out, transforms={**transforms, **apart})
-
-
-def _in_lists(own: Any, paths: Set[str]) -> Any:
-    """A state with lists in place of tuples that differ over ranks: DCP would pickle those tuples on one rank alone.
-
-    They are tuples of DTensors, or of dicts keyed by path.
-    """
-    if isinstance(own, dict):
-        return {key: _in_lists(x, paths) for key, x in own.items()}
-    if not isinstance(own, tuple | list):
-        return own
-    by_path = any(is_by_path(x, paths) for x in own)
-    if not by_path and not any(map(is_distributed, flatten(own)[0])):
-        return own
-    return [_in_lists(x, paths) for x in own]
-
-
-# In the place of an entry that is to be removed.
-_GONE = object()
-
-
-def _without_gone(own: Any) -> Any:
-    """A state without `_GONE`; a dict or a tuple that has nothing else is removed as a whole."""
-    if isinstance(own, dict):
-        left = {key: y for key, x in own.items() if (y := _without_gone(x)) is not _GONE}
-        return left if left or not own else _GONE
-    if not isinstance(own, tuple | list) or not any(x is _GONE for x in flatten(own)[0]):
-        return own
-    items = [_without_gone(x) for x in own]
-    # What stands in a list keeps its place.
-    return _GONE if all(x is _GONE for x in items) else [{} if x is _GONE else x for x in items]
-
-
-def _as_chunk(e: Entry, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of a shard and the full shape: rows of the leaf, or a range of the flattened leaf."""
-    shape, low = e.shape, e.offset or 0
-    if e.within is not None:
-        shape, low = e.within.boxes[e.within.at][1], low - e.within.before
-    if not shape:
-        return tuple(e.value.shape), (torch.Size(shape).numel(),)
-    mine = rows_between(shape, low, low + e.value.numel())
-    assert mine is not None
-    return mine, shape
 
 
 def of_rank(rank: int) -> str:

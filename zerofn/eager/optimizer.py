@@ -186,7 +186,7 @@ class Optimizer(torch.optim.Optimizer):
         self._own.load("load_state", partial(self._own.dicts.read_state, state, param_groups))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> LoadedStates:  # type: ignore[override]
-        """Go on from a `state_dict` of ours, of older versions, or of `torch.optim`. Every rank calls it.
+        """Go on from a `state_dict` of ours or of `torch.optim`. Every rank calls it.
 
         From a state dict of torch's, it loads moments, counts and rates, full or as DTensors: docs/frameworks.md.
         Parameters are matched by name if it has names, else by their order. A parameter without a state there gets a
@@ -199,7 +199,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the state dict is of another pipeline or model, or has the shards of another rank. Every
                 missing, unexpected, doubled or misshapen entry is named on every rank, and nothing is changed.
         """
-        self._own.dicts.check_loadable(state_dict)
+        self._own.dicts.check_complete()
         given = _run_hooks(self, "load_state_dict", "pre", state_dict)
         told = self._own.load("load_state_dict", partial(self._own.dicts.read, given))
         _run_hooks(self, "load_state_dict", "post")

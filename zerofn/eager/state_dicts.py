@@ -1,11 +1,8 @@
-"""`opt.state_dict()` and `opt.load_state_dict()` of an attached model.
-
-A state dict has the form of `torch.optim` (`torch_form.py`). One in the form of older versions, by transform and path
-(`path_form.py`), is told by its content.
-"""
+"""`opt.state_dict()`, `opt.load_state_dict()` and `opt.load_state()` of an attached model."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,30 +12,36 @@ from torch import Tensor
 from .._compat.tensors import memories
 from .._errors import explain, kind_of
 from ..core.state import LeafTensors, State
-from ..core.state_entries import check_torch_cuts, cut_as_by_torch
-from ..ranks.dtensor import as_local
+from ..core.state_entries import Entry, entries
 from ..ranks.group import Group
 from ..ranks.process_groups import together
-from .loading import ON_EACH_RANK, LoadedStates, Misfit, NoTensor, ToLoad, on_all_ranks, with_marks, with_numbers
-from .param_groups import ParamGroups
-from .path_form import by_path, is_path_form, pairs
+from .loading import LoadedStates, Misfit, NoTensor, ToLoad, on_all_ranks, with_marks, with_numbers
+from .param_groups import ParamGroups, packed
 from .resident_params import ResidentParams
 from .torch_form import Names, as_state_dict, group_form, is_torch_form, open_windows
 from .torch_form_loading import Loading
 
 
-def form_of_torch(given: Any) -> bool:
-    """Whether a state dict is in the form of `torch.optim`, and not of older versions.
+def check_form(given: Any) -> None:
+    """Refuse a state dict of no optimizer, as a file that holds several, and of versions before 0.3.
 
     Raises:
-        ValueError: it is a state dict of no optimizer, as a file that holds several.
+        ValueError: it is one of these.
     """
-    if not is_torch_form(given) and not is_path_form(given):
-        has = f"a dict of {sorted(map(str, given))}" if isinstance(given, dict) else kind_of(given)
-        why = "a state dict has 'state' and 'param_groups'; one of an older version has 'transforms'"
-        right = "opt.load_state_dict(checkpoint['optimizer']), with the key under which opt.state_dict() was saved"
-        raise ValueError(explain(f"opt.load_state_dict of {has}", why, right))
-    return is_torch_form(given)
+    if is_torch_form(given):
+        return
+    if isinstance(given, dict) and "transforms" in given:
+        wrong, why = (
+            "opt.load_state_dict of a file of zerofn 0.2 or older",
+            "it is by transform and path, not by parameter",
+        )
+        right = "pip install 'zerofn<0.3' to load it and zf.save(directory, opt), which this version reads:\n"
+        right += "zf.load(directory, like=opt)"
+        raise ValueError(explain(wrong, why, right))
+    has = f"a dict of {sorted(map(str, given))}" if isinstance(given, dict) else kind_of(given)
+    why = "a state dict has 'state' and 'param_groups'"
+    right = "opt.load_state_dict(checkpoint['optimizer']), with the key under which opt.state_dict() was saved"
+    raise ValueError(explain(f"opt.load_state_dict of {has}", why, right))
 
 
 class StateDicts:
@@ -52,11 +55,6 @@ class StateDicts:
     def __init__(self, home: ResidentParams, groups: ParamGroups):
         self.pipe, self.home, self.groups = home.pipe, home, groups
         self.paths = {id(p): path for path, p in home.shown.items()}
-
-    def of(self, state: State, groups: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """A dict to be loaded, of any state of the pipeline, with the rates of now, or of `groups`."""
-        parts = not cut_as_by_torch(state, self.pipe.road.cutting)
-        return by_path(self.pipe, state, self.groups.to_save() if groups is None else self._own_groups(groups), parts)
 
     def _own_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Groups of a state dict, without what is the chain's, under the names of ours."""
@@ -74,12 +72,6 @@ class StateDicts:
             why = "its states are of parts, over ranks that this form does not know"
             right = "zf.save(directory, opt) and zf.load(directory, like=opt); model.state_dict() of parameters alone"
             raise ValueError(explain("opt.state_dict() of a model that is itself cut over ranks", why, right))
-
-    def check_loadable(self, given: Any) -> None:
-        """Refuse a state dict that could not say of which shards it is."""
-        self.check_complete()
-        if not is_torch_form(given):
-            check_torch_cuts("load_state_dict", self.home.current.state, self.pipe.road.cutting)
 
     def to_save(self) -> dict[str, Any]:
         """What `opt.state_dict()` returns."""
@@ -119,26 +111,27 @@ class StateDicts:
         state = self.home.state_now()
         self._meet("opt.load_state_dict(...)", "opt.load_state_dict(...) on every rank")
         control = self.home.channels.control
-        forms = on_all_ranks(lambda: form_of_torch(given), control)
-        if len(set(forms)) > 1:
-            older = [(f"rank {i}", "of an older version") for i, of_torch in enumerate(forms) if not of_torch]
-            raise Misfit(older, ON_EACH_RANK, "load_state_dict: ranks have state dicts of two forms")
-        if forms[0]:
-            names = Names(self.pipe, with_marks(state), self.groups, self.paths)
-            return Loading(names, given, control, self._open_groups()).run()
-        return self._read_by_path(state, given, control)
+        on_all_ranks(lambda: check_form(given), control)
+        names = Names(self.pipe, with_marks(state), self.groups, self.paths)
+        return Loading(names, given, control, self._open_groups()).run()
 
-    @torch.no_grad()
     def read_state(self, given: State, groups: list[dict[str, Any]] | None = None) -> ToLoad:
-        """The same of a state of this pipeline, with the rates of now or of `groups`; one rank may be alone."""
-        return self._read_by_path(self.home.state_now(), self.of(given, groups), None)
+        """The same of a state of this pipeline, with the rates of now or of `groups`; one rank may be alone.
 
-    def _read_by_path(self, state: State, given: dict[str, Any], control: Group | None) -> ToLoad:
-        both = pairs(self.of(with_marks(state)), given, self._open_groups(), control)
-        on_all_ranks(lambda: self.groups.check(given["param_groups"]), control)
-        found = [(as_local(x), as_local(y)) for x, y in both if isinstance(x, Tensor)]
-        numbers = {x.at: y for x, y in both if isinstance(x, NoTensor)}
-        return ToLoad(found, numbers, given["param_groups"], LoadedStates("name"))
+        Raises:
+            ValueError: every missing, unexpected or misshapen entry is named, or a group.
+        """
+        own = self.groups.to_save()
+        saved = [packed(g) for g in (own if groups is None else self._own_groups(groups))]
+        mine, theirs = (sorted(entries(x), key=lambda e: e.key) for x in (with_marks(self.home.state_now()), given))
+        bad = [(f"param_groups/{i}/lr", "missing") for i, g in enumerate(saved) if "lr" not in g]
+        bad += [("param_groups", f"{len(saved)} instead of {len(own)}")] if len(saved) != len(own) else []
+        _check_entries(mine, theirs, bad)
+        self.groups.check(saved)
+        both = [(a, b.value) for a, b in zip(mine, theirs, strict=True) if not a.elsewhere]
+        tensors = [(a.value, x) for a, x in both if isinstance(a.value, Tensor)]
+        numbers = {a.value.at: x for a, x in both if isinstance(a.value, NoTensor)}
+        return ToLoad(tensors, numbers, saved, LoadedStates("name"))
 
     def _open_groups(self) -> list[Group]:
         """The groups over which a DTensor can be gathered: first those over which leaves are cut."""
@@ -166,3 +159,39 @@ class StateDicts:
         self.groups.load(found.groups)
         rest()
         current.mend()
+
+
+def _check_entries(mine: list[Entry], theirs: list[Entry], bad: list[tuple[str, str]]) -> None:
+    """Refuse a state whose entries do not fit those of the model, or that is `bad` in another way."""
+    own, given = Counter(e.key for e in mine), Counter(e.key for e in theirs)
+    bad = [*bad, *((key, "missing") for key in own - given), *((key, "unexpected") for key in given - own)]
+    known = {e.key: e for e in theirs}
+    pairs = [(a, known[a.key]) for a in mine if a.key in known]
+    bad += [(a.key, f"{_shown(b)} instead of {_shown(a)}") for a, b in pairs if _kind(a) != _kind(b)]
+    if not bad:
+        return
+    right = "a state of this pipeline on this model"
+    if any(a.value.shape != b.value.shape for a, b in pairs if _is_tensor(a) and _is_tensor(b)):
+        right += ", on as many ranks. Between other ranks:\n"
+        right += "         zf.save(directory, opt) and zf.load(directory, like=opt)"
+    if any(a.value.dtype != b.value.dtype for a, b in pairs if _is_tensor(a) and _is_tensor(b)):
+        right += "; dtypes are never changed silently. To go on in others, with the moments begun anew:\n"
+        right += "         old = zf.attach(model, old_tx); old.load_state(state); old.detach()\n"
+        right += "         opt = zf.attach(model, tx)"
+    raise Misfit(bad, right)
+
+
+def _is_tensor(e: Entry) -> bool:
+    return isinstance(e.value, Tensor)
+
+
+def _kind(e: Entry) -> Any:
+    """What two entries have in common of which one replaces the other."""
+    return (e.value.shape, e.value.dtype, tuple(e.shape)) if isinstance(e.value, Tensor) else None
+
+
+def _shown(e: Entry) -> str:
+    if not isinstance(e.value, Tensor):
+        return repr(e.value.value if isinstance(e.value, NoTensor) else e.value)
+    part = "" if e.value.shape == tuple(e.shape) else f", of which this rank has {tuple(e.value.shape)}"
+    return f"{tuple(e.shape)} {e.value.dtype}{part}"

@@ -35,7 +35,7 @@ from ..ranks.group import Group
 from .loading import NoTensor
 from .param_groups import ParamGroups, packed, plain_values
 
-# The key beside `state` and `param_groups`; older state dicts have counters under it in the first group.
+# The key beside `state` and `param_groups`.
 OWN_KEY = "zerofn"
 # What an entry of the first parameter begins with that belongs to no parameter.
 OWN_ENTRY = "zerofn/"
@@ -49,15 +49,13 @@ COUNTED = (STEP, "micro_step")
 UPDATES = OWN_ENTRY + "updates"
 # How many ranks have sums of an open window that are not reduced: each its own, under its own name.
 APART = OWN_ENTRY + "apart"
-# A counter that what is loaded does not have, in older state dicts.
-UNSET = -1
 # Hyperparameters that torch keeps in groups beside the rate. Here they are the chain's.
 BESIDE = ("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
 
 
 def is_torch_form(d: Any) -> bool:
     """Whether a state dict is in the form of `torch.optim`, as ours are."""
-    return isinstance(d, Mapping) and "state" in d and "param_groups" in d and "transforms" not in d
+    return isinstance(d, Mapping) and "state" in d and "param_groups" in d
 
 
 @dataclass(eq=False)

@@ -28,7 +28,6 @@ from .torch_form import (
     OWN_ENTRY,
     OWN_KEY,
     STEP,
-    UNSET,
     UPDATES,
     NamedEntry,
     Names,
@@ -91,7 +90,7 @@ class Loading:
         updates += [1.0 for x in there.values() if STEP not in x and _states(x)]
         self.most = max(updates, default=0.0)
         self.told = self._told()
-        self.stale = UPDATES in self.told and int(self.told[UPDATES]) not in (UNSET, int(self.most))
+        self.stale = UPDATES in self.told and int(self.told[UPDATES]) != int(self.most)
         self.absent = self._absent()
         self.made_anew = tuple([path for path, own in self.names.leaves.items() if own and not _states(there[path])])
         for path, own in self.names.leaves.items():
@@ -153,6 +152,8 @@ class Loading:
             labels = self._by_name(mine, keys, names)
         self.bad += [(str(key), DOUBLED) for key in sorted({x for x in flat if flat.count(x) > 1}, key=str)]
         self.bad += [(key, "unexpected") for key in self.given if key not in ("state", "param_groups", OWN_KEY)]
+        older = [f"param_groups/{i}/{OWN_KEY}" for i, g in enumerate(theirs) if OWN_KEY in g]
+        self.bad += [(key, "unexpected: of zerofn 0.2 or older") for key in older]
         self.labels = {path: path if key == path else f"{path} ({key})" for path, key in labels.items()}
         self.bad += [(str(k), "unexpected: no group has it") for k in state if k not in flat]
         return {path: _entries(state.get(labels.get(path), {})) for of in mine for path in of}
@@ -186,13 +187,6 @@ class Loading:
         found: dict[str, Any] = {}
         for own in self.there.values():
             found |= {name: x for name, x in own.items() if name.startswith(OWN_ENTRY)}
-        groups = self.given["param_groups"]
-        older = groups[0].get(OWN_KEY) if groups else None
-        for key, x in (older or {}).items():
-            # The names of older state dicts, and a rank's own under its name.
-            name = OWN_ENTRY + key.removeprefix("transforms/").replace(f"/{self.names.rank}/", "/")
-            if not (isinstance(x, Tensor) and x.numel() and bool((x == UNSET).all())):
-                found.setdefault(name, x)
         for name in COUNTED:
             if name in self.own_key:
                 found.setdefault(OWN_ENTRY + name, self.own_key[name])
@@ -261,10 +255,7 @@ class Loading:
             return
         new = torch.as_tensor(given)
         shape, counted = torch.Size(e.shape), not e.shape and not e.value.is_floating_point()
-        flat = torch.Size([shape.numel()])
-        # Shards were flat ranges once.
-        fits = new.shape == shape or (is_distributed(new) and new.shape == flat)
-        if not fits or (new.dtype != e.value.dtype and not counted):
+        if new.shape != shape or (new.dtype != e.value.dtype and not counted):
             self.other_dtypes += new.dtype != e.value.dtype
             self.bad.append((place, f"{form_of(new)} instead of {form_of(e)}"))
         elif not is_distributed(new):
@@ -277,10 +268,7 @@ class Loading:
 
     def _numbers(self) -> None:
         known = self.names.numbers.keys() | {UPDATES, APART, OWN_ENTRY + STEP, OWN_ENTRY + "micro_step"}
-        groups = self.given["param_groups"]
-        older = bool(groups) and OWN_KEY in groups[0]
-        if not older:
-            self.bad += [(name, "unexpected") for name in self.told if name not in known]
+        self.bad += [(name, "unexpected") for name in self.told if name not in known]
         ours = any(name not in (OWN_ENTRY + STEP, OWN_ENTRY + "micro_step") for name in self.told)
         for name, x in self.names.numbers.items():
             e, given = x.entry, self.told.get(name)

@@ -187,20 +187,6 @@ def replicated(full: Tensor, mesh: Any) -> Tensor:
     return DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def as_part_of(like: Any, x: Any) -> Any:
-    """This rank's shard as a DTensor like another one that has as many elements here; anything else unchanged."""
-    if not is_distributed(like) or type(x) is not Tensor or x.shape != (like.to_local().numel(),):
-        return x
-    return Form.of(like).wrap(x.view(like.to_local().shape))
-
-
-def placed_like(x: Any, like: Any) -> Tensor:
-    """A DTensor in the shape and with the placements of another; all ranks call it."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(x.full_tensor().reshape(like.shape), like.device_mesh, like.placements)
-
-
 def in_full(x: Any) -> Tensor:
     """The full tensor of a DTensor; a plain tensor unchanged. All ranks must call it."""
     return x.full_tensor() if is_distributed(x) else x
