@@ -9,8 +9,6 @@ import pytest
 import torch
 from time_limits import limit
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerofn as zf
 
@@ -25,7 +23,6 @@ STAGES = {
     "reduce_scatter": lambda: zf.chain(zf.reduce_scatter(), zf.adamw(1e-2)),
     "all_reduce": lambda: zf.chain(zf.all_reduce(), zf.adamw(1e-2)),
     "one process": lambda: zf.adamw(1e-2),
-    "columns": lambda: zf.adamw(1e-2),
 }
 X = torch.linspace(-1, 1, 12).view(3, 4)
 
@@ -92,9 +89,6 @@ def attached(stage: str) -> tuple[nn.Module, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    if stage == "columns":
-        over_all = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        parallelize_module(model, over_all, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return model, zf.attach(model, STAGES[stage]())
 
 
@@ -163,8 +157,8 @@ def everything(stages: list[str], backend: str, each: int) -> dict[tuple, tuple[
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cells = [(read, s, what) for s in stages for what in (*READS, *(f"given {k}" for k in GIVEN))]
-        cells += [(written, s, fn) for s in stages if s != "columns" for fn in WRITES]
-        cells += [(trained, s, w) for s in stages if s != "columns" for w in ("function", "in place", "blocks")]
+        cells += [(written, s, fn) for s in stages for fn in WRITES]
+        cells += [(trained, s, w) for s in stages for w in ("function", "in place", "blocks")]
         return {
             (fn.__name__, stage, getattr(x, "__name__", x)): (fn(stage, x, None), fn(stage, x, backend))
             for fn, stage, x in cells[::each]
@@ -192,4 +186,4 @@ def test_compiled_beside_shards():
 @pytest.mark.parametrize("size", [1, 2])
 def test_compiled_beside_every_stage(backend: str, size: int):
     # torch's aot_eager takes no tensor that a collective of DTensor still waits for.
-    compare([s for s in STAGES if s != "columns" or (size == 2 and backend == "eager")], backend, size)
+    compare([*STAGES], backend, size)

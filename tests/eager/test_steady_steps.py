@@ -16,7 +16,7 @@ ROOT = os.path.dirname(zf.__file__) + os.sep
 # Folders and modules that one process does not need. Some of them would cost as much as the rest of an attach.
 OF_RANKS = ("sharded", "eager.over_ranks", "eager.gradients", "eager.step_agreement", "eager.in_backward")
 OF_COLLECTIVES = ("ranks.collectives", "ranks.differentiable", "ranks.scalar_reduction", "core.owners", "core.wires")
-OF_VIEWS = ("module.boundary", "module.forward_hooks", "module.state_dicts", "module.tensor_parallel")
+OF_VIEWS = ("module.boundary", "module.forward_hooks", "module.state_dicts")
 
 
 def test_an_attach_on_one_process_loads_what_one_process_needs():

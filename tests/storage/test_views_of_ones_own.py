@@ -16,7 +16,6 @@ import torch.distributed as dist
 from one_launch import one_launch
 from safetensors.torch import load_file, save_file
 from stages import STAGES, around, front
-from time_limits import limit
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
@@ -269,29 +268,3 @@ def test_parameters_themselves_are_what_is_stored():
     assert model.state_dict()["weight"].tolist() == [[3.0, 3.0]]
     opt.detach()
     assert model.state_dict()["weight"].data_ptr() == model.weight.data_ptr() and model.weight.tolist() == [[3.0, 3.0]]
-
-
-def cut_itself(folder):
-    """Of a model of tensor parallelism state dicts have distributed tensors, as before it was attached."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    want = {k: x.clone() for k, x in model.state_dict().items()}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    opt = zf.attach(model, zf.chain(factor(2.0), zf.sgd(0.1)))
-    for scale in (1, 2, 4):
-        model.load_state_dict({k: x if scale == 1 else 2 * x for k, x in model.state_dict().items()})
-        for k, x in model.state_dict().items():
-            whole = x.full_tensor() if hasattr(x, "full_tensor") else x
-            torch.testing.assert_close(whole, scale * want[k])
-        zf.export_safetensors(Path(folder, "file"), opt)
-        for k, x in load_file(Path(folder, "file")).items() if rank() == 0 else ():
-            torch.testing.assert_close(x, scale * want[k])
-    return True
-
-
-def test_a_model_that_is_itself_cut(tmp_path):
-    assert all(zf.launch(cut_itself, 2, str(tmp_path), timeout=limit()))

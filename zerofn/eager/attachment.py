@@ -41,6 +41,7 @@ from ..module.attach_checks import (
     check_free,
     check_hookable,
     check_initialised,
+    check_not_distributed,
     check_trainable,
 )
 from ..ranks.dtensor import is_distributed
@@ -52,7 +53,6 @@ from .stored_parameters import make_whole, move_out, put
 
 if TYPE_CHECKING:
     from ..module.fully_sharded import FullySharded
-    from ..module.tensor_parallel import DistributedModel
     from .in_backward import InBackward
     from .loading import LoadedStates, ToLoad
     from .state_dicts import StateDicts
@@ -323,7 +323,6 @@ class Attachment:
         check_initialised(named, "attach")
         self.model, self.here = model, True
         self.params: Leaves = {}
-        self.distributed: DistributedModel | None = None
         self.fully_sharded: FullySharded | None = None
         if sharded_by_torch(model):
             from ..module.fully_sharded import FullySharded, check_ways
@@ -332,12 +331,8 @@ class Attachment:
             self.fully_sharded = FullySharded(model, named)
             named, start = self.fully_sharded.rows, from_rows
         else:
-            self.distributed = _distributed(model, named)
-        if self.distributed is not None:
-            self.distributed.check_attached(in_backward, start is not from_values)
-            self.distributed.enter()
+            check_not_distributed(named)
         try:
-            named = named if self.distributed is None else parameters_of(model)
             held = {path for path, p in named.items() if hold_frozen or p.requires_grad}
             self._bind(named, held, tx, in_backward, start, check)
         except BaseException as error:
@@ -353,8 +348,8 @@ class Attachment:
         start: Start,
         check: bool,
     ) -> None:
-        model, apart, fully = self.model, self.distributed, self.fully_sharded
-        within, groups, forms = ({}, (), {}) if apart is None else (apart.within, apart.groups, apart.forms)
+        model, fully = self.model, self.fully_sharded
+        within, groups = {}, ()
         if fully is not None:
             tx, groups, within = fully.chain(tx), fully.groups, fully.within
         layout, params = make_layout(named, held.__contains__, within, names_with_wrappers(model))
@@ -382,11 +377,11 @@ class Attachment:
             self.groups = ParamGroups(pipe, self.params)
             context = self._context_in_backward if in_backward else None
             hook = hook_one_process
-            if pipe.step_groups or forms or in_backward or fully is not None:
+            if pipe.step_groups or in_backward or fully is not None:
                 # Imported only where gradients leave `p.grad`, or are shards there.
                 from .over_ranks import hook
             unchanged = functools.partial(_check, myself)
-            self.home = ResidentParams(model, pipe, params, context, unchanged, start, forms, hook, fully)
+            self.home = ResidentParams(model, pipe, params, context, unchanged, start, hook, fully)
             try:
                 self.home.install()
             except BaseException as error:
@@ -402,7 +397,7 @@ class Attachment:
         if self.home.faces is not None:
             self.groups.exchange(self.params)
         self.watch = Watch(model, layout, params, self.leaves)
-        self.leave = functools.partial(_leave, self.home, [], self.distributed)
+        self.leave = functools.partial(leave, self.home, [])
         self.window = AccumulationWindow(self.pipe, self.home.current)
         self._writes = 0
         plain = self.fully_sharded is None and self.home.faces is None
@@ -426,8 +421,6 @@ class Attachment:
             give_up(home, error)
         for p in self.params.values():
             vars(p).pop("_zerofn_owner", None)
-        if self.distributed is not None:
-            self.distributed.leave()
 
     def belongs_to(self, opt: Any) -> None:
         """Mark the parameters, so that no other optimizer takes them."""
@@ -678,22 +671,6 @@ class Attachment:
             for p in self.params.values():
                 vars(p).pop("_zerofn_owner", None)
             self.here = False
-
-
-def _distributed(model: nn.Module, named: dict[str, nn.Parameter]) -> DistributedModel | None:
-    """The parameters that torch's tensor parallelism has made DTensors; `None` if there are none."""
-    if not any(map(is_distributed, named.values())):
-        return None
-    from ..module.tensor_parallel import DistributedModel
-
-    return DistributedModel(model, named)
-
-
-def _leave(home: ResidentParams, steps: list[Callable[[], object]], distributed: DistributedModel | None) -> None:
-    """Make the model plain again, with its old classes of parameters."""
-    leave(home, steps)
-    if distributed is not None:
-        distributed.leave()
 
 
 def _check(of: Callable[[], Attachment | None]) -> None:

@@ -52,7 +52,7 @@ def hook(home: ResidentParams) -> None:
         return
     by = gathering_of_states(pipe, channels.control, lambda: home.left) if faces is None else faces.by
     home.state_views = None if by is None else as_shards(by)
-    label(home.undo, home.model, pipe, home.shown, home.units, home.context is not None, asks, home.forms, faces)
+    label(home.undo, home.model, pipe, home.shown, home.units, home.context is not None, asks, faces)
 
 
 def _wire(home: ResidentParams) -> Wire | None:
@@ -74,9 +74,8 @@ def _faces(home: ResidentParams, late: list[weakref.ref[Units]]) -> ModelFaces |
     # Who writes into the rows of a DTensor writes what is stored.
     seen = [view for view in uncast(home.pipe.road) if view.renumbers]
     other = [leaf.path for leaf in home.pipe.layout.leaves if any([view.changes(leaf) for view in seen])]
-    left_out = {*home.forms, *other}
     by = Gathering(wire, lambda asked: _there(late).rounds.meet(asked), lambda: (of := late[0]()) is None or of.left)
-    faces = ModelFaces(by, lambda path: _there(late).gather_alone(path), home.pipe.layout, home.params, left_out)
+    faces = ModelFaces(by, lambda path: _there(late).gather_alone(path), home.pipe.layout, home.params, other)
     faces.put(home.model, home.undo)
     home.shown, home.faces = faces.shown, faces
     return faces

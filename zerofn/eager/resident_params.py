@@ -24,7 +24,6 @@ from ..core.rank_agreement import agree_on_chain, agree_on_start, check_finite
 from ..core.state import State, averages_of
 from ..core.transform import TransformState
 from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers, needs_boundary
-from ..ranks.dtensor import Form
 from ..ranks.group import Group
 from .channels import open_channels
 from .current_state import CurrentState
@@ -366,7 +365,6 @@ class ResidentParams:
         context: returns the context of a step, for an update that runs within backward.
         unchanged: raises if the model has changed since it was attached.
         start: returns their first values.
-        forms: by path, the DTensor that the model itself had made of the parameter.
         hook: hooks parameters and modules, and sets `gradients`.
         fully_sharded: the model, if FSDP2 gathers its parameters and reduces their gradients.
 
@@ -393,14 +391,13 @@ class ResidentParams:
         context: Callable[[], Context] | None,
         unchanged: Callable[[], None],
         start: Start,
-        forms: Mapping[str, Form],
         hook: Callable[[ResidentParams], None],
         fully_sharded: FullySharded | None = None,
     ):
         self.fully_sharded = fully_sharded
         self.faces: ModelFaces | None = None
         self.shown: Leaves = params if fully_sharded is None else fully_sharded.parameters
-        self.context, self.unchanged, self.start, self.forms = context, unchanged, start, forms
+        self.context, self.unchanged, self.start = context, unchanged, start
         self.hook = hook
         self.current, self.is_full = CurrentState(), False
         # Views that read a state change with a held step, too.
@@ -460,13 +457,13 @@ class ResidentParams:
         """
         # Before modules are hooked, which look at the dtypes of their buffers.
         cast_buffers(self.model, self.buffers, self.undo)
-        if self.fully_sharded is not None or (not self.forms and not needs_boundary(self.pipe)):
+        if self.fully_sharded is not None or not needs_boundary(self.pipe):
             return
         from ..module.boundary import ModelBoundary
         from ..module.forward_hooks import install
         from ..module.state_dicts import hook_seen_state_dicts
 
-        self.boundary = ModelBoundary(self.pipe, self.scale, self.units, self.model, self.unchanged, self.forms)
+        self.boundary = ModelBoundary(self.pipe, self.scale, self.units, self.model, self.unchanged)
         self.undo.append(functools.partial(take_back, self.boundary.undo))
         install(self.model, self.boundary, {id(p): path for path, p in self.shown.items()}, blocks)
         hook_seen_state_dicts(self.model, self.boundary, self.shown, self.undo)

@@ -16,6 +16,7 @@ from ..core.layout import Layout
 from ..core.pipeline import Pipeline
 from ..core.view import Dtypes
 from ..core.wrapper_names import buffers_in, modules_of
+from ..ranks.dtensor import is_distributed
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions check a model when it is attached.
@@ -63,6 +64,21 @@ def check_initialised(named: dict[str, nn.Parameter], where: str) -> None:
     if lazy:
         right = f"model(example) once, which gives lazy modules their shapes, and zf.{where}(...) after it"
         raise ValueError(bad_leaves(f"{where}: parameters are not initialised yet", lazy, right))
+
+
+def check_not_distributed(named: dict[str, nn.Parameter]) -> None:
+    """Refuse DTensors that FSDP2 does not gather, as torch's tensor parallelism makes them."""
+    lie: list[tuple[str, Any]] = [(path, p) for path, p in named.items() if is_distributed(p)]
+    bad = [(path, f"a DTensor over ranks {p.device_mesh.mesh.tolist()}") for path, p in lie]
+    if bad:
+        raise ValueError(
+            bad_leaves(
+                "attach: parameters are DTensors already, as parallelize_module makes them",
+                bad,
+                "fully_shard(block, mesh=mesh['dp']) of each block, and of the model, after parallelize_module, also\n"
+                "         where mesh['dp'] has one rank; and zf.attach(model, tx) with a tx without shard",
+            )
+        )
 
 
 def check_trainable(layout: Layout) -> None:

@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -31,7 +31,6 @@ from .._compat.tensors import has_ended
 from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
 from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, multiplied
-from ..ranks.dtensor import Form, is_distributed
 from ..sharded.compiled import CompiledCalls
 from ..sharded.gather_on_use import Units, Walks, outside_inference_mode
 from .crossing import Crossing, Edge, crossing_of
@@ -205,7 +204,6 @@ class ParameterViews:
         units: gathers sharded parameters.
         local: the state of the calling thread.
         crossing: makes the crossing of a view, where there is a loss scale.
-        forms: by path, the DTensor that forward gets in place of a local tensor.
 
     Attributes:
         suspended: inside `opt.gathered()`: the model has full parameters and sees them through casts alone.
@@ -218,26 +216,15 @@ class ParameterViews:
         units: Units | None,
         local: ThreadState,
         crossing: Callable[[Edge, bool], Crossing],
-        forms: Mapping[str, Form],
     ):
         self.pipe, self.units, self.local, self.crossing = pipe, units, local, crossing
-        self.scaled, self.forms = pipe.scaled, forms
+        self.scaled = pipe.scaled
         self.suspended = False
         found = pipe.views_at_use.items()
         self.inexact = {path for path, view in found if not all([stage.dtypes is not None for stage in view.stages])}
 
     def get(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter, the same all through a call, so that a parameter used twice has one cotangent."""
-        form = self.forms.get(path)
-        if form is None:
-            return self._get(path, stored)
-        given = form.local(stored) if is_distributed(stored) else stored
-        # In no mode of the caller's: what an operation does with the view is decided where it is used. To the views the
-        # parameter is its local tensor.
-        with outside_inference_mode(), torch.enable_grad(), torch.DisableTorchFunctionSubclass():
-            return form.wrap(self._get(path, given))
-
-    def _get(self, path: str, stored: Tensor) -> Tensor:
         view = self.pipe.views_at_use[path]
         handed = self._handed(path)
         if handed is not None:
@@ -339,7 +326,6 @@ class ModelBoundary:
         units: gathers sharded parameters.
         model: the model.
         check_unchanged: raises if the model has changed since it was attached, which explains many later errors.
-        forms: by path, the DTensor that forward gets in place of a local parameter.
 
     Attributes:
         to_search: the number of backwards that are still to be searched.
@@ -358,14 +344,13 @@ class ModelBoundary:
         units: Units | None,
         model: nn.Module,
         check_unchanged: Callable[[], None],
-        forms: Mapping[str, Form],
     ):
         self.pipe, self.scale, self.units, self.check_unchanged = pipe, scale, units, check_unchanged
         self.scaled, self.input_dtype = pipe.scaled, pipe.dtypes.inputs
         self.model = weakref.ref(model)
         self.local = ThreadState(units)
         self.crossing: Callable[[Edge, bool], Crossing] = functools.partial(Crossing, self)
-        self.views = ParameterViews(pipe, units, self.local, self.crossing, forms)
+        self.views = ParameterViews(pipe, units, self.local, self.crossing)
         self.node_ranges = NodeRanges()
         self.to_search: float = math.inf if pipe.checked else SEARCHED
         self.node_kinds: dict[type, int] = {}

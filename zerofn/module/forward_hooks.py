@@ -525,7 +525,7 @@ def _compiled_calls(boundary: ModelBoundary, model: nn.Module, paths: dict[int, 
     pipe, units = boundary.pipe, boundary.units
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
     unknown = any([v.reads for v in pipe.stages]) or (units is None and boundary.views.inexact)
-    if boundary.scaled or recurrent or boundary.views.forms or not pipe.traceable or unknown:
+    if boundary.scaled or recurrent or not pipe.traceable or unknown:
         return None
     return CompiledCalls(pipe, model, paths, units, _buffers_dtype)
 

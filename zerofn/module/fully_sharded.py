@@ -24,7 +24,6 @@ from ..core.wires import Sharding
 from ..ranks.dtensor import Form, Rows, is_distributed, rows_over, why_not_by_rows
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
-from .tensor_parallel import within_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # While a model of `fully_shard` is attached, FSDP2 all-gathers its parameters and reduces their gradients. The chain
@@ -217,6 +216,20 @@ def _tensor_parallel(lie: dict[str, Rows]) -> tuple[tuple[Group, ...], dict[str,
         return (), {}
     within = {path: within_of(x.shape, x.tensor_parallel, forms[0].place) for path, x in lie.items()}
     return (group_for("zf.attach", forms[0].mesh),), within
+
+
+def within_of(shape: torch.Size, form: Form | None, place: int) -> Within:
+    """Where a leaf lies in its full tensor.
+
+    Args:
+        shape: of a leaf that all ranks have.
+        form: of a leaf that tensor parallelism has made a DTensor; `None` for others.
+        place: the index of this rank among those of tensor parallelism.
+    """
+    full = shape if form is None else form.shape
+    boxes = (((0,) * len(full), tuple(full)),) if form is None else form.boxes
+    cut = len(boxes) > 1
+    return Within(full, boxes, place if cut else 0, cut or place == 0)
 
 
 def with_shapes(layout: Layout, shapes: Mapping[str, torch.Size]) -> Layout:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._compat.tensors import IGNORED_BY_DDP
 from .._errors import explain
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
-from ..ranks.dtensor import Form
 from ..sharded.gather_on_use import Units
 from ..sharded.guarded_parameter import Asks, Replica, tell
 from .opaque_parameter import OpaqueParameter
 from .state_dicts import hook_state_dicts
-from .tensor_parallel import DTensorParameter
 
 if TYPE_CHECKING:
     from .sharded_parameter import ModelFaces
@@ -35,7 +33,6 @@ def label(
     units: Units | None,
     in_backward: bool,
     asks: Asks,
-    forms: Mapping[str, Form],
     faces: ModelFaces | None,
 ) -> None:
     """Guard the parameters of a model, and its state dicts.
@@ -48,10 +45,9 @@ def label(
         units: gathers sharded parameters inside its calls.
         in_backward: whether gradients are used as they arrive.
         asks: callbacks by which parameters ask about the gradients of this model.
-        forms: by path, the DTensor that a parameter was before it was attached.
         faces: the sharded parameters that are DTensors.
     """
-    if not (pipe.step_groups or forms or in_backward):
+    if not (pipe.step_groups or in_backward):
         return
     why = (
         "with in_backward=True a gradient is used as it arrives"
@@ -61,13 +57,11 @@ def label(
     guard = {"why": why, "unreduced": pipe.road.late, "asks": asks}
     if pipe.step_groups:
         _put(undo, model, PREPARED, Prepared())
-    for path in [path for path in forms if path in params]:
-        _as_dtensor(undo, path, params[path], forms[path], units, guard)
     if units is None or faces is None:
-        for path in [path for path in params if path not in forms]:
-            tell(undo, params[path], Replica, path=path, **guard)
+        for path, p in params.items():
+            tell(undo, p, Replica, path=path, **guard)
         return
-    for path in [path for path in params if path not in forms]:
+    for path in params:
         if path in faces.origins:
             vars(params[path]).update(guard)
         else:
@@ -75,23 +69,10 @@ def label(
             shape = next(leaf.shape for leaf in pipe.layout.leaves if leaf.path == path)
             in_parts = lambda: not units.suspended  # noqa: E731
             tell(undo, params[path], OpaqueParameter, path=path, whole=whole, full=shape, in_parts=in_parts, **guard)
-    hook_state_dicts(model, params, pipe, units, forms, undo)
+    hook_state_dicts(model, params, pipe, units, undo)
     # DistributedDataParallel is to ignore all parameters: it would copy the first rank's shards to all ranks. It then
     # refuses a model that has no parameters for it. Not a list: `scaled_checks` would look for tensors in it.
     _put(undo, model, IGNORED_BY_DDP, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))
-
-
-def _as_dtensor(
-    undo: list[Callable[[], object]], path: str, p: Tensor, form: Form, units: Units | None, guard: dict[str, Any]
-) -> None:
-    """Make a local parameter appear to user code as the DTensor that it was."""
-
-    def whole() -> Tensor:
-        # Gathered here, before it is computed with, because a DTensor needs a plain local tensor.
-        return form.wrap(p if units is None or units.suspended else units.gather_alone(path).clone())
-
-    in_parts = (lambda: False) if units is None else (lambda: not units.suspended)
-    tell(undo, p, DTensorParameter, form=form, path=path, whole=whole, in_parts=in_parts, **guard)
 
 
 def _put(undo: list[Callable[[], object]], model: nn.Module, name: str, value: Any) -> None:

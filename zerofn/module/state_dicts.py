@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._compat.tensors import registered
-from .._errors import bad_leaves, explain
+from .._errors import bad_leaves
 from ..core.bucketed_views import uncast
 from ..core.layout import Leaf, Leaves, rows_between, span
 from ..core.pipeline import Pipeline
 from ..core.view import see
-from ..ranks.dtensor import Form, as_dtensors, as_local, in_full, is_distributed, of_this_rank
+from ..ranks.dtensor import as_dtensors, as_local, in_full, is_distributed, of_this_rank
 from ..sharded.gather_on_use import Units
 from ..sharded.opaque import Opaque, opaque, plain
 from .boundary import ModelBoundary
@@ -63,12 +63,8 @@ class SeenRows:
         """Whether what is stored of a leaf are not the numbers that the model computes with."""
         return any([view.renumbers and view.changes(leaf) for view in uncast(self.road)])
 
-    def to_dtensor(self, mine: Tensor, leaf: Leaf, caller: str) -> Tensor:
+    def to_dtensor(self, mine: Tensor, leaf: Leaf) -> Tensor:
         """What the model computes with as a DTensor, of what this rank stores; all ranks call it."""
-        if leaf.within is not None and leaf.within.cut:
-            why = f"{leaf.path} is cut over other ranks besides, and this rank has a flat part of its part"
-            right = f"with opt.gathered(): {caller}(...), on every rank, or zf.save(directory, opt)"
-            raise RuntimeError(explain(f"{caller} of a sharded model that is itself cut over ranks", why, right))
         whole = see(uncast(self.road), mine, leaf)
         if not leaf.shape:
             # A number has no rows, and torch takes a plain tensor for the same on all ranks.
@@ -85,7 +81,6 @@ def hook_state_dicts(
     params: Leaves,
     pipe: Pipeline,
     units: Units,
-    forms: Mapping[str, Form],
     undo: list[Callable[[], object]],
 ) -> None:
     """Make state dicts of a sharded model return DTensors, inside `opt.gathered()` full tensors; and load both.
@@ -95,7 +90,6 @@ def hook_state_dicts(
         params: its parameters by path.
         pipe: its pipeline.
         units: says whether parameters are full now, inside `opt.gathered()`.
-        forms: by path, the DTensor that a parameter was before it was attached.
         undo: gets functions that remove the hooks.
     """
     seen = SeenRows(pipe)
@@ -108,9 +102,9 @@ def hook_state_dicts(
             if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
                 continue
             if units.suspended:
-                state[prefix + name] = as_local(x) if leaf.path not in forms else x
+                state[prefix + name] = as_local(x)
             elif caller and (not leaf.shape or type(x) is Opaque or seen.renumbers(leaf)):
-                state[prefix + name] = seen.to_dtensor(_stored(x), leaf, caller)
+                state[prefix + name] = seen.to_dtensor(_stored(x), leaf)
             elif caller and type(x).__module__ == FACES:
                 # Each rank may save its own with torch.save.
                 from ..sharded.face import as_torchs
@@ -120,7 +114,7 @@ def hook_state_dicts(
     def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, leaf in {} if units.suspended else own.items():
             x = state.get(prefix + name)
-            if not isinstance(x, Tensor) or type(x) is Opaque or x.shape != torch.Size((leaf.within or leaf).shape):
+            if not isinstance(x, Tensor) or type(x) is Opaque or x.shape != leaf.shape:
                 continue
             if is_distributed(x) and type(x).__module__ != FACES:
                 here = of_this_rank(x, [seen.wire.group])
@@ -133,13 +127,11 @@ def hook_state_dicts(
                 continue
             if type(x).__module__ == FACES:
                 continue
-            form = forms.get(leaf.path)
-            full = x.detach() if form is None else form.local(x.detach())
-            kept, shape = seen.road.kept(in_full(full), leaf), leaf.shape if form is None else form.shape
+            kept = seen.road.kept(in_full(x.detach()), leaf)
             if is_distributed(params[leaf.path]):
                 state[prefix + name] = _as_entry(params[leaf.path], kept)
                 continue
-            state[prefix + name] = opaque(kept, f"an entry of the state dict of the parameter {leaf.path}", shape)
+            state[prefix + name] = opaque(kept, f"an entry of the state dict of the parameter {leaf.path}", leaf.shape)
 
     for module in model.modules():
         own = {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}
@@ -224,12 +216,8 @@ def _replace(
     if boundary.views.suspended:
         return
     for name, leaf in own.items():
-        x, form = state.get(prefix + name), boundary.views.forms.get(leaf.path)
+        x = state.get(prefix + name)
         if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or not x.is_floating_point():
             continue
-        if form is None:
-            if x.shape == leaf.shape:
-                state[prefix + name] = fn(x, leaf)
-        elif is_distributed(x) and x.shape == form.shape:
-            # torch nowhere accepts a plain tensor for a DTensor.
-            state[prefix + name] = form.wrap(fn(form.local(x), leaf))
+        if x.shape == leaf.shape:
+            state[prefix + name] = fn(x, leaf)

@@ -16,10 +16,7 @@ from .backend import world
 from .group import Group
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions convert DTensor parameters, as tensor parallelism makes them, to local tensors and back.
-
-
-CUT = "parallelize_module(model, mesh['tp'], plan) along one axis of a mesh, and zf.attach of that"
+# A `Form` is how local tensors make one DTensor.
 
 
 # Where a part of a tensor begins in every dimension, and its sizes.
@@ -35,23 +32,6 @@ def is_distributed(x: Any) -> bool:
     """Whether `x` is a DTensor. This does not import their library: if there is a DTensor it is loaded."""
     kind = distributed_class()
     return kind is not None and type(x) is not Tensor and isinstance(x, kind)
-
-
-def why_not_attachable(x: Any) -> str | None:
-    """Why a DTensor parameter cannot be attached; None if it can."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    mesh, (placement, *more) = x.device_mesh, x.placements
-    if mesh.ndim > 1:
-        names = ", ".join(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
-        return f"lies over {mesh.ndim} axes of a mesh ({names}), of which one is the chain's: {(placement, *more)}"
-    if why := why_not_of_this_rank(x):
-        return f"is {why}"
-    if placement.is_partial():
-        return f"is a sum that is not made yet, {placement}: p.redistribute(placements=[Replicate()]) first"
-    if type(placement) not in (Replicate, Shard):
-        return f"is placed by {type(placement).__name__}, and only Shard and Replicate are known"
-    return None
 
 
 @dataclass(frozen=True)
@@ -108,17 +88,6 @@ class Form:
         with torch.DisableTorchFunctionSubclass():
             return DTensor.from_local(local, self.mesh, self.placements, **how)
 
-    def local(self, x: Any) -> Tensor:
-        """This rank's shard of a DTensor, or of a plain tensor with the full shape; other tensors unchanged.
-
-        A DTensor with other placements, such as a gradient still to be summed, is redistributed: all ranks call this.
-        """
-        if is_distributed(x):
-            return _placed(x, self).to_local()
-        if x.shape == self.shape and len(self.boxes) > 1:
-            return in_box(x, self.boxes[self.place])
-        return x
-
 
 def in_box(whole: Tensor, box: Box) -> Tensor:
     """The box of a full tensor, given by its offsets and sizes.
@@ -130,11 +99,6 @@ def in_box(whole: Tensor, box: Box) -> Tensor:
     for dim, (low, length) in enumerate(zip(*box, strict=True)):
         whole = whole.narrow(dim, low, length)
     return whole
-
-
-def _placed(x: Any, form: Form) -> Any:
-    same = tuple(x.placements) == form.placements and x.device_mesh == form.mesh
-    return x if same else x.redistribute(form.mesh, form.placements)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from .._compat.autograd import (
     sequence_nr,
 )
 from .._compat.functorch import beneath_functorch, functorch_active, innermost, is_batch, uncompiled
-from .._compat.tensors import all_plain, local_of, memory, version, writes
+from .._compat.tensors import all_plain, memory, version, writes
 from .._errors import explain
 from .._interrupts import interrupts_held
 from ..core.layout import Leaf, Leaves
@@ -38,7 +38,6 @@ from ..core.pipeline import Pipeline
 from ..core.returned_values import check_dense
 from ..core.view import untracked
 from ..ranks.backend import collectives_begun
-from ..ranks.dtensor import Form, is_distributed
 from ..ranks.group import Group
 from ..ranks.ordered_collectives import AGAIN, BACKWARD, CALL, STEP, Asked, Rounds
 from .forward_writes import ForwardWrites, StorageRef, WriteBack
@@ -773,31 +772,21 @@ class Note(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    # Makes a distributed tensor of it, where tensor parallelism has saved one.
-    form: Form | None
 
 
 def note_of(source: Units, t: Tensor) -> Note | None:
     """The note for a saved tensor; `None` if it is not a full parameter."""
-    local = _local(t)
-    found = source.gathered.origin(local)
+    found = None if type(t) is not Tensor else source.gathered.origin(t)
     if found is None:
         return None
-    place = tuple(local.size()), tuple(local.stride()), int(local.storage_offset())
-    return Note(source, source.age(*found), *found, *place, None if local is t else Form.of(t))
-
-
-def _local(t: Tensor) -> Tensor:
-    """The local tensor of a saved DTensor; any other tensor as it is."""
-    return t if type(t) is Tensor or not is_distributed(t) else local_of(t)
+    return Note(source, source.age(*found), *found, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
 
 
 @uncompiled
 def _unpack(note: Note) -> Tensor:
     with torch.no_grad():
         full = note.source.parameter(note.unit, note.index, note.age)
-    local = full.as_strided(note.size, note.stride, note.offset)
-    return local if note.form is None else note.form.wrap(local)
+    return full.as_strided(note.size, note.stride, note.offset)
 
 
 @uncompiled
@@ -898,7 +887,7 @@ class Walks:
         t = saved.data
         # What hooks have packed is no tensor. One that was written into since is left to torch, which compares
         # versions where there are no hooks, and refuses a backward with other numbers than forward's.
-        if not isinstance(t, Tensor) or (note := note_of(self.source, t)) is None or version(_local(t)):
+        if not isinstance(t, Tensor) or (note := note_of(self.source, t)) is None or version(t):
             return
         with contextlib.suppress(RuntimeError):
             # Torch refuses it where the user's hooks return what they are given.
