@@ -297,7 +297,6 @@ class Placement:
         copies: how many such sums there are, one for each rank of the reduction.
         copy: the index of this rank's sum among them.
         unreduced: how each such sum lies over ranks; by default in full on one rank.
-        later: names of views that will change these sums once they are reduced.
         ranges: by path, this rank's range of flattened leaves that are not sharded as `span` says.
         owners: for each transform that updates whole leaves its name in the chain, the prefix of their slots in its
             state, and by path the rank that updates the leaf, counted among those that share it.
@@ -315,7 +314,6 @@ class Placement:
     copies: int = 1
     copy: int = 0
     unreduced: Placement | None = None
-    later: tuple[str, ...] = ()
     ranges: tuple[tuple[str, tuple[int, int]], ...] = ()
     owners: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...] = ()
     fixed: tuple[tuple[str, str], ...] = ()

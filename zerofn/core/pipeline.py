@@ -667,8 +667,7 @@ def _placement(road: Road) -> Placement:
         return placement
     copy, copies = place_in([view.wire for view in road.after_update if view.wire is not None])
     unreduced = _behind(road, len(road.at_use))
-    later = tuple(view.name for view in road.after_update if view.renumbers)
-    return replace(placement, apart=road.held, copy=copy, copies=copies, unreduced=unreduced, later=later)
+    return replace(placement, apart=road.held, copy=copy, copies=copies, unreduced=unreduced)
 
 
 def _behind(road: Road, stages: int) -> Placement:

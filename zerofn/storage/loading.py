@@ -36,7 +36,6 @@ from .saving import (
     load_with_buffers,
     misfit_message,
     name_to_read,
-    saved_name,
     state_of,
     wait_for_all_ranks,
     warn_of_missing,
@@ -130,72 +129,6 @@ def groups_by_name(opt: Optimizer, saved: list[dict[str, Any]] | None) -> list[d
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# An open accumulation window can be loaded on another number of ranks: its unreduced gradient sums are averaged.
-
-
-def share_windows(
-    sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], read: Callable[[Callable], dict[str, Any]]
-) -> None:
-    """Give every rank the mean of the saved copies of gradient sums that are not yet reduced.
-
-    The later reduction is a mean over ranks, and the mean of equal copies is any of them, so its result is the same.
-    One copy is read at a time.
-
-    Args:
-        sums: the entries that are not yet reduced.
-        flat: by key, the memory to write into; it has the first copy.
-        manifest: of the checkpoint.
-        read: reads the pieces that its argument chooses, and returns the manifest.
-    """
-    from .dcp import Piece
-
-    if not sums:
-        return
-    copies = copies_in(manifest)
-    total = {e.key: torch.zeros_like(flat[e.key], dtype=_sum_dtype(flat[e.key])) for e in sums}
-    here = flat
-    for copy in range(copies):
-        if copy:
-            here = {e.key: torch.empty_like(flat[e.key]) for e in sums}
-            pieces = {saved_name(e, copy): Piece(here[e.key], e.offset or 0, e.shape) for e in sums}
-            if read(lambda _, pieces=pieces: pieces) != manifest:
-                raise ValueError("the checkpoint was written anew while it was read; load it again.")
-        for e in sums:
-            if _is_open(e, here):
-                total[e.key] += here[e.key].to(total[e.key].dtype)
-    for key, x in total.items():
-        into = flat[key]
-        into.copy_(x / copies if into.is_floating_point() else x.bool() if into.dtype == torch.bool else x // copies)
-
-
-def check_views(sums: list[Entry], flat: dict[str, Tensor], manifest: dict[str, Any], later: tuple[str, ...]) -> None:
-    """Raise if a view changes the gradient before the sum in the checkpoint and after it here, or the reverse.
-
-    Args:
-        sums: entries that are not yet reduced, in the checkpoint or here.
-        flat: by key, the tensors that were read.
-        manifest: of the checkpoint.
-        later: the views that will still change the sums here.
-    """
-    others = sorted({*later} ^ {*manifest.get("later", ())})
-    if others and any(_is_open(e, flat) and bool(flat[e.key].any()) for e in sums):
-        why = f"its sum and the one here differ in whether they have come through {', '.join(others)} already,\n"
-        why += "which changes gradients, and stands behind a reduction that is made at the end of a window"
-        right = "zf.save after a step that ends a window (opt.is_boundary), or zf.load on as many ranks as saved it"
-        raise ValueError(explain(f"zf.load of an open window, saved by {manifest['ranks']} ranks", why, right))
-
-
-def _is_open(e: Entry, flat: dict[str, Tensor]) -> bool:
-    """Whether a sum belongs to an open window. (`accumulate` does not clear the sums of a closed one.)"""
-    seen = flat.get(replace(e, slot="seen", below="").key)
-    return seen is None or bool(seen.any())
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else torch.int64
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # `load` reads a checkpoint into a state of the same pipeline, or what fits of another pipeline's.
 
 
@@ -272,10 +205,7 @@ def _load(
     reading = _Reading(directory, like, opt, strict)
     manifest = load_pieces(path, group, reading.choose, reading.renamed)
     if copies_in(manifest) != placement.copies:
-        sums = [e for e in reading.read if e.key not in manifest["tensors"]]
-        share_windows(sums, reading.flat, manifest, lambda choose: load_pieces(path, group, choose, reading.renamed))
-        held = [e for e in reading.entries if e.owner in placement.apart and e.key in reading.flat]
-        check_views([*sums, *held], reading.flat, manifest, placement.later)
+        reading.check_windows()
     reading.finish()
     warn_of_other_names(f"zf.load({str(directory)!r}, ...)", reading.other_names)
     if pipe is None:
@@ -364,6 +294,27 @@ class _Reading:
             else:
                 pieces[name] = Piece(self.flat[e.key], e.offset or 0, e.shape)
         return pieces
+
+    def check_windows(self) -> None:
+        """Refuse an open window of another number of ranks, whose gradient sums are each rank's own.
+
+        With `strict=False` such a window is given up: the transform that holds it begins anew.
+        """
+        there = self.manifest["tensors"]
+        apart = {*self.placement.apart, *(e.owner for e in self.read if e.key not in there)}
+        numbers = [e for e in self.read if e.owner in apart and not e.of_leaf and not e.shape]
+        if not (held := {e.owner for e in numbers if bool(self.flat[e.key])}):
+            return
+        saved = copies_in(self.manifest)
+        if not self.strict:
+            why = f"in the middle of a window of {saved} ranks, here are {self.placement.copies}"
+            self.partial.note([(e.key, why) for e in self.entries if e.owner in held], self.entries)
+            return
+        wrong = f"zf.load({str(self.directory)!r}) on {self.placement.copies} ranks in the middle of a window"
+        why = f"{saved} ranks saved it, each with its own sum of gradients in {', '.join(sorted(held))}"
+        right = f"zf.load on {saved} ranks; zf.save after a step that ends a window (opt.is_boundary); or\n"
+        right += "zf.load(..., strict=False), which leaves out the gradients since the last update"
+        raise ValueError(explain(wrong, why, right))
 
     def finish(self) -> None:
         """Fill `new` from tensors that were read in another order or into other strides."""

@@ -352,7 +352,7 @@ def name_to_read(e: Entry, manifest: dict[str, Any], placement: Placement) -> st
     """The name under which an entry of `like` is read."""
     if e.key in manifest["tensors"]:
         return e.key
-    # With another number of copies the first one; `share_windows` adds the others.
+    # With another number of copies the first one: the sums of a closed window are not used.
     return saved_name(e, placement.copy if copies_in(manifest) == placement.copies else 0)
 
 
@@ -600,8 +600,6 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
         right = "a state of tensors, numbers and text, each under a name of its own"
         raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
     head = {"zerofn": _version(), "torch": torch.__version__, "ranks": placement.together, "copies": placement.copies}
-    if placement.later:
-        head["later"] = [*placement.later]
     if not any("boxes" in about for about in tensors.values()):
         head["version"] = ROW_MAJOR
     return {**head, "values": values, "tensors": tensors}
