@@ -451,19 +451,9 @@ def test_what_a_killed_export_has_left(tmp_path):
     process.join(limit(30))
     assert process.exitcode == -signal.SIGKILL
     assert in_file(path) == 1 and len(files(tmp_path)) == 2
-    # That of another file, and one that is being written, are not touched.
-    others = [tmp_path / ".y.safetensors.0123456789ab.tmp", tmp_path / ".x.safetensors.0123456789ab.tmp"]
-    for other in others:
-        other.mkdir()
-    lock = _lock.Lock()
-    lock.acquire(others[1], exclusive=True)
     zf.export_safetensors(path, state(3))
-    assert in_file(path) == 3
-    assert files(tmp_path) == sorted([path.name, *(other.name for other in others)])
-    lock.release()
-    lock.close()
-    zf.export_safetensors(path, state(4))
-    assert files(tmp_path) == sorted([path.name, others[0].name])
+    # What the killed process has left may as well be what another one writes.
+    assert in_file(path) == 3 and len(files(tmp_path)) == 2
 
 
 @pytest.mark.timeout(60)
@@ -500,10 +490,6 @@ def test_an_export_that_is_interrupted(tmp_path, monkeypatch):
     monkeypatch.undo()
     assert in_file(path) == 1 and files(tmp_path) == ["x"]
     monkeypatch.setattr(os, "fsync", full_disk())
-    monkeypatch.setattr("shutil.rmtree", lambda *args, **kwargs: None)
     with pytest.raises(OSError, match="No space left"):
         zf.export_safetensors(path, state(2))
-    monkeypatch.undo()
-    assert in_file(path) == 1
-    zf.export_safetensors(path, state(3))
-    assert files(tmp_path) == ["x"]
+    assert in_file(path) == 1 and files(tmp_path) == ["x"]

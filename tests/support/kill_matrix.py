@@ -129,7 +129,8 @@ class Exports(Checkpoints):
         return at.exported(self.root / "export" / "x.safetensors")
 
     def files(self) -> list[str]:
-        return sorted(os.listdir(self.root / "export"))
+        # A killed process leaves the hidden file that it was writing.
+        return sorted(name for name in os.listdir(self.root / "export") if not name.startswith("."))
 
     @property
     def clean(self) -> int:

@@ -59,13 +59,13 @@ def directory() -> Path:
             outer.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             outer.mkdir(mode=0o700, exist_ok=True)
             # Checked before anything is made inside: another user may have put a link there.
-            if not _mine(outer):
+            if not _private(outer):
                 continue
             inner.mkdir(mode=0o700, exist_ok=True)
-            if _private(inner.resolve()) and os.access(inner, os.W_OK | os.X_OK):
+            if _private(inner) and os.access(inner, os.W_OK | os.X_OK):
                 return inner.resolve()
     raise OSError(
-        "no directory for built kernels that only this user can write, at every level from / down: tried "
+        "no directory for built kernels that only this user can write: tried "
         + (", ".join(map(str, tried)) or "nothing, as there is neither a home nor a temporary directory")
     )
 
@@ -82,44 +82,11 @@ def _candidates() -> Iterator[Path]:
         yield Path(tempfile.gettempdir()) / f"zerofn-{os.getuid()}"
 
 
-def _mine(path: Path) -> bool:
-    """Whether a path, and what it may link to, belong to this user."""
-    return path.lstat().st_uid == path.stat().st_uid == os.getuid()
-
-
-def _private(inner: Path) -> bool:
-    """Whether only this user can replace what is in a directory.
-
-    In directories above it nobody else may write, except where the sticky bit protects files of others. A group counts
-    as somebody else, though some systems give each user a group of their own: who is in it cannot be known without
-    asking the network. A wrong guess costs one more build, half a second, in the next directory.
-    """
-    status = inner.stat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        return False
-    above, owners = [place.stat() for place in inner.parents], _trusted()
-    return all(s.st_uid in owners and (not s.st_mode & 0o022 or s.st_mode & stat.S_ISVTX) for s in above)
-
-
-def _trusted() -> set[int]:
-    """Owners of directories that may lie above ours: this user and root, also if a container does not map root."""
-    users = {0, os.getuid()}
-    with contextlib.suppress(OSError, ValueError):  # the file is Linux's
-        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
-        if not _numbered(nobody, Path("/proc/self/uid_map").read_text()):
-            users.add(nobody)
-    return users
-
-
-def _numbered(user: int, table: str) -> bool:
-    """Whether a user namespace's table of (first id here, first id outside, count) maps a user id.
-
-    Examples:
-        >>> _numbered(65534, "0 0 4294967295"), _numbered(65534, "1000 1000 1")
-        (True, False)
-    """
-    rows = [[int(word) for word in line.split()] for line in table.splitlines()]
-    return any(first <= user < first + count for first, _, count in rows)
+def _private(path: Path) -> bool:
+    """Whether a directory, and what it may link to, belong to this user, and nobody else can write into it."""
+    status = path.stat()
+    mine = path.lstat().st_uid == status.st_uid == os.getuid()
+    return mine and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
 
 
 def find(where: Path, key: str) -> Path | None:

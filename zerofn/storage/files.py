@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import json
 import os
 import re
-import shutil
 import stat
 import time
 import uuid
@@ -323,18 +321,16 @@ def remove_files(directory: Path, which: Callable[[str], bool]) -> list[OSError]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `replace_file` lets a library write to a path in a temporary directory, and then replaces one file atomically.
+# `replace_file` lets a library write to a temporary file, and then replaces one file atomically.
 
 
 SUFFIX = ".tmp"
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> OSError | None:
-    """Replace a file by the one that `write` writes to the path of its argument.
+    """Replace a file by the one that `write` writes to the path of its argument, a new hidden file beside it.
 
-    That path is in a new hidden directory beside the file, which only this call uses: the library may make other
-    files there, and no other user can have put a link there. A killed process leaves the directory behind, unlocked,
-    and the next call for the same file removes it.
+    A killed process leaves the hidden file behind.
 
     Returns:
         Why the file, although it is in place, may not survive a loss of power; `None` if it will.
@@ -342,63 +338,21 @@ def replace_file(path: Path, write: Callable[[Path], None]) -> OSError | None:
     Raises:
         OSError: it could not be written or put in place. The old file is unchanged.
     """
-    _remove_abandoned(path)
-    while True:
-        directory, lock = path.with_name(f".{path.name}.{random_token()}{SUFFIX}"), Lock()
-        try:
-            if _make_locked(directory, lock):
-                return _write_and_move(directory / path.name, path, write)
-        finally:
-            try:
-                shutil.rmtree(directory, ignore_errors=True)
-            finally:
-                lock.release()
-                lock.close()
-
-
-def _make_locked(directory: Path, lock: Lock) -> bool:
-    """Make a directory and lock it; `False` if another process has removed it before it was locked."""
-    directory.mkdir(0o700)
-    with contextlib.suppress(FileNotFoundError):
-        lock.acquire(directory, exclusive=True)
-    return directory.exists()
-
-
-def _write_and_move(temporary: Path, path: Path, write: Callable[[Path], None]) -> OSError | None:
+    temporary = path.with_name(f".{path.name}.{random_token()}{SUFFIX}")
     with create(temporary) as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    write(temporary)
-    # The permissions of a new file follow the user's umask; some libraries make it unreadable to others.
-    os.chmod(temporary, mode)
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        write(temporary)
+        # The permissions of a new file follow the user's umask; some libraries make it unreadable to others.
+        os.chmod(temporary, mode)
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        discard(temporary)
+        raise
     try:
         sync_directory(path.parent)
     except OSError as error:
         return error
     return None
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove directories of killed processes. A file system without locks cannot tell which these are: they stay."""
-    ours = re.compile(rf"{re.escape(f'.{path.name}.')}[0-9a-f]{{12}}{re.escape(SUFFIX)}")
-    with contextlib.suppress(OSError):
-        for other in path.parent.iterdir():
-            if ours.fullmatch(other.name) and not other.is_symlink():
-                _remove_if_unlocked(other)
-
-
-def _remove_if_unlocked(other: Path) -> None:
-    lock = Lock()
-    try:
-        # Only a directory is opened: opening a pipe of that name would wait for a writer.
-        if other.is_dir():
-            lock.acquire(other, exclusive=True, patience=0)
-        if lock.held:
-            shutil.rmtree(other, ignore_errors=True)
-    except OSError:
-        pass  # in use, or gone
-    finally:
-        lock.release()
-        lock.close()

@@ -46,7 +46,8 @@ def export_safetensors(
     may differ from the stored numbers (weights on a grid), which `zf.save` keeps. fp32 masters are written unchanged.
 
     Of tied names the first is written. The metadata maps each other name to the one that it is tied to, and
-    `safetensors.torch.load_model` ties them again. The file appears in one step when it is complete.
+    `safetensors.torch.load_model` ties them again. The file appears in one step when it is complete; a process that is
+    killed before leaves a hidden one beside it, `.model.safetensors.<12 digits>.tmp`.
     Buffers of a module, such as running means, are no parameters and not in a state.
 
     With a sharded state every rank must call it. The first rank writes, and needs memory for the whole model.
