@@ -350,25 +350,23 @@ def test_a_tensor_computed_outside_is_refused():
         model(torch.ones(1, 2)).sum().backward()
 
 
-def test_a_tensor_of_the_users_in_an_attribute_is_an_input():
-    class Prompted(nn.Linear):
-        def forward(self, x):
-            return super().forward(x * self.prompt[0] + self.soft)
+class Prompted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x * self.prompt[0] + self.soft)
 
-    def make():
-        torch.manual_seed(0)
-        return Prompted(2, 2)
 
-    def program(run: Run):
-        model: Any = run.model
-        model.prompt, model.soft = [torch.ones(2, requires_grad=True)], torch.zeros(2, requires_grad=True)
-        for _ in range(2):
-            model(run.data(3, 2)).exp().mean().backward()
-        assert model.soft.is_leaf and model.prompt[0].is_leaf
-        return [model.prompt[0].grad, model.soft.grad]
+def prompted(run: Run):
+    model: Any = run.model
+    model.prompt, model.soft = [torch.ones(2, requires_grad=True)], torch.zeros(2, requires_grad=True)
+    for _ in range(2):
+        model(run.data(3, 2)).exp().mean().backward()
+    return [model.prompt[0].grad, model.soft.grad]
 
-    for pipe in ("fp32", "scaled"):
-        compare(program, make, pipe)
+
+def test_a_tensor_of_the_users_in_an_attribute_is_used_without_a_scale():
+    compare(prompted, lambda: Prompted(2, 2), "fp32")
+    with pytest.raises(RuntimeError, match=r"neither its parameter nor an argument(.|\n)*pass it to the model"):
+        compare(prompted, lambda: Prompted(2, 2), "scaled")
 
 
 def test_writing_into_a_cast_parameter_is_stored():

@@ -64,14 +64,6 @@ def a_penalty_on_a_feature(model: Any, x: Tensor) -> None:
     torch.autograd.grad(y.sum() + h.sum(), h)
 
 
-def what_a_forward_hook_was_given(model: Any, x: Tensor) -> None:
-    handle = model.blocks[1].register_forward_hook(lambda m, a, o: o.register_hook(lambda g: g * 2) and None)
-    try:
-        loss_of(model(x)).backward()
-    finally:
-        handle.remove()
-
-
 def a_backward_hook(model: Any, x: Tensor) -> None:
     handle = model.blocks[1].register_full_backward_hook(lambda m, into, out: None)
     try:
@@ -95,7 +87,6 @@ REFUSED: dict[Callable[[Any, Tensor], None], str] = {
     an_output_in_a_closure: "did not come in as an argument",
     a_hook_on_a_feature: "a hook on a tensor of shape",
     a_penalty_on_a_feature: r"torch.autograd.grad\(",
-    what_a_forward_hook_was_given: "a hook on a tensor of shape(.|\n)*forward hook was given",
     a_backward_hook: "blocks.1: register_full_backward_hook",
     what_a_pre_hook_kept: "a tensor from inside the attached model",
 }

@@ -164,26 +164,6 @@ def test_a_first_derivative_of_before_a_change_of_the_scale_is_not_differentiate
         torch.autograd.grad(sum(g.square().sum() for g in old), list(model.parameters()))
 
 
-def test_a_parameter_left_in_an_attribute_passes_the_boundary():
-    class Leaves(LookedAt):
-        def forward(self, x):
-            # Not self.left = ..., which would register the plain module's parameter a second time.
-            if self.training:
-                self.__dict__["left"] = self.last.bias
-            return super().forward(x)
-
-    plain = Leaves()
-    model = copy.deepcopy(plain)
-    zf.attach(model, zf.chain(zf.scale_loss(S), zf.sgd(0.1)))
-    model.eval()(data())
-    model.train()
-    for _ in range(2):
-        for net in (plain, model):
-            out = net(data())
-            (out.square().mean() + net.__dict__["left"].square().sum()).backward()
-        equal(plain, model)
-
-
 def test_other_data_under_a_parameter_are_seen():
     plain, model, _ = pair()
     model(data())

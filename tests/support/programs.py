@@ -50,8 +50,7 @@ class Piece(nn.Module):
             self.params = nn.ParameterDict({k: nn.Parameter(torch.randn(WIDTH) * 0.5 + 1) for k in "ab"})
         if kind == "weight_norm":
             nn.utils.parametrizations.weight_norm(self.layer)
-        self.aux = rng.random() < 0.2
-        self.aux_loss: Tensor | None = None
+        rng.random()
         # None, or whether reentrant.
         self.again = rng.choice([None, None, None, True, False])
 
@@ -83,8 +82,6 @@ class Piece(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.compute(x) if self.again is None else checkpoint(self.compute, x, use_reentrant=self.again)
-        if self.aux and torch.is_grad_enabled():
-            self.aux_loss = x.square().mean()
         return x
 
 
@@ -158,19 +155,6 @@ class Step:
     actions: tuple[tuple[str, int], ...]
 
 
-def aux(run: Run) -> Tensor | float:
-    """Losses that calls left in attributes."""
-    found = [m.aux_loss for net in run.models for m in net.modules() if isinstance(m, Piece) and m.aux_loss is not None]
-    return sum(f.float() for f in found) if found else 0.0
-
-
-def clear_aux(run: Run) -> None:
-    for net in run.models:
-        for m in net.modules():
-            if isinstance(m, Piece):
-                m.aux_loss = None
-
-
 class Actions:
     """Each action: forward, backward, and what else people do in between. Returns tensors to compare."""
 
@@ -183,9 +167,7 @@ class Actions:
         self.simple = any(m.reentrant for m in run.models)
 
     def loss(self, x: Tensor | None = None) -> Tensor:
-        clear_aux(self.run)  # repeated parts have left some of their own
-        out = reduced(self.net(self.x if x is None else x, skip=self.skip), self.kind) + aux(self.run)
-        clear_aux(self.run)
+        out = reduced(self.net(self.x if x is None else x, skip=self.skip), self.kind)
         return out
 
     def scalar(self):
@@ -202,7 +184,6 @@ class Actions:
 
     def cotangents(self):
         outs = tensors(self.net(self.x, skip=self.skip))
-        clear_aux(self.run)
         torch.autograd.backward(outs, [torch.full_like(o, 0.5 + i) for i, o in enumerate(outs)])
         return [self.x.grad]
 
@@ -210,7 +191,6 @@ class Actions:
         if self.simple:
             return self.scalar()
         out = self.net(self.x, skip=self.skip)
-        clear_aux(self.run)
         losses = [reduced(out, self.kind), reduced(out, self.kind + 1)]
         losses[0].backward(retain_graph=True)
         losses[1].backward()
@@ -228,13 +208,11 @@ class Actions:
         return [self.x.grad]
 
     def all_models(self):
-        clear_aux(self.run)
         x = self.x
         for i, net in enumerate(self.run.models):
             x = torch.tanh(tensors(net(x))[0]).float()
             x = (x if x.shape[1] == WIDTH else x.repeat(1, 2)) * (1 + 0.1 * i)
-        (x.square().mean() + aux(self.run)).backward()
-        clear_aux(self.run)
+        (x.square().mean()).backward()
         return [self.x.grad]
 
     def grad_of_input(self):
@@ -274,7 +252,6 @@ class Actions:
     def around(self):
         reentrant = self.rng.random() < 0.5
         out = checkpoint(lambda x: tensors(self.net(x, skip=self.skip))[0], self.x, use_reentrant=reentrant)
-        clear_aux(self.run)
         (reduced(out, self.kind) + self.net.first(self.x).float().square().mean()).backward()
         return [self.x.grad]
 
@@ -291,7 +268,6 @@ class Actions:
         with contextlib.suppress(ArithmeticError):
             self.net(self.x)
         handle.remove()
-        clear_aux(self.run)
         return self.scalar()
 
     def fails_in_backward(self):
@@ -311,7 +287,7 @@ class Actions:
 
     def features(self):
         kept: list[Tensor] = []
-        handle = self.net.first.register_forward_hook(lambda m, a, out: kept.append(out))
+        handle = self.net.first.register_forward_hook(lambda m, a, out: kept.append(out.detach()))
         change = self.rng.random() < 0.5
         other = self.net.last.register_forward_hook(lambda m, a, out: out * 2 if change else None)
         loss = self.loss()
@@ -322,7 +298,6 @@ class Actions:
 
     def in_place(self):
         out = tensors(self.net(self.x, skip=self.skip))
-        clear_aux(self.run)
         out[0].mul_(2.0)
         reduced(out, self.kind).backward()
         return [self.x.grad]
@@ -372,7 +347,6 @@ def program_of(steps: list[Step]) -> Callable[[Run], list[Tensor]]:
             results += getattr(Actions(run, number), name)()
         # Every model gets a gradient in every micro-step.
         sum(reduced(net(run.data(3, WIDTH)), 0) for net in run.models).backward()
-        clear_aux(run)
         return results
 
     return program

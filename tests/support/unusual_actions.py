@@ -25,6 +25,7 @@ class Env:
     size: int
     step: int
     seed: int
+    scaled: bool = False
     opt: Any = None
     talk: Callable[[], None] = lambda: None
     folder: str = ""
@@ -90,7 +91,7 @@ def module_hooks(env: Env, rng: random.Random) -> None:
     """Hooks on modules, of every kind."""
     m = env.model
     target = rng.choice([m, m.stem, m.head, m.blocks[0], m.blocks[0].inner])
-    kind = rng.choice(["forward", "pre", "backward", "pre backward", "grad cam", "global"])
+    kind = rng.choice(["forward", "pre", "backward", "pre backward", "global", *([] if env.scaled else ["grad cam"])])
     kept: list[Tensor] = []
     first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
     if kind == "forward":

@@ -106,8 +106,9 @@ class Program:
 def draw(seed: int) -> Program:
     rng = random.Random(f"{seed} unusual")
     scale = rng.random() < 0.4
-    # A backward of the user's own that is not linear sees scaled cotangents, which the docstring of scale_loss says.
-    possible = [h for h in HABITS if not (scale and h == "own backward")]
+    # A backward of the user's own that is not linear sees scaled cotangents, which the docstring of scale_loss says. A
+    # feature in an attribute is refused there.
+    possible = [h for h in HABITS if not (scale and h in ("own backward", "attribute"))]
     habits = tuple(rng.sample(possible, rng.choice([0, 0, 1, 1, 2])))
     names = rng.sample([n for n in ACTIONS if n != "plain"], rng.choice([1, 1, 2]))
     if {"returns features", "attribute"} & set(habits) and rng.random() < 0.7:
@@ -161,7 +162,7 @@ def reference(program: Program, apart: bool = False) -> list[Result]:
     total: Grads = {}
     for step in range(STEPS * program.every):
         for rank, model in enumerate(models):
-            program.run(Env(model, rank, program.size, step, program.seed, log=logs[rank]))
+            program.run(Env(model, rank, program.size, step, program.seed, program.scale, log=logs[rank]))
             for n, p in model.named_parameters():
                 if p.grad is not None:
                     total[n] = total.get(n, 0) + p.grad
@@ -189,7 +190,7 @@ def attached(program: Program, rank: int, talk: Callable[[], None], folder: str)
     opt = zf.attach(model, program.pipeline())
     log: list[Tensor] = []
     for step in range(STEPS * program.every):
-        program.run(Env(model, rank, program.size, step, program.seed, opt, talk, folder, log))
+        program.run(Env(model, rank, program.size, step, program.seed, program.scale, opt, talk, folder, log))
         opt.step()
         opt.zero_grad()
     opt.detach()

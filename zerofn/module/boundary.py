@@ -35,7 +35,7 @@ from ..sharded.compiled import CompiledCalls
 from ..sharded.gather_on_use import Units, Walks, outside_inference_mode
 from .crossing import Crossing, Edge, crossing_of
 from .nested_tensors import map_outputs
-from .scaled_checks import RETURNED, SHOWN, AttributeTensors, HookedOutput, OutputTracker, check_closed
+from .scaled_checks import LeftOutputs, check_closed
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `ThreadState` knows which calls of an attached model are running, in each thread that calls it.
@@ -56,7 +56,7 @@ class ThreadState(threading.local):
         crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
         last_views: by path, the last view of a parameter, and the stored tensor that it is a view of.
         scales: the loss scale of the last backward and of those inside of it, by its number.
-        tracker: of the outputs of the current call; `None` where outputs are not copied.
+        left: the outputs of the current call that have left; `None` where outputs are not copied.
     """
 
     def __init__(self, units: Units | None) -> None:
@@ -66,7 +66,7 @@ class ThreadState(threading.local):
         self.crossed_at: int | None = None
         self.last_views: dict[str, tuple[weakref.ref[Tensor], Tensor]] = {}
         self.scales: dict[int, Tensor | None] = {}
-        self.tracker: OutputTracker | None = None
+        self.left: LeftOutputs | None = None
 
     def stale(self) -> bool:
         """Whether the recorded calls have ended without their hooks, as after Ctrl-C."""
@@ -77,7 +77,7 @@ class ThreadState(threading.local):
         while self.calls:
             self.calls.pop().undo.close()
         self.seen.clear()
-        self.tracker = None
+        self.left = None
         if self.walks is not None:
             self.walks.open.clear()
 
@@ -90,18 +90,16 @@ class ActiveCall:
         outermost: whether its caller is outside of the model.
         callers: for an outermost call, the modules that are called from outside together with it.
         start: the number of the first autograd node that may be made in it.
-        shown: its output as the user's hooks see it.
         error: the exception that was being handled when it began; any other one comes from the call.
         frame: for an outermost call, its Python frame, by which one sees whether it is still running.
         undo: functions that run at its end.
     """
 
-    __slots__ = ("callers", "error", "frame", "module", "outermost", "shown", "start", "undo")
+    __slots__ = ("callers", "error", "frame", "module", "outermost", "start", "undo")
 
     def __init__(self, module: nn.Module, outermost: bool, start: int, error: BaseException | None, frame: Any):
         self.module, self.outermost, self.start, self.error, self.frame = module, outermost, start, error, frame
         self.callers: Collection[int] = ()
-        self.shown: HookedOutput | None = None
         self.undo = ExitStack()
 
 
@@ -331,8 +329,7 @@ class ModelBoundary:
         to_search: the number of backwards that are still to be searched.
         node_kinds: kinds of autograd nodes, by class, of all classes that `scaled_checks` has met in its search.
         blocks: ids of the modules whose graphs are walked when a call ends.
-        end_hooks, show_hooks: by id of a module, the id of the hook that ends its calls, and of the hook before the
-            user's, which gives these an output that has left the model.
+        end_hooks: by id of a module, the id of the hook that ends its calls.
         undo: functions that remove hooks and views, called from the last to the first.
         compiled: what hooks do in compiled calls; `None` if the same as in others.
     """
@@ -354,11 +351,9 @@ class ModelBoundary:
         self.node_ranges = NodeRanges()
         self.to_search: float = math.inf if pipe.checked else SEARCHED
         self.node_kinds: dict[type, int] = {}
-        self.attributes = AttributeTensors(self, list(model.modules()))
         self.blocks: set[int] = set()
         self.together = CalledTogether()
         self.end_hooks: dict[int, int] = {}
-        self.show_hooks: dict[int, int] = {}
         self.undo: list[Callable[[], object]] = []
         self.compiled: CompiledCalls | None = None
 
@@ -386,33 +381,13 @@ class ModelBoundary:
         parameter is not taken for one in a call, and the next call is not taken for an inner one.
         """
         if self.local.stale():
-            self.attributes.put_back()
             self.local.drop_stale_calls()
         return self.local.calls
 
     def begin(self) -> None:
-        """Let tensors in attributes enter, before a call from outside or one that a backward recomputes."""
-        if self.scaled:
-            self.attributes.hide(self.enter_attribute)
+        """Begin a call from outside, or one that a backward recomputes."""
         if self.scaled or self.pipe.dtypes.output_dtype is not None:
-            self.local.tracker = OutputTracker(self.crossing)
-            self.local.tracker.carry(self.attributes.known_pairs())
-
-    def collect_attributes(self, start: int) -> None:
-        """After a call that began at node number `start`: tensors that it put into attributes leave with outputs."""
-        if self.local.tracker is not None and self.scaled:
-            self.local.tracker.wait(self.attributes.inner(start))
-
-    def release_attributes(self) -> None:
-        """After the outputs have left: let the other tensors in attributes leave, where the user finds them."""
-        tracker = self.local.tracker
-        if tracker is None or not self.scaled:
-            return
-        # Under torch.func each by itself, as outputs there.
-        by_itself = functorch_active()
-        found = [(x, self.show(x)) for x in tracker.waiting] if by_itself else tracker.keep_until(math.inf)
-        if found:
-            self.attributes.show({id(x): outer for x, outer in found})
+            self.local.left = LeftOutputs(self.crossing)
 
     def enter(self, x: Tensor) -> Tensor:
         """Let an input enter: cast it to the compute dtype."""
@@ -434,36 +409,22 @@ class ModelBoundary:
         dtype = cast_to(y, self.pipe.dtypes.output_dtype)
         if not crosses(y):
             return y
-        return self._out(y, dtype, dtype not in (None, y.dtype) or (self.scaled and differentiable(y)), RETURNED)
-
-    def show(self, y: Tensor) -> Tensor:
-        """Let an inner tensor leave to a hook of the user's, or to an attribute, without a cast."""
-        return self._out(y, None, self.scaled and differentiable(y), SHOWN)
-
-    def _out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool, how: str) -> Tensor:
-        tracker = self.local.tracker
-        if tracker is not None and y.requires_grad and torch.is_grad_enabled() and not functorch_active():
-            return tracker.let_out(y, dtype, crosses, how)
-        return self.crossing(EdgeMap(multiplied, dtype, y.dtype), False).cross(y) if crosses else y
+        crosses_it = dtype not in (None, y.dtype) or (self.scaled and differentiable(y))
+        left = self.local.left
+        if left is not None and y.requires_grad and torch.is_grad_enabled() and not functorch_active():
+            return left.let_out(y, dtype, crosses_it)
+        return self.crossing(EdgeMap(multiplied, dtype, y.dtype), False).cross(y) if crosses_it else y
 
     def leave_all(self, output: Any) -> Any:
         """Let the outputs of a call leave."""
-        if self.local.tracker is None and self.units is None:
+        if self.local.left is None and self.units is None:
             # Without a boundary.
             return output
         return map_outputs(self.leave, output, "the output of the model", self._viewed)
 
-    def show_all(self, output: Any) -> Any:
-        """Let the outputs of an inner call leave to hooks of the user's."""
-        return map_outputs(self.show, output, "an output inside the model", self._viewed)
-
     def _viewed(self, inner: Tensor, outer: Tensor) -> None:
-        if self.local.tracker is not None and torch.is_grad_enabled() and not functorch_active():
-            self.local.tracker.add(inner, outer, RETURNED)
-
-    def enter_attribute(self, x: Tensor) -> Tensor:
-        """Let a tensor of the user's in an attribute of the model enter, without a cast."""
-        return self.crossing(EdgeMap(divided, None, x.dtype), True).cross(x) if crosses(x) else x
+        if self.local.left is not None and torch.is_grad_enabled() and not functorch_active():
+            self.local.left.add(inner, outer)
 
     def scale_of_cotangent(self) -> Tensor | None:
         """The loss scale for a cotangent, the same all through a backward.

@@ -27,7 +27,6 @@ from .._compat.functorch import (
 )
 from .._compat.tensors import (
     CALL,
-    forward_hooks,
     frame_of_call,
     has_backward_hooks,
     put_into_container,
@@ -45,7 +44,7 @@ from ..sharded.forward_writes import carried
 from ..sharded.gather_on_use import noting
 from .boundary import ActiveCall, ModelBoundary, Seen, address
 from .nested_tensors import map_tensors, tensors_in
-from .scaled_checks import HookedOutput, check_hooks_of_call
+from .scaled_checks import check_hooks_of_call
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `ParameterViewDict` is a module's dict of parameters that returns views of them while the model is being called.
@@ -455,11 +454,9 @@ class _PreForwardHook(Hook):
         """
         if self.plain:
             local, calls = self.boundary.local, self.boundary.calls()
-            # Without a hook of the user's nothing of the inside is shown.
-            quiet = not self.boundary.scaled or not (
-                _has_user_hooks(self.boundary, module) or has_backward_hooks(module)
-            )
-            if quiet and calls and module not in map(_MODULE, calls):
+            if calls and module not in map(_MODULE, calls):
+                if self.boundary.scaled and has_backward_hooks(module):
+                    check_hooks_of_call(self.boundary.model(), module, False, args)
                 if self.block and local.walks is not None:
                     local.walks.begin(module)
                 return None
@@ -516,7 +513,6 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
         if id(module) in boundary.blocks:
             hook = _EndHook(boundary, _end_block)
             boundary.undo.append(module.register_forward_hook(hook).remove)
-    # Before any hook of the user's, which sees outputs in the dtype that they have outside.
     _add_end_hook(boundary, model)
 
 
@@ -537,15 +533,11 @@ def _end_block(boundary: ModelBoundary, module: nn.Module, args: tuple, output: 
         walks.end(module, tensors_in(output))
 
 
-def _has_user_hooks(boundary: ModelBoundary, module: nn.Module) -> bool:
-    """Whether a module has forward hooks of the user's."""
-    return len(forward_hooks(module)) > (id(module) in boundary.end_hooks) + (id(module) in boundary.blocks)
-
-
 def _add_end_hook(boundary: ModelBoundary, module: nn.Module) -> None:
     handles: list[Any] = []
     boundary.undo.append(lambda: [handle.remove() for handle in handles])
-    handles.append(module.register_forward_hook(_EndHook(boundary, _end_call), always_call=True))
+    # Before hooks of the user's, which see what has left.
+    handles.append(module.register_forward_hook(_EndHook(boundary, _end_call), prepend=True, always_call=True))
     boundary.end_hooks[id(module)] = handles[0].id
 
 
@@ -609,8 +601,6 @@ def _begin_call(
         call.undo.enter_context(lock)
         call.undo.callback(_reset_flat_weights, module)
         _fill_flat_weights(module)
-    if boundary.scaled and _has_user_hooks(boundary, module):
-        _order_user_hooks(boundary, module)
     if not outermost:
         return None
     return (
@@ -634,18 +624,12 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
         local.walks.end(module, tensors_in(output))
         local.walks.open.clear()
     try:
-        if not local.calls:
-            boundary.collect_attributes(call.start)
-        if call.shown is not None:
-            # The user's hooks were given the tensors that have left already.
-            return output if call.outermost else call.shown.result(output, boundary.enter)
         return boundary.leave_all(output) if call.outermost else None
     finally:
         if not local.calls:
             seen = dict(local.seen)
             local.seen.clear()
-            boundary.release_attributes()
-            local.tracker = None
+            local.left = None
             boundary.node_ranges.add(call.start, next_sequence_nr(), call.callers)
             if boundary.units is not None:
                 boundary.units.end_of_call()
@@ -662,27 +646,6 @@ def _fill_flat_weights(module: Any) -> None:
 def _reset_flat_weights(module: Any) -> None:
     """Fill the list with the stored parameters. Their references make the module look at them again at a call."""
     set_flat_weights(module, lambda names: [dict.get(registered(module)[0], n) for n in names], GONE)
-
-
-def _order_user_hooks(boundary: ModelBoundary, module: nn.Module) -> None:
-    """Let the user's forward hooks run between two of ours, so that they get an output that has left the model."""
-    hooks = forward_hooks(module)
-    if id(module) not in boundary.show_hooks:
-        handle = module.register_forward_hook(Hook(functools.partial(_show_to_hooks, boundary)))
-        boundary.show_hooks[id(module)] = handle.id
-        boundary.undo.append(handle.remove)
-    hooks.move_to_end(boundary.show_hooks[id(module)], last=False)
-    hooks.move_to_end(boundary.end_hooks[id(module)])
-
-
-def _show_to_hooks(boundary: ModelBoundary, module: nn.Module, args: tuple, output: Any) -> Any:
-    calls = boundary.local.calls
-    if not calls or calls[-1].module is not module:
-        return None
-    if calls[-1].outermost:
-        boundary.collect_attributes(calls[-1].start)
-    calls[-1].shown = HookedOutput(output, boundary.leave_all if calls[-1].outermost else boundary.show_all)
-    return calls[-1].shown.outer
 
 
 def _calls_itself(module: nn.Module) -> bool:

@@ -1,11 +1,10 @@
-"""What a loss scale cannot see: tensors that leave the model by closures, caches and hooks."""
+"""What a loss scale cannot see: tensors that leave the model otherwise than by its return."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,201 +14,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._compat.autograd import backward_call, sequence_nr
 from .._compat.functorch import is_wrapped
-from .._compat.tensors import backward_hooks, registered, version
+from .._compat.tensors import backward_hooks, version
 from .._errors import bad_leaves, explain
 from ..core.layout import parameters_of
 from ..core.view import EdgeMap, LeafView, linear_map, multiplied, untracked
 from ..core.wrapper_names import modules_of
 from .crossing import Crossing, crossing_of
-from .nested_tensors import made, map_tensors
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Tensors also cross the boundary of a scaled model in attributes of modules, and in outputs given to hooks.
-#
-# The loss scale multiplies cotangents where they enter through outputs, and is divided out where they leave to
-# parameters and inputs. A tensor of the inside that reaches the loss otherwise brings a cotangent without the factor,
-# and gradients are too small by it, in silence. So tensors that a call leaves in attributes of modules, and outputs
-# that hooks of the user's are given, cross the boundary too. Other ways (closures, globals) are searched for in the
-# graphs of the first backwards (`check_closed`).
-
-
-# Attributes that every module has.
-ORDINARY = tuple(nn.Module().__dict__)
-# Classes that `_replace` looks into.
-HOLDERS = frozenset((Tensor, tuple, list, dict))
-
-# Longer lists in attributes are vocabularies rather than losses.
-LONGEST = 256
-
-Fn = Callable[[Tensor], Tensor]
-
-
-def is_outside(node: Any, owner: Any, start: int) -> bool:
-    """Whether a node made since `start` computes with an output of the model, as a user's hook may."""
-    seen, queue = {id(node): node}, [node]
-    while queue:
-        node = queue.pop()
-        crossing = crossing_of(node, owner)
-        if crossing is not None:
-            return not crossing.inward
-        for other, _ in node.next_functions if start <= sequence_nr(node) else ():
-            if other is not None and id(other) not in seen:
-                seen[id(other)] = other
-                queue.append(other)
-    return False
-
-
-class AttributeTensors:
-    """Tensors in attributes of modules: outer tensors between calls, inner ones during calls."""
-
-    def __init__(self, owner: Any, modules: list[nn.Module]):
-        self.owner = owner
-        self.modules = modules
-        # (container, key, what the user finds there, what the model finds there)
-        self.known: list[tuple[Any, Any, Any, Any]] = []
-
-    def hide(self, enter: Fn) -> None:
-        """Before a call: the model finds the inner tensors that it left; those that the user put there enter."""
-        self.known = [entry for entry in self.known if _holds(entry[0], entry[1], entry[2])]
-        for holder, key, _, inner in self.known:
-            holder[key] = inner
-        mine = {id(t) for *_, inner in self.known for t in _flat(inner)}
-        changed = self._replace(lambda t: enter(t) if t.requires_grad and id(t) not in mine else t)
-        self.known += [(holder, key, old, new) for holder, key, old, new in changed]
-
-    def put_back(self) -> None:
-        """After a call that has ended without its hooks: tensors that were hidden from the user are outer again."""
-        for holder, key, outer, inner in self.known:
-            if _holds(holder, key, inner):
-                holder[key] = outer
-
-    def known_pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Of what the model left in earlier calls: the inner tensor and the outer one."""
-        pairs = []
-        for _, _, outer, inner in self.known:
-            for i, o in zip(_flat(inner), _flat(outer), strict=True):
-                crossing = crossing_of(getattr(i, "grad_fn", None), self.owner)
-                # Tensors that came in from the user are on the gradient's path already.
-                if isinstance(i, Tensor) and i.requires_grad and i is not o and not (crossing and crossing.inward):
-                    pairs.append((i, o))
-        return pairs
-
-    def inner(self, start: int) -> list[Tensor]:
-        """After a call that began at node number `start`: tensors that are to leave; earlier ones are outer again."""
-        self.known = [e for e in self.known if _holds(e[0], e[1], e[3]) or _holds(e[0], e[1], e[2])]
-        for holder, key, outer, _ in self.known:
-            holder[key] = outer
-        found: list[Tensor] = []
-
-        def look(t: Tensor) -> Tensor:
-            node = t.grad_fn
-            made_in_it = node is not None and (sequence_nr(node) >= start or crossing_of(node, self.owner) is not None)
-            if made_in_it and not is_outside(node, self.owner, start):
-                found.append(t)
-            return t
-
-        self._replace(look)
-        return found
-
-    def show(self, outer: dict[int, Tensor]) -> None:
-        """Put outer tensors into attributes, by the id of the inner one that the model left."""
-        changed = self._replace(lambda t: outer.get(id(t), t))
-        self.known += [(holder, key, new, old) for holder, key, old, new in changed]
-
-    def _replace(self, fn: Fn) -> list[tuple[Any, Any, Any, Any]]:
-        """Put `fn(t)` in the place of every tensor in attributes; (container, key, old, new) of each that changed."""
-        changed: list[tuple[Any, Any, Any, Any]] = []
-        # The old tensor is kept alive, for another object might be given its id.
-        done: dict[int, tuple[Any, Any]] = {}
-
-        def mapped(value: Any) -> Any:
-            kind = type(value)
-            if kind is Tensor:
-                if id(value) not in done:
-                    done[id(value)] = (value, fn(value))
-                return done[id(value)][1]
-            if kind is tuple and len(value) <= LONGEST:
-                parts = tuple([mapped(v) for v in value])
-                return value if all(p is v for p, v in zip(parts, value, strict=True)) else parts
-            if kind in (list, dict) and len(value) <= LONGEST and id(value) not in done:
-                done[id(value)] = (value, value)
-                replace(value, list(value.items() if kind is dict else enumerate(value)))
-            return value
-
-        def replace(holder: Any, items: list[tuple[Any, Any]]) -> None:
-            for key, value in items:
-                new = mapped(value)
-                if new is not value:
-                    holder[key] = new
-                    changed.append((holder, key, value, new))
-
-        for module in self.modules:
-            if attributes := _attributes(module):
-                replace(module.__dict__, attributes)
-            if buffers := registered(module)[2]:
-                replace(buffers, list(buffers.items()))
-        return changed
-
-
-def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """A module's own attributes that may hold a tensor: none of those that every module has.
-
-    It runs over all modules before and after each call of the model, so it skips those at the front of the dict.
-    """
-    attributes = module.__dict__
-    rest = islice(attributes.items(), len(ORDINARY) - 1, None)
-    last, _ = next(rest, ("", None))
-    if last != ORDINARY[-1]:
-        return [(n, v) for n, v in attributes.items() if n not in ORDINARY and type(v) in HOLDERS]
-    found: list[tuple[str, Any]] = []
-    # No comprehension, which is a call in Python 3.11.
-    for item in rest:
-        if type(item[1]) in HOLDERS:
-            found.append(item)
-    return found
-
-
-def _flat(value: Any) -> list[Any]:
-    """The elements of a tuple and of tuples in it; anything else is one element."""
-    return [x for v in value for x in _flat(v)] if isinstance(value, tuple) else [value]
-
-
-def _holds(holder: Any, key: Any, value: Any) -> bool:
-    if isinstance(holder, list):
-        return key < len(holder) and holder[key] is value
-    return holder.get(key) is value
-
-
-class HookedOutput:
-    """An output as hooks of the user's are given it, and with what the model goes on after them."""
-
-    def __init__(self, inner: Any, leave: Callable[[Any], Any]):
-        self.inner, self.outer = inner, leave(inner)
-        self.items = _items(self.outer)
-        self.versions: list[tuple[Tensor, int]] = []
-        if self.outer is not inner:
-            map_tensors(lambda t: self.versions.append((t, version(t))) or t, self.outer, "an output")
-
-    def result(self, output: Any, enter: Fn) -> Any:
-        """The inner output, where hooks have not changed it; else what they returned, taken in again."""
-        looked = output is self.outer and _items(output) == self.items
-        if looked and all(version(t) == count for t, count in self.versions):
-            return self.inner
-        return map_tensors(enter, output, "what a forward hook returned")
-
-
-def _items(value: Any) -> list[int]:
-    if isinstance(value, Mapping):
-        return [id(v) for v in value.values()]
-    return [id(v) for v in value] if isinstance(value, list) else []
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `check_closed` searches the graph of a backward for tensors that got past the boundary of a model under `scale_loss`.
 #
 # The loss scale multiplies cotangents where they enter a model through its outputs, and divides them where they leave
 # to parameters and inputs. So every path from the loss to a leaf crosses the boundary outward and inward by turns. On
-# a path that does not, through a closure, a cache or a list, the factor is missing or counts twice.
+# a path that does not, through an attribute, a hook, a closure or a cache, the factor is missing or counts twice.
 #
 # The first ten backwards are searched, and every one where `zf.attach(..., check=True)` asks for it: a search takes
 # about 2 us for a node. What a program does in its thousandth step alone is not seen otherwise.
@@ -240,10 +57,25 @@ def check_closed(owner: Any, roots: list[Any]) -> None:
     owner.check_unchanged()
     if reached_by[id(other)] is not leak:
         # Reached from both sides.
-        inside = sequence_nr(other) not in owner.node_ranges or is_outside(other, owner, 0)
+        inside = sequence_nr(other) not in owner.node_ranges or _is_outside(other, owner)
     if inside:
         _refuse_input(owner, leak, reached_by)
     _refuse_escape(owner, leak, reached_by)
+
+
+def _is_outside(node: Any, owner: Any) -> bool:
+    """Whether a node computes with an output of the model."""
+    seen, queue = {id(node): node}, [node]
+    while queue:
+        node = queue.pop()
+        crossing = crossing_of(node, owner)
+        if crossing is not None:
+            return not crossing.inward
+        for other, _ in node.next_functions:
+            if other is not None and id(other) not in seen:
+                seen[id(other)] = other
+                queue.append(other)
+    return False
 
 
 def _find_leak(owner: Any, roots: list[Any], reached_by: dict[int, Step]) -> Step | None:
@@ -280,7 +112,7 @@ def _find_leak(owner: Any, roots: list[Any], reached_by: dict[int, Step]) -> Ste
                 # It leads to the parameter.
                 continue
             inside = not crossing.inward
-            # Its other edges lead to tensors that left upstream of it (`OutputTracker`).
+            # Its other edges lead to what left upstream of it (`LeftOutputs`).
             node = other.next_functions[0][0]
             if node is not None:
                 steps.append((other, node, inside))
@@ -375,7 +207,7 @@ def _refuse_escape(owner: Any, leak: Step, reached_by: dict[int, Step]) -> NoRet
         explain(
             f"the loss uses {what} that did not come out of it",
             "its cotangent does not pass the boundary where the loss scale acts, so gradients would be wrong",
-            "return it from forward, or keep it in an attribute of a module: both pass the boundary;\n"
+            "return it from forward, in place of an attribute of a module, a hook or a closure;\n"
             "or no scale_loss: bf16 needs none",
         )
     )
@@ -403,57 +235,52 @@ def _refuse_stranger(what: str) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `OutputTracker` knows which outputs of a model were computed from which others, so that hooks on these can be
-# refused.
+# `LeftOutputs` refuses the gradient of one output where another output was computed from it inside.
 #
 # Outputs are copies. So in `y, h = model(x)`, where `y` was computed from `h` inside, the backward from the user's `y`
 # does not pass the user's `h`. The gradient of any loss is right all the same, because both paths meet inside. But a
 # hook on that `h`, its `retain_grad()` and `torch.autograd.grad(y, h)` would miss the gradient that comes through `y`.
 #
 # `h` cannot be put on the path: when the graph from `h` to `y` is made, nobody knows that `h` will be returned, and
-# autograd cannot change a graph. So these uses are refused when a cotangent comes to `y`. Its node gets an edge to the
-# node of `h`, over which nothing flows: without it autograd would not run the node of `y` for a gradient by `h`.
+# autograd cannot change a graph. So these uses are refused when a cotangent comes to `y`. Its node gets an edge to
+# the node of `h`, over which nothing flows: without it autograd would not run the node of `y` for a gradient by `h`.
 
 
-# How a tensor has left.
-RETURNED, KEPT, SHOWN = "that the model returned", "that it keeps in an attribute", "that a forward hook was given"
-
-
-class OutputRecord:
-    """A tensor that has left, and what shows that somebody wants its gradient.
+class LeftOutput:
+    """A tensor that has left a call.
 
     Attributes:
-        how: in which way it has left.
-        shape: its shape.
         outer: a weak reference to the tensor outside.
+        shape: its shape.
         version: how often it had been written into when it left.
-        hooks: the dict of its hooks, which like them lives as long as its node; `None` before `watch`.
+        edge: of the tensor inside.
+        hooks: the dict of its hooks, which like them lives as long as its node.
     """
 
-    __slots__ = ("hooks", "how", "outer", "shape", "version")
+    __slots__ = ("edge", "hooks", "outer", "shape", "version")
 
-    def __init__(self, outer: Tensor, how: str):
-        self.how, self.shape, self.version = how, tuple(outer.shape), version(outer)
-        self.outer = weakref.ref(outer)
-        self.hooks: Any = None
+    def __init__(self, inner: Tensor, outer: Tensor):
+        self.outer, self.shape, self.version = weakref.ref(outer), tuple(outer.shape), version(outer)
+        self.edge = get_gradient_edge(inner)
+        # torch makes the dict with the first hook, and the handle of a hook has it.
+        handle = outer.register_hook(lambda g: None)
+        self.hooks: Any = handle.hooks_dict_ref()
+        handle.remove()
 
-    def watch(self) -> None:
-        """Find its hooks, those that will be registered too."""
+    def wanted(self, asked: Sequence[Any]) -> tuple[str, str] | None:
+        """Who wants its gradient, in words; `None` if nobody does. `asked` are the inputs of a backward."""
         outer = self.outer()
-        if self.hooks is None and outer is not None:
-            # torch makes the dict with the first hook, and the handle of a hook has it.
-            handle = outer.register_hook(lambda g: None)
-            self.hooks = handle.hooks_dict_ref()
-            handle.remove()
-
-    def as_it_left(self) -> Tensor | None:
-        """The tensor outside, if somebody holds it and nobody has written into it."""
-        outer = self.outer()
-        return outer if outer is not None and version(outer) == self.version else None
+        if self.hooks:
+            return "a hook on {}", "the hook"
+        if outer is None or version(outer) != self.version:
+            return None
+        if any(x is outer or getattr(x, "node", None) is outer.grad_fn for x in asked):
+            return "torch.autograd.grad(..., h) or backward(inputs=[h]) of {} as h", "the gradient"
+        return ("retain_grad() on {}", "its .grad") if outer.retains_grad else None
 
 
-class OutputTracker:
-    """The tensors that leave during one call of a model.
+class LeftOutputs:
+    """The tensors that have left one call of a model.
 
     Args:
         crossing: makes the crossing of an edge, inward or not.
@@ -461,90 +288,48 @@ class OutputTracker:
 
     def __init__(self, crossing: Callable[[EdgeMap, bool], Crossing]):
         self.crossing = crossing
-        # By id of the node inside and number of its output. The nodes are kept alive, and with them the ids.
-        self.left: dict[tuple[int, int], tuple[OutputRecord, Any]] = {}
-        # The smallest number of those nodes: older nodes lead to none of them.
-        self.first = 1 << 64
-        # Tensors in attributes that are to leave, the last made first; and those that have left: (inner, outer).
-        self.waiting: list[Tensor] = []
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        self.carried: list[Tensor] = []
+        # By id of the node inside and number of its output.
+        self.left: dict[tuple[int, int], LeftOutput] = {}
 
-    def carry(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Record what earlier calls have left in attributes: pairs of an inner tensor and an outer one.
-
-        The outer ones are held during the call, in which the model may put others in their place: the path to what left
-        in still earlier calls leads over them.
-        """
-        self.carried = [outer for _, outer in pairs]
-        for inner, outer in pairs:
-            self.add(inner, outer, KEPT)
-
-    def wait(self, tensors: list[Tensor]) -> None:
-        """Tensors in attributes that are to leave in turn with the outputs: what was made first leaves first."""
-        done = {id(t) for t, _ in self.kept}
-        waiting = {id(t): t for t in (*self.waiting, *tensors) if id(t) not in done}
-        self.waiting = sorted(waiting.values(), key=made, reverse=True)
-
-    def keep_until(self, number: float) -> list[tuple[Tensor, Tensor]]:
-        """Let out tensors in attributes that were made up to node `number`; (inner, outer) of all that have left."""
-        while self.waiting and made(self.waiting[-1]) <= number:
-            t = self.waiting.pop()
-            self.kept.append((t, self.let_out(t, None, True, KEPT)))
-        return self.kept
-
-    def let_out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool, how: str) -> Tensor:
+    def let_out(self, y: Tensor, dtype: torch.dtype | None, crosses: bool) -> Tensor:
         """The tensor outside: `y` itself where it need not be copied, and nothing that left is upstream of it.
 
         Args:
             y: a tensor of the inside that requires a gradient.
             dtype: what it is cast to.
             crosses: whether a cast or the loss scale needs a copy.
-            how: in which way it leaves.
         """
-        self.keep_until(made(y))
-        edge = get_gradient_edge(y)
-        left, _ = self.left.get((id(edge.node), edge.output_nr), (None, None))
-        outer = None if left is None else left.as_it_left()
-        if outer is not None and dtype in (None, outer.dtype):
-            return outer
-        upstream = self._upstream(edge)
+        upstream = self._upstream(get_gradient_edge(y))
         if not crosses and not upstream:
             return y
-        crossing = self.crossing(EdgeMap(multiplied, dtype, y.dtype), False)
-        outer = Exit.apply(y, crossing, upstream, *(o for left in upstream if (o := left.as_it_left()) is not None))
+        there = [x for left in upstream if (x := left.outer()) is not None]
+        outer = Exit.apply(y, self.crossing(EdgeMap(multiplied, dtype, y.dtype), False), upstream, *there)
         assert isinstance(outer, Tensor)
-        self.add(y, outer, how)
+        self.add(y, outer)
         return outer
 
-    def add(self, inner: Tensor, outer: Tensor, how: str) -> None:
+    def add(self, inner: Tensor, outer: Tensor) -> None:
         """Record that a tensor has left."""
-        edge = get_gradient_edge(inner)
-        left = OutputRecord(outer, how)
-        if how == SHOWN:
-            # At once, for it may be gone when the next one leaves.
-            left.watch()
-        self.left[id(edge.node), edge.output_nr] = left, edge.node
-        self.first = min(self.first, made(inner))
+        left = LeftOutput(inner, outer)
+        self.left[id(left.edge.node), left.edge.output_nr] = left
 
-    def _upstream(self, edge: GradientEdge) -> list[OutputRecord]:
-        """The nearest ones that an output was computed from, as far as somebody may ask for their gradients."""
-        found: dict[int, OutputRecord] = {}
+    def _upstream(self, edge: GradientEdge) -> list[LeftOutput]:
+        """The nearest ones that an output was computed from."""
+        found: dict[int, LeftOutput] = {}
         seen: dict[int, Any] = {}
         steps: list[tuple[Any, int]] = [(edge.node, edge.output_nr)] if self.left else []
+        # Older nodes lead to none of them.
+        first = min([sequence_nr(left.edge.node) for left in self.left.values()], default=0)
         while steps:
             node, number = steps.pop()
-            left = self.left.get((id(node), number), (None, None))[0]
+            left = self.left.get((id(node), number))
             if left is not None:
-                left.watch()
-                there = left.as_it_left() is not None
-                if there or left.hooks:
-                    found[id(left)] = left
-                if there:
+                found[id(left)] = left
+                if left.outer() is not None:
                     continue
             if id(node) not in seen:
                 seen[id(node)] = node
-                steps += [(n, i) for n, i in node.next_functions if n is not None and sequence_nr(n) >= self.first]
+                steps += [(n, i) for n, i in node.next_functions if n is not None and sequence_nr(n) >= first]
         return list(found.values())
 
 
@@ -552,7 +337,7 @@ class Exit(Function):
     """The Function of an outward crossing, with edges to what has left upstream of it."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, crossing: Crossing, upstream: list[OutputRecord], *outers: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, y: Tensor, crossing: Crossing, upstream: list[LeftOutput], *outers: Tensor) -> Tensor:  # type: ignore[override]
         ctx.forth, ctx.back, ctx.upstream = crossing.forth, crossing.back, upstream
         ctx.others = (None,) * (2 + len(outers))
         # `None` where a cotangent came only over the edges from other crossings.
@@ -573,7 +358,7 @@ class Exit(Function):
         return linear_map(y, None, ctx.forth, ctx.back)
 
 
-def check_unwanted(upstream: list[OutputRecord]) -> None:
+def check_unwanted(upstream: list[LeftOutput]) -> None:
     """Refuse a backward from an output that was computed from these, where somebody wants their gradients.
 
     Raises:
@@ -581,26 +366,18 @@ def check_unwanted(upstream: list[OutputRecord]) -> None:
     """
     asked = backward_call()[1]
     for left in upstream:
-        outer = left.as_it_left()
-        if left.hooks:
-            _refuse(left, "a hook on {}", "the hook")
-        if outer is not None and any(x is outer or getattr(x, "node", None) is outer.grad_fn for x in asked):
-            _refuse(left, "torch.autograd.grad(..., h) or backward(inputs=[h]) of {} as h", "the gradient")
-        if outer is not None and outer.retains_grad:
-            _refuse(left, "retain_grad() on {}", "its .grad")
-
-
-def _refuse(left: OutputRecord, what: str, who: str) -> NoReturn:
-    tensor = f"a tensor of shape {left.shape} {left.how}"
-    raise RuntimeError(
-        explain(
-            f"{what.format(tensor)}, where an output of the model was computed from it inside",
-            "what leaves a model under scale_loss or precision(output_dtype=...) is a copy: what comes back by way of "
-            f"that output does not pass it, and {who} would lack it",
-            "no scale_loss, for bf16 needs none, and output.float() outside of the model instead of output_dtype;\n"
-            "or a model that ends with this tensor, and what was computed from it outside",
-        )
-    )
+        wanted = left.wanted(asked)
+        if wanted is not None:
+            what, who = wanted[0].format(f"a tensor of shape {left.shape} that the model returned"), wanted[1]
+            raise RuntimeError(
+                explain(
+                    f"{what}, where an output of the model was computed from it inside",
+                    "what leaves a model under scale_loss or precision(output_dtype=...) is a copy: what comes back by "
+                    f"way of that output does not pass it, and {who} would lack it",
+                    "no scale_loss, for bf16 needs none, and output.float() outside of the model instead of "
+                    "output_dtype;\nor a model that ends with this tensor, and what was computed from it outside",
+                )
+            )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

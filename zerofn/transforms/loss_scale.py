@@ -68,12 +68,11 @@ def scale_loss(
     Inside of an attached model cotangents are multiplied by the scale, and outputs are copies (docs/gotchas.md). So
     with a loss scale, unlike with `precision(param_dtype=torch.bfloat16)` alone:
 
-    * Backward hooks on submodules are refused. A tensor hook registered in forward, and an `autograd.Function`, cannot
-      be noticed: both get scaled cotangents, so a backward that is not linear is wrong.
+    * Backward hooks on submodules are refused. A tensor hook or `retain_grad()` inside, and an `autograd.Function`,
+      cannot be noticed: they get scaled cotangents, so a backward that is not linear is wrong.
     * If the model returns `y, h` and computes `y` from `h`, then a hook on `h`, `h.retain_grad()` and
-      `torch.autograd.grad(y, h)` raise in backward, as the returned `h` is not on the path of `y`. The same holds for
-      tensors that forward stores in attributes or passes to hooks (Grad-CAM).
-    * A tensor that enters or leaves the model by a closure or a list raises in backward.
+      `torch.autograd.grad(y, h)` raise in backward, as the returned `h` is not on the path of `y`.
+    * A tensor that enters or leaves the model by an attribute, a forward hook, a closure or a list raises in backward.
 
     Args:
         scale: `"dynamic"`, or a positive number that never changes.
