@@ -3,7 +3,7 @@
 Each is a linear map between the ranks' tensors, and its backward is the adjoint map: `all_gather` and `reduce_scatter`
 are each other's, so are `all_reduce` and `replicate`, and `all_to_all` is its own. They can be differentiated to any
 order, by plain autograd and torch.func. Every rank must call the same ones in the same order. Before each call ranks
-exchange three numbers, so that tensors that do not match raise on every rank; shards of different lengths can be
+exchange two numbers, so that tensors that do not match raise on every rank; shards of different lengths can be
 gathered. The transforms of a pipeline, such as `zf.shard`, need none of this.
 
 Examples:

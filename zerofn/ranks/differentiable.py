@@ -7,7 +7,6 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,69 +22,47 @@ from .group import Group
 # ----------------------------------------------------------------------------------------------------------------------
 # Ranks compare shapes and dtypes before a collective of the user's, because backends end the process on a mismatch.
 #
-# Each rank sends one message of three numbers. Collectives of a pipeline need none: its ranks agreed on all shapes
-# when it was made.
+# Each rank sends one message of two numbers. Collectives of a pipeline need none: its ranks agreed on all shapes when
+# it was made.
 
 
-# Names, shapes and dtypes of tensors that are sent side by side.
-Leaves = tuple[tuple[str, tuple[int, ...], str], ...]
+class Rows(list[int]):
+    """By rank, how many rows a tensor has. Its first collective fills this in.
 
-
-@dataclass(eq=False)
-class Split:
-    """How a gathered tensor is sharded over ranks. Its first collective fills this in.
-
-    Attributes:
-        leaves: all leaves of this rank's tree, of all dtypes, though each dtype is sent by itself; empty for a tensor.
-        rows: by rank, how many rows it has; empty until that is known.
-        leaves_by_rank: the `leaves` of each rank.
+    It has a class of its own: torch.func copies arguments that are plain lists.
     """
 
-    leaves: Leaves = ()
-    rows: list[int] = field(default_factory=list)
-    leaves_by_rank: list[Leaves] = field(default_factory=list)
 
-    @property
-    def even(self) -> bool:
-        return len(set(self.rows)) == 1
-
-
-def check_match(op: str, x: Tensor, group: Group, split: Split, free: int | None = None) -> None:
-    """Compare the tensors that ranks are about to send, and fill in `split`. Every rank of the group calls it.
+def check_match(op: str, x: Tensor, group: Group, rows: Rows | None = None, free: int | None = None) -> None:
+    """Compare the tensors that ranks are about to send. Every rank of the group calls it.
 
     Args:
         op: the name of the collective.
         x: the tensor that this rank sends.
         group: the ranks.
-        cut: has the leaves of this rank.
-        free: the dimension whose length may differ between ranks; if it is the first, that of leaves too.
+        rows: filled, if it is empty, with the length of dimension `free` (or the first one) on each rank.
+        free: the dimension whose length may differ between ranks.
 
     Raises:
         ValueError: on every rank, if anything else differs. The message says what each rank has.
     """
-    rows = x.shape[free or 0] if x.dim() else -1
-    leaves = [(name, len(shape), shape[free is not None :], dtype) for name, shape, dtype in split.leaves]
-    fixed = (op, x.dim(), tuple(n for i, n in enumerate(x.shape) if i != free), str(x.dtype), leaves)
-    numbers = gather_numbers([_digest(fixed), rows, _digest(split.leaves)], group, "match")
-    kinds, counts, layouts = zip(*numbers, strict=True)
+    length = x.shape[free or 0] if x.dim() else -1
+    fixed = (op, x.dim(), tuple(n for i, n in enumerate(x.shape) if i != free), str(x.dtype))
+    kinds, counts = zip(*gather_numbers([_digest(fixed), length], group, "match"), strict=True)
     if len(set(kinds)) > 1:
-        raise ValueError(_differences(op, (op, tuple(x.shape), str(x.dtype), split.leaves), group))
-    if not split.rows:
-        split.rows = list(counts)
-        equal = len(set(layouts)) == 1
-        split.leaves_by_rank = [split.leaves] * group.size if equal else gather_objects(split.leaves, group)
+        raise ValueError(_differences(op, f"{op} of shape {tuple(x.shape)}, {x.dtype}", group))
+    if rows is not None and not rows:
+        rows[:] = counts
 
 
 def _digest(x: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(x).encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _differences(op: str, mine: tuple[str, tuple[int, ...], str, Leaves], group: Group) -> str:
+def _differences(op: str, mine: str, group: Group) -> str:
     """The text of the error: what each rank sends, with equal ranks on one line."""
     holders: dict[str, list[int]] = {}
-    for rank, (theirs, shape, dtype, leaves) in zip(group.ranks, gather_objects(mine, group), strict=True):
-        tree = ", ".join(f"{name}: {own} {kind}" for name, own, kind in leaves)
-        what = f"{theirs} of {{{tree}}}" if leaves else f"{theirs} of shape {shape}, {dtype}"
+    for rank, what in zip(group.ranks, gather_objects(mine, group), strict=True):
         holders.setdefault(what, []).append(rank)
     lines = "\n".join(f"rank {', '.join(map(str, ranks))}: {what}" for what, ranks in holders.items())
     right = (
@@ -103,29 +80,31 @@ def _differences(op: str, mine: tuple[str, tuple[int, ...], str, Leaves], group:
 # `torch.func`.
 
 
-def _gathered(x: Tensor, group: Group, dtype: torch.dtype, split: Split) -> Tensor:
+def _gathered(x: Tensor, group: Group, dtype: torch.dtype, rows: Rows, name: str) -> Tensor:
     # A cast is elementwise and commutes with the gather: the narrower of the two dtypes travels.
     sent = (x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x).contiguous()
-    check_match("all_gather", sent, group, split, free=0)
-    width = max(split.rows)
-    if not split.even:
+    check_match(f"all_gather{name}", sent, group, rows, free=0)
+    width, even = max(rows), len(set(rows)) == 1
+    if not even:
         sent = torch.cat([sent, sent.new_zeros((width - len(sent), *sent.shape[1:]))])
     out = sent.new_empty((group.size * width, *sent.shape[1:]))
     all_gather_into(out, sent, group)
-    if not split.even:
-        out = torch.cat([part[:n] for part, n in zip(out.split(width), split.rows, strict=True)])
+    if not even:
+        out = torch.cat([part[:n] for part, n in zip(out.split(width), rows, strict=True)])
     return out.to(dtype)
 
 
-def _scattered(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, split: Split) -> Tensor:
+def _scattered(
+    x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, rows: Rows, name: str
+) -> Tensor:
     sent = x.to(reduce_dtype or x.dtype).contiguous()
-    check_match("reduce_scatter", sent, group, Split() if split.rows else Split(split.leaves))
-    if not split.rows:
-        split.rows = [len(sent) // group.size] * group.size
-    width, mine = max(split.rows), split.rows[group.rank]
-    if not split.even:
+    check_match(f"reduce_scatter{name}", sent, group)
+    if not rows:
+        rows[:] = [len(sent) // group.size] * group.size
+    width, mine = max(rows), rows[group.rank]
+    if len(set(rows)) > 1:
         padded = sent.new_zeros((group.size, width, *sent.shape[1:]))
-        for row, part in zip(padded, sent.split(split.rows), strict=True):
+        for row, part in zip(padded, sent.split(rows), strict=True):
             row[: len(part)] = part
         sent = padded.flatten(0, 1)
     out = sent.new_empty((width, *sent.shape[1:]))
@@ -133,9 +112,9 @@ def _scattered(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.
     return out[:mine].to(dtype)
 
 
-def reduced(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, split: Split | None = None) -> Tensor:
+def _reduced(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, name: str) -> Tensor:
     sent = x.to(reduce_dtype or x.dtype)
-    check_match("all_reduce", sent, group, split or Split())
+    check_match(f"all_reduce{name}", sent, group)
     sent = sent.clone(memory_format=torch.contiguous_format) if sent is x else sent.contiguous()
     all_reduce_(sent, group)
     return sent.to(x.dtype)
@@ -166,44 +145,44 @@ class LinearCollective(Function):
 
 class _Gather(LinearCollective):
     @staticmethod
-    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, split: Split) -> Tensor:
-        return _gathered(x, group, dtype, split)
+    def forward(x: Tensor, group: Group, dtype: Any, reduce_dtype: Any, rows: Rows, name: str) -> Tensor:
+        return _gathered(x, group, dtype, rows, name)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        group, _, reduce_dtype, split = ctx.args
-        return _Scatter.apply(g, group, ctx.dtype, reduce_dtype, split), None, None, None, None
+        group, _, *rest = ctx.args
+        return _Scatter.apply(g, group, ctx.dtype, *rest), None, None, None, None, None
 
 
 class _Scatter(LinearCollective):
     @staticmethod
-    def forward(x: Tensor, group: Group, dtype: torch.dtype, reduce_dtype: torch.dtype | None, split: Split) -> Tensor:
-        return _scattered(x, group, dtype, reduce_dtype, split)
+    def forward(x: Tensor, group: Group, dtype: Any, reduce_dtype: Any, rows: Rows, name: str) -> Tensor:
+        return _scattered(x, group, dtype, reduce_dtype, rows, name)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        group, _, reduce_dtype, split = ctx.args
-        return _Gather.apply(g, group, ctx.dtype, reduce_dtype, split), None, None, None, None
+        group, _, *rest = ctx.args
+        return _Gather.apply(g, group, ctx.dtype, *rest), None, None, None, None, None
 
 
 class _Replicate(LinearCollective):
     @staticmethod
-    def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
+    def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, name: str) -> Tensor:
         return x.view_as(x)  # no copy; autograd refuses to have it changed in place
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _Reduce.apply(g, *ctx.args), None, None
+        return _Reduce.apply(g, *ctx.args), None, None, None
 
 
 class _Reduce(LinearCollective):
     @staticmethod
-    def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
-        return reduced(x, group, reduce_dtype)
+    def forward(x: Tensor, group: Group, reduce_dtype: torch.dtype | None, name: str) -> Tensor:
+        return _reduced(x, group, reduce_dtype, name)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        return _Replicate.apply(g, *ctx.args), None, None
+        return _Replicate.apply(g, *ctx.args), None, None, None
 
 
 class _Alike(LinearCollective):
@@ -226,7 +205,7 @@ class _Shared(LinearCollective):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         (group,) = ctx.args
-        return _Reduce.apply(g, group, None) / group.size, None  # type: ignore[operator]
+        return _Reduce.apply(g, group, None, "") / group.size, None  # type: ignore[operator]
 
 
 def all_gather(
@@ -249,19 +228,16 @@ def all_gather(
         >>> all_gather(torch.arange(3.0), Group())
         tensor([0., 1., 2.])
     """
+    return _gather(x, group, dtype, reduce_dtype, "")
+
+
+def _gather(x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, name: str) -> Tensor:
     if group.size == 1:
         return x.to(dtype or x.dtype)
-    return gather(x, group, dtype, reduce_dtype, Split())
-
-
-def gather(
-    x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, split: Split
-) -> Tensor:
-    """`all_gather` over several ranks; fills in `split`."""
     if x.dim() == 0:
-        check_match("all_gather", x, group, split)  # an error on the other ranks too
-        check_axis(x, 1, "all_gather")
-    return _Gather.apply(x, group, dtype or x.dtype, reduce_dtype, split)  # type: ignore[return-value]
+        check_match(f"all_gather{name}", x, group)  # an error on the other ranks too
+        _check_axis(x, 1, "all_gather")
+    return _Gather.apply(x, group, dtype or x.dtype, reduce_dtype, Rows(), name)  # type: ignore[return-value]
 
 
 def reduce_scatter(
@@ -286,19 +262,16 @@ def reduce_scatter(
         From three ranks on, the order in which an element is summed depends on its place in the buffer: two layouts of
         the same numbers agree to rounding, not bit for bit.
     """
+    return _scatter(x, group, dtype, reduce_dtype, "")
+
+
+def _scatter(x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, name: str) -> Tensor:
     if group.size == 1:
         return x.to(dtype or x.dtype)
-    return scatter(x, group, dtype, reduce_dtype, Split())
-
-
-def scatter(
-    x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, split: Split
-) -> Tensor:
-    """`reduce_scatter` over several ranks, of a tensor that may hold the leaves of `split` side by side."""
     if x.dim() == 0 or x.shape[0] % group.size:
-        check_match("reduce_scatter", x, group, split)
-        check_axis(x, group.size, "reduce_scatter")
-    return _Scatter.apply(x, group, dtype or x.dtype, reduce_dtype, split)  # type: ignore[return-value]
+        check_match(f"reduce_scatter{name}", x, group)
+        _check_axis(x, group.size, "reduce_scatter")
+    return _Scatter.apply(x, group, dtype or x.dtype, reduce_dtype, Rows(), name)  # type: ignore[return-value]
 
 
 def replicate(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
@@ -317,7 +290,7 @@ def replicate(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = Non
     """
     if group.size == 1:
         return x
-    return _Replicate.apply(x, group, reduce_dtype)  # type: ignore[return-value]
+    return _Replicate.apply(x, group, reduce_dtype, "")  # type: ignore[return-value]
 
 
 def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
@@ -337,7 +310,7 @@ def all_reduce(x: Tensor, group: Group, *, reduce_dtype: torch.dtype | None = No
     """
     if group.size == 1:
         return x
-    return _Reduce.apply(x, group, reduce_dtype)  # type: ignore[return-value]
+    return _Reduce.apply(x, group, reduce_dtype, "")  # type: ignore[return-value]
 
 
 def alike(x: Tensor, group: Group) -> Tensor:
@@ -366,7 +339,7 @@ def nothing_of(x: Tensor) -> Tensor:
     return (x if x.dim() else x[None])[:0].reshape(0, 1)
 
 
-def check_axis(x: Tensor, size: int, what: str) -> None:
+def _check_axis(x: Tensor, size: int, what: str) -> None:
     if x.dim() == 0 or x.shape[0] % size:
         raise ValueError(
             f"{what} needs an axis 0 that divides by {size}, got shape {tuple(x.shape)}; flatten and pad it first"
@@ -374,58 +347,27 @@ def check_axis(x: Tensor, size: int, what: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions run one differentiable collective per dtype over many leaves. One per leaf would cost a latency each.
+# These functions run a differentiable collective on each leaf of a dict.
+#
+# Leaves have their names in the messages, so that ranks whose graphs use different leaves are told in backward.
 
 
 Tree = Mapping[str, Tensor]
 
 
-def _split_of(tree: Tree) -> Split:
-    return Split(tuple((name, tuple(leaf.shape), str(leaf.dtype)) for name, leaf in tree.items()))
-
-
-def _flattened(tree: Tree, rows: int, out_rows: int, run: Callable[[Tensor, Split], Tensor]) -> dict[str, Tensor]:
-    """Run one collective per dtype on leaves flattened side by side. It costs two copies; a call per leaf a latency.
-
-    Args:
-        tree: each leaf is cut in `rows` rows; row i of the flat tensor has row i of every leaf.
-        rows: of the flat tensor that is sent.
-        out_rows: of the flat tensor that comes back.
-        run: the collective on the flat tensor.
-    """
-    out: dict[str, Tensor] = dict(tree)  # the order of the keys is the caller's
-    by_dtype: dict[torch.dtype, list[str]] = {}
-    for name, leaf in tree.items():
-        by_dtype.setdefault(leaf.dtype, []).append(name)
-    for names in by_dtype.values():
-        widths = [tree[name].numel() // rows for name in names]
-        blocks = [tree[name].reshape(rows, w) for name, w in zip(names, widths, strict=True)]
-        split = _split_of(tree)
-        flat = run(torch.cat(blocks, dim=1).reshape(-1), split)
-        if len(set(split.leaves_by_rank)) > 1:
-            out.update(_unflatten_uneven(flat, split, names))
-            continue
-        flat = flat.reshape(out_rows, sum(widths))
-        for name, part in zip(names, flat.split(widths, dim=1), strict=True):
-            first, *rest = tree[name].shape
-            out[name] = part.reshape(first * out_rows // rows, *rest)
-    return out
-
-
-def _unflatten_uneven(flat: Tensor, split: Split, names: list[str]) -> dict[str, Tensor]:
-    """The leaves of a gathered flat tensor, where lengths differ between ranks."""
-    pieces: dict[str, list[Tensor]] = {name: [] for name in names}
-    for part, leaves in zip(flat.split(split.rows), split.leaves_by_rank, strict=True):
-        shapes = {name: torch.Size(shape) for name, shape, _ in leaves if name in pieces}
-        for piece, name in zip(part.split([s.numel() for s in shapes.values()]), shapes, strict=True):
-            pieces[name].append(piece.reshape(shapes[name]))
-    return {name: torch.cat(parts) for name, parts in pieces.items()}
+def _named(op: str, tree: Tree, group: Group, run: Callable[[Tensor, str], Tensor]) -> dict[str, Tensor]:
+    """`run(leaf, name)` of each leaf, once all ranks have the same names."""
+    names = gather_numbers([_digest(list(tree))], group, "match") if group.size > 1 else []
+    if any(other != names[0] for other in names):
+        leaves = ", ".join(f"{name}: {tuple(x.shape)} {x.dtype}" for name, x in tree.items())
+        raise ValueError(_differences(op, f"{op} of {{{leaves}}}", group))
+    return {name: run(x, f" of {name!r}") for name, x in tree.items()}
 
 
 def all_gather_tree(
     tree: Tree, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """`all_gather` of every leaf, (n, ...) -> (sum of n, ...), in one collective per dtype.
+    """`all_gather` of every leaf, (n, ...) -> (sum of n, ...).
 
     `all_gather_tree(state.params, group)` of a sharded state returns every full leaf, flat.
 
@@ -441,16 +383,13 @@ def all_gather_tree(
         >>> all_gather_tree({"a": torch.ones(2), "b": torch.zeros(0)}, Group())
         {'a': tensor([1., 1.]), 'b': tensor([])}
     """
-    if group.size == 1:
-        return {name: all_gather(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()}
-    _check_rows(tree, 1, "all_gather", group)
-    return _flattened(tree, 1, group.size, lambda x, split: gather(x, group, dtype, reduce_dtype, split))
+    return _named("all_gather", tree, group, lambda x, name: _gather(x, group, dtype, reduce_dtype, name))
 
 
 def reduce_scatter_tree(
     tree: Tree, group: Group, *, dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """`reduce_scatter` of every leaf, (size * n, ...) -> (n, ...), in one collective per dtype.
+    """`reduce_scatter` of every leaf, (size * n, ...) -> (n, ...).
 
     Args:
         tree: a dict of tensors.
@@ -464,66 +403,11 @@ def reduce_scatter_tree(
         >>> reduce_scatter_tree({"a": torch.ones(2)}, Group())
         {'a': tensor([1., 1.])}
     """
-    if group.size == 1:
-        return {
-            name: reduce_scatter(leaf, group, dtype=dtype, reduce_dtype=reduce_dtype) for name, leaf in tree.items()
-        }
-    _check_rows(tree, group.size, "reduce_scatter", group)
-    return _flattened(tree, group.size, 1, lambda x, split: scatter(x, group, dtype, reduce_dtype, split))
-
-
-def _check_rows(tree: Tree, size: int, op: str, group: Group) -> None:
-    """Raise on every rank if a leaf here cannot be cut into `size` shards, or only other ranks have leaves."""
-    bad = [leaf for leaf in tree.values() if leaf.dim() == 0 or leaf.shape[0] % size]
-    if bad or not tree:
-        check_match(op, torch.zeros((), device=group.device), group, _split_of(tree))
-    if bad:
-        check_axis(bad[0], size, op)
-
-
-class _TreeCollective(Function):
-    """The `jvp` and `vmap` rules of a collective of many leaves; each leaf keeps its batch axis."""
-
-    def __init_subclass__(cls) -> None:
-        def tangent(ctx: Any, *ts: Any) -> Any:
-            return cls.apply(*ctx.args, *ts[3:])
-
-        def batched(info: Any, in_dims: Any, *given: Any) -> Any:
-            return cls.apply(*given), in_dims[3:]
-
-        cls.jvp, cls.vmap = staticmethod(tangent), staticmethod(batched)  # type: ignore[assignment]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.args = inputs[:3]
-
-
-class _ReplicateTree(_TreeCollective):
-    """`replicate` of many leaves with one collective in backward and no copy in forward."""
-
-    @staticmethod
-    def forward(group: Group, reduce_dtype: torch.dtype | None, split: Split, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    def backward(ctx: Any, *gs: Tensor) -> Any:
-        return (None, None, None, *_ReduceTree.apply(*ctx.args, *gs))  # type: ignore[misc]
-
-
-class _ReduceTree(_TreeCollective):
-    @staticmethod
-    def forward(group: Group, reduce_dtype: torch.dtype | None, split: Split, *xs: Tensor) -> tuple[Tensor, ...]:
-        tree = {str(i): x.reshape(-1) for i, x in enumerate(xs)}
-        out = _flattened(tree, 1, 1, lambda x, _: reduced(x, group, reduce_dtype, Split(split.leaves)))
-        return tuple(out[str(i)].view(x.shape) for i, x in enumerate(xs))
-
-    @staticmethod
-    def backward(ctx: Any, *gs: Tensor) -> Any:
-        return (None, None, None, *_ReplicateTree.apply(*ctx.args, *gs))  # type: ignore[misc]
+    return _named("reduce_scatter", tree, group, lambda x, name: _scatter(x, group, dtype, reduce_dtype, name))
 
 
 def replicate_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """`replicate` of every leaf, of any shape; one collective per dtype in backward.
+    """`replicate` of every leaf, of any shape.
 
     Args:
         tree: a dict of tensors, equal on all ranks.
@@ -534,13 +418,13 @@ def replicate_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None
         >>> replicate_tree({"a": torch.ones(2)}, Group())
         {'a': tensor([1., 1.])}
     """
-    if group.size == 1 or not tree:
+    if group.size == 1:
         return dict(tree)
-    return dict(zip(tree, _ReplicateTree.apply(group, reduce_dtype, _split_of(tree), *tree.values()), strict=True))  # type: ignore[arg-type]
+    return {name: _Replicate.apply(x, group, reduce_dtype, f" of {name!r}") for name, x in tree.items()}  # type: ignore[misc]
 
 
 def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """`all_reduce` of every leaf, of any shape, in one collective per dtype.
+    """`all_reduce` of every leaf, of any shape.
 
     Args:
         tree: a dict of tensors, of the same shapes on all ranks.
@@ -556,10 +440,7 @@ def all_reduce_tree(tree: Tree, group: Group, *, reduce_dtype: torch.dtype | Non
     """
     if group.size == 1:
         return dict(tree)
-    if not tree:
-        _check_rows(tree, 1, "all_reduce", group)
-        return {}
-    return dict(zip(tree, _ReduceTree.apply(group, reduce_dtype, _split_of(tree), *tree.values()), strict=True))  # type: ignore[arg-type]
+    return _named("all_reduce", tree, group, lambda x, name: _Reduce.apply(x, group, reduce_dtype, name))  # type: ignore[arg-type, return-value]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -575,11 +456,11 @@ def balanced(length: int, size: int) -> list[int]:
     return [length // size + (rank < length % size) for rank in range(size)]
 
 
-def _exchanged(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], split: Split) -> Tensor:
-    check_match(_call(split_dim, concat_dim, splits), x, group, split, free=concat_dim)
+def _exchanged(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], rows: Rows) -> Tensor:
+    check_match(_call(split_dim, concat_dim, splits), x, group, rows, free=concat_dim)
     parts = x.split(splits, dim=split_dim)
     shapes = []
-    for length in split.rows:
+    for length in rows:
         shape = list(x.shape)
         shape[split_dim], shape[concat_dim] = splits[group.rank], length
         shapes.append(torch.Size(shape))
@@ -596,20 +477,20 @@ def _call(split_dim: int, concat_dim: int, splits: Sequence[int]) -> str:
 
 class _Exchange(LinearCollective):
     @staticmethod
-    def forward(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], split: Split) -> Tensor:
-        return _exchanged(x, group, split_dim, concat_dim, splits, split)
+    def forward(x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: list[int], rows: Rows) -> Tensor:
+        return _exchanged(x, group, split_dim, concat_dim, splits, rows)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
-        group, split_dim, concat_dim, _, split = ctx.args
-        return _Exchange.apply(g, group, concat_dim, split_dim, split.rows, Split()), None, None, None, None, None
+        group, split_dim, concat_dim, _, rows = ctx.args
+        return _Exchange.apply(g, group, concat_dim, split_dim, rows, Rows()), None, None, None, None, None
 
 
 class _ExchangeRows(LinearCollective):
     @staticmethod
     def forward(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
         # Ranks have agreed on the lengths that they send; a batch may still differ.
-        check_match("an exchange of rows", x, group, Split(), free=0)
+        check_match("an exchange of rows", x, group, free=0)
         return _rows(x, outs, ins, group)
 
     @staticmethod
@@ -669,17 +550,16 @@ def all_to_all(
         tensor([[1., 1., 1.],
                 [1., 1., 1.]])
     """
-    split = Split()
-    out = exchange(x, group, split_dim, concat_dim, splits, split)
+    rows = Rows()
+    out = _exchange(x, group, split_dim, concat_dim, splits, rows)
     if lengths is not None:
-        lengths[:] = split.rows
+        lengths[:] = rows
     return out
 
 
-def exchange(
-    x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: Sequence[int] | None, split: Split
+def _exchange(
+    x: Tensor, group: Group, split_dim: int, concat_dim: int, splits: Sequence[int] | None, rows: Rows
 ) -> Tensor:
-    """`all_to_all`; fills in `split` with the lengths of the ranks' chunks."""
     first, second = (d + x.dim() if d < 0 else d for d in (split_dim, concat_dim))
     wrong = ""
     if not (0 <= first < x.dim() and 0 <= second < x.dim() and first != second):
@@ -689,13 +569,13 @@ def exchange(
     if wrong:
         if group.size > 1:
             # On another rank the arguments may be right: an error there too.
-            check_match(_call(split_dim, concat_dim, splits or []), x, group, Split())
+            check_match(_call(split_dim, concat_dim, splits or []), x, group)
         raise ValueError(f"{_call(split_dim, concat_dim, splits or [])} {wrong}")
     if group.size == 1:
-        split.rows = [x.shape[second]]
+        rows.append(x.shape[second])
         return x
     parts = balanced(x.shape[first], group.size) if splits is None else list(splits)
-    return _Exchange.apply(x, group, first, second, parts, split)  # type: ignore[return-value]
+    return _Exchange.apply(x, group, first, second, parts, rows)  # type: ignore[return-value]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
