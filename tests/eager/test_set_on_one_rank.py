@@ -49,10 +49,10 @@ def on_two_ranks(act, where):
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("act", [rate, decay])
 def test_what_one_rank_sets_in_its_groups_is_refused_on_all(stage, act):
-    for said, steps in on_two_ranks(act, (1,))[stage, act, (1,)]:
-        assert said.startswith("ranks disagree on what opt.param_groups sets and which leaves are frozen, here lr="), (
-            said
-        )
+    here = "as in the pipeline", {rate: "lr=0.2", decay: "weight_decay=0.3"}[act]
+    for own, (said, steps) in zip(here, on_two_ranks(act, (1,))[stage, act, (1,)], strict=True):
+        what = f"ranks disagree on what opt.param_groups sets and which leaves are frozen, here {own}, of which"
+        assert said.startswith(what), said
         assert said.endswith("a scheduler that reads a loss is to read its mean over ranks.") and steps == 1
 
 

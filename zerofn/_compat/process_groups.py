@@ -16,7 +16,10 @@ def begun_on(pg: Any) -> int:
 
     Where a backend does not count them, a number that differs from all before: there may have been one.
     """
+    found = 0
     try:
-        return sum(pg._get_backend(device)._get_sequence_number_for_group() for device in pg._device_types)
+        for device in pg._device_types:
+            found += pg._get_backend(device)._get_sequence_number_for_group()
+        return found
     except RuntimeError:
         return time.monotonic_ns()

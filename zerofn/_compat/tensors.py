@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import gcd
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ SHALLOW_COPY_CHECK = "_has_compatible_shallow_copy_type"
 
 # Autograd's count of writes into a tensor's memory.
 version: Callable[[Tensor], int] = attrgetter("_version")
+# That of a DTensor's local tensor, to which FSDP2 adds the gradients of later backwards.
+version_of_local: Callable[[Any], int] = attrgetter("_local_tensor._version")
 
 
 def base_of(x: Tensor) -> Tensor:
@@ -162,6 +165,10 @@ def is_wrapper(x: Tensor) -> bool:
 def local_of(x: Any) -> Tensor:
     """The local tensor of a DTensor itself, not a view of it."""
     return x._local_tensor
+
+
+# The same of many DTensors, by a function of C. The compiler does not know it.
+locals_of: Callable[[Iterable[Any]], Iterator[Tensor]] = partial(map, attrgetter("_local_tensor"))
 
 
 def set_local(x: Any, local: Tensor) -> None:

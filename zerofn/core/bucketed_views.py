@@ -202,14 +202,12 @@ class Road:
         return [leaf for leaf in self.leaves if leaf.trainable]
 
     @cached_property
-    def sums(self) -> tuple[tuple[SumBucket, ...], ...]:
-        """Of each stage the buckets in which gradients are reduced; none without a wire."""
-        return tuple(
-            [
-                () if stage.wire is None else _sums(specs, self.trainable, stage.wire)
-                for stage, specs in zip(self.stages, self.specs, strict=False)
-            ]
-        )
+    def sums(self) -> dict[str, tuple[SumBucket, ...]]:
+        """Of each stage, by name, the buckets in which gradients are reduced; none without a wire."""
+        return {
+            stage.name: () if stage.wire is None else _sums(specs, self.trainable, stage.wire)
+            for stage, specs in zip(self.stages, self.specs, strict=False)
+        }
 
     @cached_property
     def grad_dtypes(self) -> dict[str, torch.dtype]:
@@ -253,10 +251,9 @@ class Road:
         dtypes = self.grad_dtypes
         if stages or scale is not None:
             with torch.no_grad():
-                for stage, buckets in zip(self.stages, self.sums, strict=True):
-                    # By identity: the compiler knows no equality of records of functions.
-                    if any([stage is x for x in stages]) and (scale is None or stage.dtypes is None):
-                        grads = pull_all(stage, grads, self.trainable, buckets, stored)
+                for stage in stages:
+                    if scale is None or stage.dtypes is None:
+                        grads = pull_all(stage, grads, self.trainable, self.sums[stage.name], stored)
                 if scale is not None:
                     return {p: divided(g, scale, dtypes[p]) for p, g in grads.items()}
         return {p: g if g.dtype is dtypes[p] else g.to(dtypes[p]) for p, g in grads.items()}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .._compat.tensors import foreach
 from .._errors import explain, kind_of
 from ..kernels.norms import leaf_norms
 from ..kernels.recording import concrete, number
@@ -235,6 +236,26 @@ class Context:
     def read(self, x: Tensor) -> Any:
         """The Python number in a 0-d tensor that nobody differentiates; the tensor itself if Python cannot read it."""
         return number(x) if self.recorded else x.item()
+
+    def read_each(self, xs: Leaves) -> dict[str, Any]:
+        """`read` of each of these numbers, by path."""
+        return dict(zip(xs, map(number if self.recorded else Tensor.item, xs.values()), strict=True))
+
+    def put_each(self, operation: str, olds: Leaves, given: Any) -> Leaves:
+        """`put` of each leaf, by path, in the memory of the old ones if that is donated: one call for all of them.
+
+        Args:
+            operation: the name of one of torch's that knows lists of tensors, such as `"add"`.
+            olds: the first arguments, which the results replace.
+            given: its second argument for all of them, a number; or by path, a tensor for each.
+        """
+        several = isinstance(given, Mapping)
+        if not olds or self.recorded or not self.donate:
+            op = getattr(torch, operation)
+            return {path: self.put(op, x, given[path] if several else given) for path, x in olds.items()}
+        self.written.add(self.prefix)
+        foreach(f"{operation}_", list(olds.values()), list(map(given.__getitem__, olds)) if several else given)
+        return dict(olds)
 
     def on_host(self, *numbers: Tensor) -> tuple[Tensor, ...]:
         """0-d tensors of one dtype in host memory, for `check` and `agreed`; copied together, so that a GPU waits once.

@@ -184,9 +184,12 @@ def run(
     emitted: bool | Tensor = True
     if ctx.donate and len(parts) > 1:
         # A schedule that fails must do so before the first write, so that the state is whole after an error. All of the
-        # first stretch is prepared before any of it is run.
+        # first stretch is prepared before any of it is run. A rate that is a number was checked when it was given.
+        fixed = not (ctx.lr or ctx.numbers)
         for later in parts[1:]:
             for part in later.scheduled:
+                if fixed and type(part.facts.rate) is float:
+                    continue
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
     for i, here in enumerate(parts):
         if here.keeps_old_for_later and old is None and (ctx.donate or ctx.donate_to_kernels):
@@ -303,10 +306,10 @@ class Segment:
             signal: gradients; a leaf may have none.
             params: stored parameters of the leaves.
         """
-        alone = self.whole or len(params) == 1 or not self._makes_temporaries(signal, params)
-        found = [list(params)] if alone else buckets(params)
-        if len(found) == 1 and len(params) == len(self.params):
-            return self._bucket(signal, params, every=True)
+        together = self.whole or sum(map(Tensor.numel, params.values())) <= BUCKET_BYTES // WIDEST
+        found = [] if together or not self._makes_temporaries(signal, params) else buckets(params)
+        if len(found) < 2:
+            return self._bucket(signal, params, every=len(params) == len(self.params))
         out: Leaves = {}
         for paths in found:
             out.update(self._bucket({p: signal[p] for p in paths if p in signal}, {p: params[p] for p in paths}))
@@ -463,8 +466,6 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
 
 def buckets(leaves: Leaves) -> list[list[str]]:
     """Paths in their order, in buckets of about `BUCKET_BYTES` each."""
-    if sum(map(Tensor.numel, leaves.values())) <= BUCKET_BYTES // WIDEST:
-        return [list(leaves)]
     found: list[list[str]] = []
     size = BUCKET_BYTES
     for path, x in leaves.items():

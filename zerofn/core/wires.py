@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
+from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.packing import divided_by_ranks, flagged, flat_to_sum, remembered, row_of, rows_to_sum, wholes_of
+from ..kernels.packing import divided_by_ranks, flagged, flat_to_sum, row_of, rows_to_sum, wholes_of
 from ..ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from ..ranks.differentiable import check_batch
 from ..ranks.group import Group
@@ -40,10 +42,12 @@ class Cuts(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-# Remembered, since every step asks several times for the cuts of leaves that travel together.
-@remembered
 def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int) -> Cuts:
     return Cuts([width(x, size) for x in shapes], [prod(x) for x in shapes], [span(x, rank, size) for x in shapes])
+
+
+# Remembered, since every step asks several times for the cuts of leaves that travel together.
+_known_cuts, _SHAPE = cache(_cuts), attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,10 @@ class Sharding:
         return self._cut((leaf,)).spans[0]
 
     def _cut(self, leaves: Sequence[Leaf]) -> Cuts:
-        return _cuts(tuple([leaf.shape for leaf in leaves]), self.group.rank, self.group.size)
+        if torch.compiler.is_compiling():
+            # The compiler would guard on the cache.
+            return _cuts(tuple([leaf.shape for leaf in leaves]), self.group.rank, self.group.size)
+        return _known_cuts(tuple(map(_SHAPE, leaves)), self.group.rank, self.group.size)
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)

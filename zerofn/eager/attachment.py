@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import chain
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,11 @@ from .._compat.autograd import NO_BACKWARD, graph_task
 from .._compat.functorch import NO_LEVEL, forward_level, innermost_transform
 from .._compat.tensors import (
     clear_grads,
-    local_of,
     parameters_and_modules,
     read_grad,
     sharded_by_torch,
     version,
+    version_of_local,
     write_grad,
 )
 from .._errors import bad_leaves, explain
@@ -177,8 +177,12 @@ class Watch:
         Raises:
             RuntimeError: everything that has changed is named.
         """
-        if (now := self.now()) == self.known:
-            return
+        if self.now() != self.known:
+            self.look()
+
+    def look(self) -> None:
+        """As `check`, once something has changed: go on where it may."""
+        now = self.now()
         with torch.DisableTorchFunctionSubclass():
             bad = [(path, why) for path, why in self._reasons() if why]
         pairs = zip(self.registered, self._registered(), strict=True)
@@ -254,31 +258,34 @@ class SpentGradients:
 
     Args:
         params: the parameters that the model has, by path.
-        version: counts the writes into a gradient.
     """
 
-    def __init__(self, params: Leaves, version: Callable[[Tensor], int]):
-        self.params, self.version = params, version
-        self.kept: list[tuple[str, weakref.ref[Tensor], int]] = []
+    def __init__(self, params: Leaves):
+        self.params = params
+        local = set(map(is_distributed, params.values()))
+        self.version = version if local == {False} else version_of_local if local == {True} else _version_of_either
+        self.kept: list[tuple[Tensor, weakref.ref[Tensor], int]] = []
 
-    def note(self, grads: Leaves) -> None:
-        """Remember the gradients that a step has used, without keeping them alive."""
-        used = grads.values()
-        self.kept = [*zip(grads, map(weakref.ref, used), map(self.version, used), strict=True)]
+    def note(self, paths: Iterable[str]) -> None:
+        """Remember the gradients of these leaves, which a step has used, without keeping them alive."""
+        # By functions of C: this runs for every leaf in every step.
+        with torch.DisableTorchFunctionSubclass():
+            params = list(map(self.params.__getitem__, paths))
+            grads = list(map(read_grad, params))
+            self.kept = [*zip(params, map(weakref.ref, grads), map(self.version, grads), strict=True)]
 
     def drop(self) -> None:
         """Drop those of them that are in `p.grad` and that nobody has written since."""
         with torch.DisableTorchFunctionSubclass():
-            for path, used, count in self.kept:
-                grad = read_grad(self.params[path])
+            for p, used, count in self.kept:
+                grad = read_grad(p)
                 if grad is not None and grad is used() and self.version(grad) == count:
-                    write_grad(self.params[path], None)
+                    write_grad(p, None)
         self.kept = []
 
 
-def version_of_local(grad: Tensor) -> int:
-    """The version of a DTensor's local tensor, to which FSDP2 adds the gradients of later backwards."""
-    return version(local_of(grad) if is_distributed(grad) else grad)
+def _version_of_either(grad: Tensor) -> int:
+    return version_of_local(grad) if is_distributed(grad) else version(grad)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -400,8 +407,7 @@ class Attachment:
         self.leave = functools.partial(leave, self.home, [])
         self.window = AccumulationWindow(self.pipe, self.home.current)
         self._writes = 0
-        plain = self.fully_sharded is None and self.home.faces is None
-        self.spent = SpentGradients(self.home.shown, version if plain else version_of_local)
+        self.spent = SpentGradients(self.home.shown)
         if self.home.channels.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
@@ -461,7 +467,8 @@ class Attachment:
         """Run one micro-step. Return its metrics, each a tensor of its own."""
         home, early = self.home, self.home.in_backward
         self.check("step")
-        self.watch.check()
+        if self.watch.now() != self.watch.known:
+            self.watch.look()
         if early is not None and weight is not None:
             why = "with in_backward=True it has no effect: only accumulate(weighted=True) has a use for it"
             raise ValueError(explain("opt.step(weight=...)", why, "opt.step()"))
@@ -473,7 +480,8 @@ class Attachment:
             if home.alone:
                 grads = home.gradients.grads()
             else:
-                told = functools.partial(as_text, rates, numbers, self.watch.frozen)
+                frozen = self.watch.frozen
+                told = as_text(rates, numbers, frozen) if rates or numbers or frozen else ""
                 grads = home.gradients.collect(self.window.forced, told)
             if home.current.torn:
                 # Behind the exchange: if the state of some ranks alone is torn, all ranks have raised there.
@@ -502,7 +510,7 @@ class Attachment:
             metrics = self.step(weight)
         finally:
             fully.take()
-        self.spent.note({path: p.grad for path, p in fully.parameters.items() if p.grad is not None})
+        self.spent.note([path for path, p in fully.parameters.items() if p.grad is not None])
         return metrics
 
     def writes(self) -> int:
@@ -561,15 +569,14 @@ class Attachment:
             if ctx.written:
                 current.tear()
             raise
-        if not self.home.alone:
+        if self.home.reduces:
             self.home.gradients.used()
         if window.holds:
-            self._forget(grads)
-        elif self.home.faces is not None:
-            with torch.DisableTorchFunctionSubclass():
-                found = {path: read_grad(self.leaves[path]) for path in grads}
-            self.spent.note({path: g for path, g in found.items() if g is not None})
-        elif self.fully_sharded is None:
+            # `accumulate` has added them to its sum: a loop that never clears would count them twice.
+            if self.home.reduces:
+                self.home.gradients.accumulated()
+            clear_grads(map(self.leaves.__getitem__, grads))
+        elif self.fully_sharded is None and not self.home.reduces:
             self.spent.note(grads)
         if closes and not bool(metrics["skipped"]):
             window.averaged = None
@@ -591,11 +598,6 @@ class Attachment:
             set_there = [(f"param_groups: {key}", x) for of in numbers.values() for key, x in of.items()]
             check_numbers([(key, one) for key, x in set_there for one in flatten(x)[0]], ATTACHED)
         return self.pipe.unrecorded(ATTACHED, weight)
-
-    def _forget(self, grads: Leaves) -> None:
-        """Clear gradients that `accumulate` has added to its sum: a loop that never clears would count them twice."""
-        self.home.gradients.accumulated()
-        clear_grads(map(self.leaves.__getitem__, grads))
 
     def clear(self, to_none: bool) -> None:
         """Run `opt.zero_grad`."""

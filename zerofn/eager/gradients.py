@@ -255,7 +255,7 @@ class MicroStep(OwnGradients):
         refresh: Callable[[], None],
     ):
         super().__init__(hooks.pipe, hooks.shown, stored_params)
-        self.hooks, self.agreement = hooks, agreement
+        self.hooks, self.agreement, self.faces = hooks, agreement, hooks.faces
         self.current, self.refresh = stored_params.current, refresh
         self.uncleared = UnclearedGradients(self._zero)
 
@@ -263,45 +263,50 @@ class MicroStep(OwnGradients):
         dtype, shape = self.hooks.forms[path]
         return self.current.state.leaves[path].new_zeros(shape, dtype=dtype)
 
-    def grads(self) -> Leaves:
-        """What this rank has of the gradients in `p.grad`."""
-        found, faces = super().grads(), self.hooks.faces
-        return found if faces is None else {path: faces.mine(path, g) for path, g in found.items()}
-
-    def collect(self, boundary: bool | None, given: Callable[[], str]) -> Leaves:
+    def collect(self, boundary: bool | None, given: str) -> Leaves:
         """The gradients of this micro-step, once ranks have compared what must be equal."""
         if self.stored_params.leaves:
             self.stored_params.store_writes()
-        agreement, units = self.agreement, self.hooks.units
+        agreement, units, stream = self.agreement, self.hooks.units, self.hooks.stream
         if agreement.control is None:
             return self.grads()
-        steps, text, torn = int(self.current.state.micro_step), given(), self.current.torn
+        marks_with = functools.partial(
+            agreement.marks, int(self.current.state.micro_step), boundary, given, False, self.current.torn
+        )
         if units is None:
-            return self._agreed(agreement.marks(steps, boundary, text, torn=torn))
+            marks = marks_with()
+        else:
+            rows, marks, grads = self._at_rest(units, marks_with)
+            if stream is None and units.rounds.protocol.control.ranks == agreement.control.ranks:
+                # All ranks that step together were in that exchange.
+                return agreement.checked(rows, marks, grads)
+            marks = agreement.shared(rows, marks)
+        if stream is not None:
+            return self._reduced(stream, marks)
+        grads = self.grads()
+        rows = gather_numbers(agreement.numbers(grads, marks), agreement.control)
+        return agreement.checked(rows, marks, grads)
+
+    def _at_rest(
+        self, units: Units, marks_with: Callable[..., dict[str, int]]
+    ) -> tuple[list[list[int]], dict[str, int], Leaves]:
+        """The numbers of all ranks, this one's marks and its gradients, once no rank gathers or reduces any more."""
         grads: Leaves = {}
         marks: dict[str, int] = {}
 
         def told() -> list[int]:
             # Called again after each collective that this rank joins meanwhile, since it may bring gradients.
             nonlocal grads, marks
-            grads, marks = self.grads(), agreement.marks(steps, boundary, text, torn=torn, more=units.rests.marks())
-            return agreement.numbers(grads, marks)
+            grads, marks = self.grads(), marks_with(units.rests.marks())
+            return self.agreement.numbers(grads, marks)
 
         rows = units.rests.at_step(told)
         self.hooks.release()
-        if self.hooks.stream is None and units.rounds.protocol.control.ranks == agreement.control.ranks:
-            # All ranks that step together were in that exchange.
-            return agreement.checked(rows, marks, grads)
-        return self._agreed(agreement.shared(rows, marks))
+        return rows, marks, grads
 
-    def _agreed(self, marks: dict[str, int]) -> Leaves:
-        """The gradients, once ranks have compared marks in a message of its own."""
-        hooks, stream, agreement = self.hooks, self.hooks.stream, self.agreement
-        if stream is None:
-            grads = self.grads()
-            assert agreement.control is not None
-            rows = gather_numbers(agreement.numbers(grads, marks), agreement.control)
-            return agreement.checked(rows, marks, grads)
+    def _reduced(self, stream: Stream, marks: dict[str, int]) -> Leaves:
+        """The gradients that the stream has reduced, once it has compared marks with its last message."""
+        hooks, agreement = self.hooks, self.agreement
         for path, p in hooks.shown.items():
             if read_grad(p) is not None:
                 # Put there by hand.
@@ -323,7 +328,7 @@ class MicroStep(OwnGradients):
         return {path: grads[path] for path in self.trainable if path in grads}
 
     def used(self) -> None:
-        """A step has used the gradients that it was given."""
+        """A step has used the gradients that it was given, which have left `p.grad`."""
         if self.hooks.taken:
             self.hooks.taken, self.uncleared.used = {}, True
 

@@ -119,8 +119,9 @@ class Optimizer(torch.optim.Optimizer):
             raise
         return loss
 
-    def _optimizer_step_code(self) -> None:
-        """Does nothing. A profiler that records stacks reads `state` by parameter here, which would fail."""
+    # torch calls it in each step. Its own is for a profiler that records stacks, which reads `state` by parameter there
+    # and would fail. This is a function of C that does nothing.
+    _optimizer_step_code = staticmethod(bool)  # type: ignore[assignment]
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:

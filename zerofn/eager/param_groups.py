@@ -160,8 +160,7 @@ class ParamGroups:
             group["params"] = list(optimizer.params)
 
     def given(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-        """By prefix: learning rates that the groups own and no schedule, and hyperparameters that were set to other
-        values than the pipeline's.
+        """By prefix: learning rates and hyperparameters that were set to other values than the pipeline's.
 
         Raises:
             ValueError: a setting would have no effect, or the optimizer does not take it.
@@ -176,10 +175,12 @@ class ParamGroups:
                 self._refuse_params()
             if group.keys() != optimizer.names:
                 optimizer.check_names(group)
-            if optimizer.owns_rate:
-                rates[optimizer.prefix] = group["lr"]
-            elif group["lr"] != optimizer.rate:
-                _refuse_rate(group["lr"], optimizer.transform)
+            rate = group["lr"]
+            if not optimizer.owns_rate:
+                if rate != optimizer.rate:
+                    _refuse_rate(rate, optimizer.transform)
+            elif rate is not optimizer.transform.facts.rate and not same_value(rate, optimizer.transform.facts.rate):
+                rates[optimizer.prefix] = rate
             known = optimizer.settable
             # A key that was deleted has the pipeline's value.
             values = list(map(group.get, known, known.values()))

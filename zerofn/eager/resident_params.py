@@ -277,29 +277,30 @@ class OwnGradients:
 
     def __init__(self, pipe: Pipeline, params: Leaves, stored_params: StoredParameters):
         self.pipe, self.stored_params = pipe, stored_params
+        # Where parameters are DTensors, these convert their gradients.
+        self.faces: ModelFaces | None = None
         self.trainable = {leaf.path: params[leaf.path] for leaf in pipe.layout.trainable}
 
     def grads(self) -> Leaves:
-        """The gradients that this rank has in `p.grad`."""
+        """What this rank has of the gradients in `p.grad`."""
         with torch.DisableTorchFunctionSubclass():
             found = dict(zip(self.trainable, map(read_grad, self.trainable.values()), strict=True))
         # By functions of C: nearly always each leaf has one.
-        return found if NoneType not in map(type, found.values()) else {p: g for p, g in found.items() if g is not None}
+        if NoneType in map(type, found.values()):
+            found = {p: g for p, g in found.items() if g is not None}
+        return found if self.faces is None else self.faces.mine_of(found)
 
-    def collect(self, boundary: bool | None, given: Callable[[], str]) -> Leaves:
+    def collect(self, boundary: bool | None, given: str) -> Leaves:
         """The gradients of this micro-step, in the form the update halves take.
 
         Args:
             boundary: the argument of `set_boundary` for this step, the same on all ranks.
-            given: returns the settings of `opt.param_groups` as text, the same on all ranks.
+            given: the settings of `opt.param_groups` as text, the same on all ranks.
         """
         self.stored_params.store_writes()
         return self.grads()
 
     # What follows concerns gradients that have left `p.grad`: here none has.
-
-    def used(self) -> None:
-        """A step has used the gradients that it was given."""
 
     def accumulated(self) -> None:
         """The gradients in `p.grad` are cleared: a sum has them, or they were used and are dropped."""
@@ -422,6 +423,8 @@ class ResidentParams:
         self.gradients: OwnGradients
         # Whether there is nobody to compare with, and no copy to store: a step then takes gradients as they are.
         self.alone = False
+        # Whether gradients leave `p.grad` during backward to be reduced.
+        self.reduces = False
         # Whether a step has something to write again into the model's parameters.
         self.refreshes = True
         self.existing = ExistingGradients(pipe, params)
@@ -443,6 +446,7 @@ class ResidentParams:
         self.stored_params = StoredParameters(self.pipe, self.params, self.current)
         self.hook(self)
         self.alone = self.channels.control is None and not self.stored_params.leaves
+        self.reduces = self.channels.more is not None
         gathered = self.units is not None or self.fully_sharded is not None
         self.refreshes = gathered or self.in_backward is not None or bool(self.stored_params.buckets)
         if not self.pipe.road.exact:

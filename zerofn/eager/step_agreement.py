@@ -152,15 +152,15 @@ class StepAgreement:
         Args:
             steps: micro-steps before this one.
             boundary: the argument of `set_boundary`.
-            given: the settings of `opt.param_groups`, as text.
+            given: the settings of `opt.param_groups` that differ from the pipeline's, as text.
             dropped: whether the step is given up.
             torn: whether the state is torn. A load may have raised on some ranks alone, with equal counts on all.
             more: the result of `Rests.marks`, where parameters are gathered on use.
         """
         closes = 2 if boundary is None else int(boundary)
-        has = f"{SET}, here {given}, of which these are digests; {SET_ALIKE}" if given else SET
+        has = f"{SET}, here {given or 'as in the pipeline'}, of which these are digests; {SET_ALIKE}"
         ours = {STEPS: steps, TORN: int(torn), CLOSES: closes, DROPPED: int(dropped), has: crc32(given.encode())}
-        return {**ours, **more}
+        return ours | more
 
     def numbers(self, grads: Leaves, marks: dict[str, int]) -> list[int]:
         """The numbers that this rank sends: its count of gradients, whether full parameters were written, and marks."""

@@ -63,11 +63,12 @@ class StoredParameters:
             # Write into the local shard; without this guard copy_ would all-gather.
             with torch.DisableTorchFunctionSubclass():
                 plain = dict(zip(params, map(Tensor.detach, params.values()), strict=True))
-            seen = road.see(self.views, {path: stored[path] for path in params}, bucket, plain)
+            seen = road.see(self.views, stored, bucket, plain)
             for path, x in seen.items():
                 if x.data_ptr() != plain[path].data_ptr():
                     plain[path].copy_(x)
-        self.counts = self._counts()
+        if self.copies:
+            self.counts = self._counts()
 
     def store_writes(self) -> None:
         """Store new writes into copies. Of a torn state nothing is stored: its copies are older than the state."""

@@ -150,9 +150,7 @@ class _Job(ctypes.Structure):
 
 
 def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
-    """Whether `run` takes these lists of parameters, gradients and moments."""
-    if sum(map(Tensor.numel, columns[0])) < LARGE:
-        return False
+    """Whether `run` takes these lists of parameters, gradients and moments, which are `LARGE` together."""
     for column in columns:
         if set(map(type, column)) - _PLAIN or set(map(_DTYPE, column)) != {torch.float32}:
             return False
@@ -295,7 +293,7 @@ def fused_update(
     lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs
     # Metrics show the norms of the given gradients, not of gradients that were cast to their parameters' dtype.
     asked = norms is not None and as_stored is grads
-    if can(lists, decoupled, numbers["beta1"]):
+    if sum(map(Tensor.numel, params)) >= LARGE and can(lists, decoupled, numbers["beta1"]):
         found = run(lists, step, lr, **numbers, decoupled=decoupled, norms=asked)
         lists = ends(lists)
         if norms is not None:

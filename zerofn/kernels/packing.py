@@ -6,9 +6,7 @@ while packing takes no pass of its own, and a sum in 16 bits does not overflow w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,25 +18,6 @@ from .._compat.tensors import foreach_copy_
 # of leaves. There `torch.cat` packs them. The numbers are the same.
 #
 # For the mean over ranks gradients are divided *before* they are summed, so that a sum in fp16 does not overflow.
-
-
-T = TypeVar("T")
-
-
-def remembered(function: Callable[..., T]) -> Callable[..., T]:
-    """Cache `function` by its arguments. A graph computes it, since the compiler would guard on the cache.
-
-    Examples:
-        >>> double = remembered(lambda n: 2 * n)
-        >>> double(3)
-        6
-    """
-    known = cache(function)
-
-    def call(*args: Any) -> T:
-        return function(*args) if torch.compiler.is_compiling() else known(*args)
-
-    return call
 
 
 def row_of(parts: Sequence[Tensor], widths: Sequence[int], into: Tensor) -> Tensor:
@@ -114,7 +93,11 @@ def rows_to_sum(
         tensor([[1., 2., 0., 1., 0.],
                 [3., 0., 0., 1., 0.]])
     """
-    tail = next((x.shape[1:] for x in grads if x is not None), torch.Size())
+    tail = torch.Size()
+    for x in grads:
+        if x is not None:
+            tail = x.shape[1:]
+            break
     if torch.compiler.is_compiling():
         one = torch.ones((size, 1, *tail), dtype=dtype, device=device)
         blocks = [
@@ -125,16 +108,20 @@ def rows_to_sum(
         return torch.cat([*cut, *(torch.zeros_like(one) if x is None else one for x in grads)], dim=1)
     rows = torch.empty((size, sum(widths) + len(grads), *tail), dtype=dtype, device=device)
     *blocks, flags = rows.split_with_sizes([*widths, len(grads)], dim=1)
+    here, places = [], []
     for x, numel, each, block in zip(grads, numels, widths, blocks, strict=True):
         full_rows = numel // each if each else 0
         if x is None:
             block.zero_()
             continue
-        _divide_into(x[: full_rows * each].reshape(full_rows, each, *tail), size, block[:full_rows])
+        here.append(x[: full_rows * each].reshape(full_rows, each, *tail))
+        places.append(block[:full_rows])
         if full_rows < size:
             block[full_rows:] = 0
             rest = numel - full_rows * each
-            _divide_into(x[full_rows * each :], size, block[full_rows, :rest])
+            here.append(x[full_rows * each :])
+            places.append(block[full_rows, :rest])
+    _divide_into(here, size, places)
     _write_flags(flags, grads)
     return rows
 
@@ -157,8 +144,14 @@ def flat_to_sum(
         return torch.cat([*parts, *(torch.zeros_like(one) if x is None else one for x in grads)])
     flat = torch.empty(sum(numels) + len(grads), dtype=dtype, device=device)
     *blocks, flags = flat.split_with_sizes([*numels, len(grads)])
+    here, places = [], []
     for x, block in zip(grads, blocks, strict=True):
-        _ = block.zero_() if x is None else _divide_into(x, size, block)
+        if x is None:
+            block.zero_()
+        else:
+            here.append(x)
+            places.append(block)
+    _divide_into(here, size, places)
     _write_flags(flags.unsqueeze(0), grads)
     return flat
 
@@ -188,12 +181,13 @@ def _filled(x: Tensor, length: int) -> Tensor:
     return torch.cat([x, x.new_zeros((length - len(x), *x.shape[1:]))]) if len(x) < length else x
 
 
-def _divide_into(x: Tensor, size: int, out: Tensor) -> None:
-    """Write `x / size` into `out`: divided in the wider of the two dtypes, in one pass over memory."""
-    if torch.promote_types(x.dtype, out.dtype) == x.dtype:
-        torch.div(x, size, out=out)
-    else:
-        out.copy_(x).div_(size)
+def _divide_into(xs: Sequence[Tensor], size: int, outs: Sequence[Tensor]) -> None:
+    """Write `x / size` into `out` for each pair: divided in the wider of the two dtypes, in one pass over memory."""
+    for x, out in zip(xs, outs, strict=True):
+        if torch.promote_types(x.dtype, out.dtype) == x.dtype:
+            torch.div(x, size, out=out)
+        else:
+            out.copy_(x).div_(size)
 
 
 def _write_flags(flags: Tensor, fulls: Sequence[Tensor | None]) -> None:

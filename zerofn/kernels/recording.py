@@ -54,7 +54,9 @@ def differentiated(*values: Any) -> bool:
         >>> differentiated(torch.ones(2)), differentiated(torch.ones(2, requires_grad=True))
         (False, True)
     """
-    return differentiating() or (torch.is_grad_enabled() and _requires_grad(values))
+    if torch.compiler.is_compiling() or innermost_transform() is not None or forward_level() != NO_LEVEL:
+        return differentiating() or (torch.is_grad_enabled() and _requires_grad(values))
+    return torch.is_grad_enabled() and _requires_grad(values)
 
 
 def _requires_grad(values: Iterable[Any]) -> bool:

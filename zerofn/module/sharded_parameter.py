@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection
+from operator import methodcaller
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from .._compat.autograd import gradient_hooks, hooks_after, share_hooks
 from .._compat.functorch import uncompiled
-from .._compat.tensors import local_of, read_grad, registered, set_local, set_spec, write_grad
+from .._compat.tensors import local_of, locals_of, read_grad, registered, set_local, set_spec, write_grad
 from .._errors import explain
 from ..core.layout import Layout, Leaf, Leaves, span
 from ..sharded.face import (
@@ -37,6 +38,7 @@ from ..sharded.face import (
 )
 from ..sharded.guarded_parameter import Asks, GuardedParameter, in_memory, ours
 
+_FLAT = methodcaller("reshape", -1)
 # Of a parameter of a model that is detached.
 NOBODY = Asks(lambda: False, lambda: False, lambda x: None, lambda x: None)
 
@@ -244,6 +246,14 @@ class ModelFaces:
         """This rank's elements of a gradient, flat: a plain tensor, which a hook may return, is the whole."""
         of = self.origins.get(path)
         return g if of is None else flat(g) if isinstance(g, Face) else rows_of(g, of).reshape(-1)
+
+    def mine_of(self, grads: Leaves) -> Leaves:
+        """`mine` of each of these gradients, by path: by functions of C where all are this rank's rows."""
+        if set(map(type, grads.values())) == {Face}:
+            rows = list(locals_of(grads.values()))
+            if all(map(Tensor.dim, rows)):
+                return dict(zip(grads, map(_FLAT, rows), strict=True))
+        return {path: self.mine(path, g) for path, g in grads.items()}
 
     def local(self, p: Tensor) -> Tensor:
         """A parameter that is whole now, as a plain tensor, differentiable."""

@@ -199,9 +199,13 @@ def available() -> list[str]:
     return [name for name, there in asked.items() if there()]
 
 
-def collectives_begun(but: Sequence[Any] = ()) -> int:
+def collectives_begun(*but: Any) -> int:
     """How many collectives this rank has begun on all process groups, whoever made them, but on those given."""
-    return sum(begun_on(pg) for pg in open_groups(dist.distributed_c10d) if pg not in but)
+    found = 0
+    for pg in open_groups(dist.distributed_c10d):
+        if pg not in but:
+            found += begun_on(pg)
+    return found
 
 
 def barrier(group: Group) -> None:

@@ -370,18 +370,26 @@ class Rounds:
             self.cut = True
             raise
         rows = every.reshape(-1, WIDTH).tolist()
+        _, _, *expected = rows[0][:4]
+        # Whether all ask for the same, and of each digest whether all ranks have this one.
+        together, alike = True, [digest != NOTHING for digest in expected]
+        asked: set[Asked] = set()
+        resting: dict[int, list[int]] = {}
+        meeting: dict[int, int] = {}
+        for i, (k, u, first, second, *said) in enumerate(rows):
+            together &= k == kind and (u == unit or kind == REST) and said[0] == rows[0][4]
+            alike[0] &= first == expected[0]
+            alike[1] &= second == expected[1]
+            if k > REST:
+                asked.add((k, u))
+            elif k == REST:
+                resting[i] = [u, *said]
+            elif k == MEET:
+                meeting[i] = u
         promise: Iterable[Asked] = ()
-        if all(row[0] == kind and (row[1] == unit or kind == REST) and row[4] == rows[0][4] for row in rows):
-            _, _, *digests = zip(*(row[:4] for row in rows), strict=True)
-            equal = [said[0] != NOTHING and len(set(said)) == 1 for said in digests]
-            if any(equal):
-                promise = self.in_turn(self.habits.promise(over_rests=equal[1]))
-        return Exchanged(
-            sorted({(k, u) for k, u, *_ in rows if k > REST}),
-            {i: [row[1], *row[4:]] for i, row in enumerate(rows) if row[0] == REST},
-            {i: u for i, (k, u, *_) in enumerate(rows) if k == MEET},
-            promise,
-        )
+        if together and any(alike):
+            promise = self.in_turn(self.habits.promise(over_rests=alike[1]))
+        return Exchanged(sorted(asked), resting, meeting, promise)
 
 
 def cut_short() -> RuntimeError:

@@ -117,7 +117,7 @@ class GatheredUnits:
         self.look_again()
         while len(self.live) > max(0, keep - len(self.coming)):
             self.free_unit(next(iter(self.live)))
-        if not keep:
+        if self.coming and not keep:
             self.finish_prefetched()
 
     def finish_prefetched(self) -> None:
@@ -131,12 +131,15 @@ class GatheredUnits:
             self.coming.pop(i)()
         if i not in self.live:
             return
-        if not stored:
-            self.store_writes(i)
-        left = self.forward_writes.leave(i)
+        left = []
+        if i in self.forward_writes.given:
+            if not stored:
+                self.store_writes(i)
+            left = self.forward_writes.leave(i)
         del self.live[i]
         self.seen.pop(i, None)
-        self.forward_writes.hold(i, left)
+        if left:
+            self.forward_writes.hold(i, left)
 
     def store_writes(self, i: int) -> None:
         """Store what forward has written into a unit's full parameters so far."""
@@ -161,7 +164,8 @@ class GatheredUnits:
         self.forward_writes.forget()
         self.live.clear()
         self.seen.clear()
-        self.finish_prefetched()
+        if self.coming:
+            self.finish_prefetched()
         self.updates += 1
 
     def age(self, i: int, j: int) -> int:
@@ -264,8 +268,8 @@ class UnitRounds:
         self.units = collectives.plans.units
         # Weak: a cycle would keep the shards of a dropped state until the garbage collector runs.
         this = weakref.ref(self)
-        # Groups: a closed one has no process group any more.
-        ours = control, collectives.wire.group
+        # Of a group that is closed the process group is gone.
+        gathers = collectives.wire.group
         self.protocol = Rounds(
             control,
             lambda kind, i: this()._join(kind, i),  # type: ignore[union-attr]
@@ -273,7 +277,7 @@ class UnitRounds:
             gathers_first,
             lambda kind: sums_by_themselves and kind == GRADIENTS,
             lambda: this()._kind_of_pass(),  # type: ignore[union-attr]
-            lambda: collectives_begun([group.pg for group in ours]),
+            lambda: collectives_begun(control.pg, gathers.pg),
         )
         self.partial: set[str] = set()
         self.kept = 0

@@ -22,7 +22,6 @@ from ..extend import (
     check_count,
     check_flag,
     counter,
-    may,
     no_weight,
     over_leaves,
     times,
@@ -107,28 +106,31 @@ class _Window:
             sum_of_weights = state["weight"] + weight
             new["weight"] = _reset(sum_of_weights, due)
             total = where(due, lambda: _total(sum_of_weights, ctx), lambda: torch.ones_like(sum_of_weights))
-        return Prepared(carry=(due, ctx.number(weight), ctx.number(total)), state=new, emit=due)
+            weight, total = ctx.number(weight), ctx.number(total)
+        return Prepared(carry=(due, weight, total), state=new, emit=due)
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
-        begun = {path: ctx.read(before) for path, before in state["seen"].items()}
-        sums = {path: state["sum"][path] for path in state["sum"] if path in grads}
+        begun = ctx.read_each(state["seen"])
+        sums = {path: x for path, x in state["sum"].items() if path in grads}
         addends: Leaves = grads
         if self.weighted:
             addends = over_leaves(lambda so_far, g: _weighed(g.to(so_far.dtype), weight), sums, grads)
-        sums = over_leaves(lambda old, g, has_begun: _plus(old, g, has_begun, ctx), sums, addends, begun)
-        out: Leaves = {}
-        if closes := may(due):
-            held = {p: sums.get(p, x) for p, x in state["sum"].items() if p in sums or may(begun[p])}
-            out = over_leaves(lambda so_far: ctx.put(torch.div, so_far, total), held)
-            # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and
-            # without `donate`.
-            sums |= {p: where(due, out[p], x) for p, x in held.items()}
-        seen = {}
-        for path, before in state["seen"].items():
-            # Setting `seen` to false closes the window, so the buffer need not be zeroed.
-            seen[path] = _seen(before, begun[path], path in grads, due)
-        return (out if closes else grads), {"sum": sums, "seen": seen}
+        sums = _plus(sums, addends, begun, ctx)
+        # Whether the window has a gradient of a leaf, this one included.
+        seen = {p: torch.ones_like(x) if p in grads and begun[p] is not True else x for p, x in state["seen"].items()}
+        if due is False:
+            return grads, {"sum": sums, "seen": seen}
+        held = {p: sums.get(p, x) for p, x in state["sum"].items() if p in sums or begun[p] is not False}
+        out = ctx.put_each("div", held, total)
+        # Setting `seen` to false closes the window, so the buffer need not be zeroed.
+        none = {p: torch.zeros_like(x) for p, x in seen.items()}
+        if due is not True:
+            held = {p: where(due, out[p], x) for p, x in held.items()}
+            none = {p: where(due, x, seen[p]) for p, x in none.items()}
+        # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and without
+        # `donate`.
+        return out, {"sum": out if due is True else held, "seen": none}
 
 
 def _through(spec: Spec) -> Spec:
@@ -140,9 +142,17 @@ def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
     return torch.float32 if weighted and grad.dtype == torch.float16 else grad.dtype
 
 
-def _plus(old: Tensor, g: Tensor, begun: Any, ctx: Context) -> Tensor:
-    """`old + g` in the dtype of `old`; the first gradient of a window overwrites."""
-    return where(begun, lambda: ctx.put(torch.add, old, g), lambda: ctx.copied(old, g))
+def _plus(sums: Leaves, grads: Leaves, begun: dict[str, Any], ctx: Context) -> Leaves:
+    """`sum + gradient` of each leaf in the dtype of the sum; the first gradient of a window overwrites."""
+    if len([p for p in sums if begun[p] is True]) == len(sums):
+        return ctx.put_each("add", sums, grads)
+    first = [p for p in sums if begun[p] is False]
+    found = ctx.put_each("add", {p: x for p, x in sums.items() if begun[p] is not False}, grads)
+    found |= {p: ctx.copied(sums[p], grads[p]) for p in first}
+    # Where Python cannot read whether it has begun, in a graph and in a batch, both are computed.
+    unread = [p for p in found if not isinstance(begun[p], bool)]
+    found |= {p: where(begun[p], found[p], ctx.copied(sums[p], grads[p])) for p in unread}
+    return {p: found[p] for p in sums}
 
 
 def _weighed(g: Tensor, weight: Any) -> Tensor:
@@ -150,15 +160,9 @@ def _weighed(g: Tensor, weight: Any) -> Tensor:
     return times(where(weight != 0, g, lambda: torch.zeros_like(g)), weight)
 
 
-def _seen(before: Tensor, begun: Any, new: bool, due: Any) -> Tensor:
-    """Whether the window that is open after this step has a gradient of a leaf; `new` if this step has brought one."""
-    now = where(begun, before, lambda: torch.ones_like(before)) if new else before
-    return where(due, lambda: torch.zeros_like(before), now)
-
-
 def _reset(x: Tensor, due: Any) -> Tensor:
     """`x` while the window is open, zero once it is due."""
-    return where(due, lambda: torch.zeros_like(x), x)
+    return where(due, torch.zeros_like(x), x)
 
 
 def _weight(ctx: Context) -> Tensor:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from ..extend import (
     ScalarOrSchedule,
     Transform,
     TransformState,
-    alike,
     check_betas,
     check_lr,
     check_number,
@@ -184,11 +184,15 @@ def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, A
     return {"down": -lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
 
 
+_KIND = attrgetter("dtype", "device")
+
+
 def _kernel(decoupled: bool, group: LeafList) -> None:
     """torch's fused kernel, called once for each dtype and device."""
-    if not alike(group.params):
-        for kind in {(p.dtype, p.device) for p in group.params}:
-            _kernel(decoupled, group.where([(p.dtype, p.device) == kind for p in group.params]))
+    kinds = set(map(_KIND, group.params))
+    if len(kinds) > 1:
+        for kind in kinds:
+            _kernel(decoupled, group.where([_KIND(p) == kind for p in group.params]))
         return
     numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
     lists = group.params, group.grads, *group.slots.values()
