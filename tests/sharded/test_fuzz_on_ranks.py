@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofn as zf
 import zerofn.sharded.reducer  # inside
 
-COUNT = int(os.environ.get("ZEROFN_FUZZ", "100"))
+COUNT = int(os.environ.get("ZEROFN_FUZZ", "60"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
 SECONDS = 60 + COUNT / 2
 D = 5

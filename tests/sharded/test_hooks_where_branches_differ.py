@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import cover
 from time_limits import limit
 from torch import nn
 
@@ -75,17 +76,20 @@ def expected(kind, both):
     return [-g / len(both) for g in total]
 
 
-def programs(size):
+def programs(size, every):
     cases = list(itertools.product(CHAINS, HOOKS, itertools.product((False, True), repeat=size), (False, True)))
     cases = [c for c in cases if not (c[3] and c[1].startswith("after"))]
+    cases = cases if every else cover(cases)
     return {
         (chain, kind, both, early): changes(chain, kind, both, in_backward=early) for chain, kind, both, early in cases
     }
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_changes_are_those_of_plain_torch(size):
-    for found in zf.launch(programs, size, size, timeout=limit(60)):
+@pytest.mark.parametrize(
+    ("size", "every"), [(2, False), *[pytest.param(n, True, marks=pytest.mark.slow) for n in (2, 3)]]
+)
+def test_changes_are_those_of_plain_torch(size, every):
+    for found in zf.launch(programs, size, size, every, timeout=limit(60)):
         for (chain, kind, both, early), got in found.items():
             for change, want in zip(got, expected(kind, both), strict=True):
                 # Sums over ranks are made in another order.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import zerofn as zf
 
-STEPS, CALLS = 3, 2
+STEPS, CALLS = 2, 2
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 
 

@@ -38,7 +38,7 @@ FORMS = {
 }
 
 # In each run of the tests.
-OFTEN = ("named", "fields", "nested", "number")
+OFTEN = ("named", "nested")
 
 
 def moments(form):
