@@ -155,15 +155,27 @@ def test_no_module_holds_mutable_state():
                 raise AssertionError(f"{module}.py:{node.lineno}: global")
 
 
-def test_import_is_light():
+# One process, since each takes seconds to import torch: what the import loads, what asking for names loads.
+IMPORTS = """
+import sys, torch; before = set(sys.modules); import zerofn as zf
+new = set(sys.modules) - before
+print(*sorted({m.split(".")[0] for m in new}))
+print(*sorted(m for m in new if m.startswith("torch.distributed.")))
+print(*(m.split(".")[1] for m in sys.modules if m.startswith("zerofn.")))
+print(zf.testing.check_transform.__name__, zf.collectives.all_to_all.__name__, zf.__version__)
+print(*(getattr(zf, n).__name__ for n in dir(zf) if n in zf._LATER)); print("save" in vars(zf))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh() -> list[str]:
+    command = [sys.executable, "-c", IMPORTS]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout.splitlines()
+
+
+def test_import_is_light(fresh):
     """Against what `import torch` has loaded already, nothing but optree and the package."""
-    code = (
-        "import sys, torch; before = set(sys.modules); import zerofn; "
-        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}), '|',"
-        "*sorted(m for m in set(sys.modules) - before if m.startswith('torch.distributed.')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    roots, distributed = (set(part.split()) for part in done.stdout.split("|"))
+    roots, distributed = (set(part.split()) for part in fresh[:2])
     heavy = {
         "matplotlib",
         "numpy",
@@ -181,16 +193,11 @@ def test_import_is_light():
     assert not roots & heavy
     heavy = ("fsdp", "tensor", "_tensor", "pipelining", "rpc", "elastic", "optim", "checkpoint", "_composable")
     assert not [m for m in distributed if m.split(".")[2] in heavy]
-    assert "zerofn.testing" not in done.stdout
+    assert "testing" not in fresh[2].split()
 
 
-def test_names_are_imported_when_they_are_asked_for():
-    code = (
-        "import sys, zerofn as zf; print(*(m.split('.')[1] for m in sys.modules if m.startswith('zerofn.'))); "
-        "print(*(getattr(zf, n).__name__ for n in dir(zf) if n in zf._LATER)); print('save' in vars(zf))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    loaded, names, kept = done.stdout.splitlines()
+def test_names_are_imported_when_they_are_asked_for(fresh):
+    _, _, loaded, _, names, kept = fresh
     assert set(loaded.split()) == {"_compat"}
     assert sorted(names.split()) == sorted(zf._LATER) and kept == "True"
     # What a type checker reads says the same.
@@ -204,11 +211,8 @@ def test_nothing_but_tests_imports_testing():
     assert not [m for m in MODULES if "testing" in siblings(m)]
 
 
-def test_modules_and_the_version_are_there_after_the_import():
-    names = "zf.testing.check_transform.__name__, zf.collectives.all_to_all.__name__, zf.__version__"
-    code = f"import zerofn as zf; print({names})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert done.stdout.split() == ["check_transform", "all_to_all", zf.__version__]
+def test_modules_and_the_version_are_there_after_the_import(fresh):
+    assert fresh[3].split() == ["check_transform", "all_to_all", zf.__version__]
     assert re.fullmatch(r"\d+\.\d+\.\d+", zf.__version__)
 
 

@@ -51,7 +51,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(7, 6)
         self.position = nn.Parameter(torch.randn(5, 6))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.BatchNorm1d(5)
         self.head = nn.Linear(6, 7, bias=False)
         self.head.weight = self.embedding.weight
@@ -130,10 +130,6 @@ def loaded(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
 CHANGES = [frozen_later, evaluated_in_full, halved_by_hand, loaded]
 
 
-# What stands for the others by default: a reduction behind a window, and 16-bit states.
-FEW = ["stage 1", "stage 3, 16-bit states"]
-
-
 def everything(chains: list[str], changes: list[Change]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
     def pair(chain: str, wrap: Callable[[nn.Module], Any], change: Change = nothing) -> Any:
         return train(chain, wrap, change), train(chain, lambda model: model, change)
@@ -142,14 +138,15 @@ def everything(chains: list[str], changes: list[Change]) -> dict[str, tuple[dict
         # The compiler looks whether a tensor that is no leaf has a `.grad`.
         warnings.simplefilter("ignore")
         found = {chain: pair(chain, compiled) for chain in chains}
-        found["called by a function"] = pair("stage 3", called_by_a_function)
+        found["called by a function"] = pair("stage 3, 16-bit states", called_by_a_function, frozen_later)
         return found | {change.__name__: pair("stage 3, clipped", compiled, change) for change in changes}
 
 
 @pytest.mark.parametrize(
     ("size", "chains", "changes"),
     [
-        (2, FEW, CHANGES[:1]),
+        # One run, whose caller is compiled and which changes on the way: each takes seconds to compile.
+        (2, [], []),
         pytest.param(2, list(CHAINS), CHANGES, marks=pytest.mark.slow),
         pytest.param(3, list(CHAINS), CHANGES, marks=pytest.mark.slow),
     ],
@@ -184,10 +181,10 @@ def collectives(chain: str) -> list[list[str]]:
 def test_its_collectives_are_in_one_graph():
     (graphs, _) = zf.launch(collectives, 2, "stage 3", timeout=limit(120))
     forward, backward, evaluated = graphs
-    # Three blocks, the norm, and the tied weight at both of its places. The model's own parameter is made before.
-    assert forward == evaluated == ["all_gather_into_tensor"] * 6
+    # Two blocks, the norm, and the tied weight at both of its places. The model's own parameter is made before.
+    assert forward == evaluated == ["all_gather_into_tensor"] * 5
     # Over gloo, whose reduce-scatter rounds sums of 16 bits after every addition.
-    assert backward == ["all_to_all_single"] * 6
+    assert backward == ["all_to_all_single"] * 5
 
 
 class WritesInside(nn.Module):

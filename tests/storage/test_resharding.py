@@ -148,21 +148,25 @@ def load_and_go_on(directory, to, names):
     return found
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Checkpoints of 1, 2 and 3 ranks, and what each rank had."""
+# A scale and full parameters on every rank are cut as little as what one process has.
+OFTEN = ["zero3", "low", "zero2", "zero1"]
+
+
+@pytest.fixture(scope="module", params=[OFTEN, pytest.param(list(PIPELINES), marks=pytest.mark.slow)], ids=["", "all"])
+def saved(tmp_path_factory, request):
+    """Checkpoints of 1, 2 and 3 ranks, what each rank had, and of which pipelines."""
     directory = tmp_path_factory.mktemp("saved")
     (directory / "1").mkdir()
-    answers = {1: [save_and_go_on(directory / "1", PIPELINES)]}
+    answers = {1: [save_and_go_on(directory / "1", request.param)]}
     for n in (2, 3):
-        answers[n] = launch(save_and_go_on, n, str(directory / str(n)), list(PIPELINES), timeout=limit())
-    return directory, answers
+        answers[n] = launch(save_and_go_on, n, str(directory / str(n)), request.param, timeout=limit())
+    return directory, answers, request.param
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_one_process_reads_what_ranks_saved(saved, n):
-    directory, answers = saved
-    for name in PIPELINES:
+    directory, answers, names = saved
+    for name in names:
         tx, like, _ = pure(name, seed=1)
         state = zf.load(directory / str(n) / f"{name}4", like=like)
         for answer in answers[n]:
@@ -176,7 +180,7 @@ def test_one_process_reads_what_ranks_saved(saved, n):
 
 @pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_was_saved_before_there_were_formats_goes_on_by_the_first(saved, n):
-    directory, _ = saved
+    directory, *_ = saved
     like = zf.init(early(), named(1))
     state = zf.load(directory / str(n) / "old", like=like)
     assert int(like.transforms["low_precision_adam"]["rounding_format"]) == 2
@@ -187,9 +191,9 @@ def test_what_was_saved_before_there_were_formats_goes_on_by_the_first(saved, n)
 @pytest.mark.parametrize("n, m", [(1, 3), (3, 2), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in (2, 3))])
 def test_any_world_to_any_other(saved, n, m, tmp_path):
     """Read by m ranks and saved by them, it is bit for bit what n ranks saved; they go on as one process does."""
-    directory, answers = saved
-    again = launch(load_and_go_on, m, str(directory / str(n)), str(tmp_path), list(PIPELINES), timeout=limit())
-    for name in PIPELINES:
+    directory, answers, names = saved
+    again = launch(load_and_go_on, m, str(directory / str(n)), str(tmp_path), names, timeout=limit())
+    for name in names:
         tx, like, step = pure(name, seed=1)
         first = zf.load(directory / str(n) / f"{name}4", like=like)
         # A window that is closed leaves its sum behind, and the next one writes over it; what each rank had
@@ -208,7 +212,7 @@ def test_any_world_to_any_other(saved, n, m, tmp_path):
 
 def test_a_window_that_is_open(saved):
     """Behind a reduction it is one sum in shards, which any number of ranks reads."""
-    directory, _ = saved
+    directory, *_ = saved
     for n, name in ((3, "low"), (3, "zero2")):
         _, like, step = pure(name)
         state = zf.load(directory / str(n) / f"{name}5", like=like)
@@ -236,7 +240,7 @@ def load_open(directory):
 
 @pytest.mark.parametrize("n, m", [(1, 2), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_a_window_whose_sums_are_each_ranks_own_is_of_as_many_ranks(saved, n, m):
-    directory, _ = saved
+    directory, *_ = saved
     for told, report, *both in launch(load_open, m, str(directory / str(n)), timeout=limit()):
         assert f"on {m} ranks in the middle of a window" in told and f"{n} ranks saved it" in told, told
         assert "opt.is_boundary" in told and "strict=False" in told
@@ -360,11 +364,12 @@ def through_torch(directory, names):
     return found
 
 
-def test_attached_models_and_export(tmp_path):
+@pytest.mark.parametrize("names", [OFTEN, pytest.param(list(PIPELINES), marks=pytest.mark.slow)], ids=["", "all"])
+def test_attached_models_and_export(tmp_path, names):
     from safetensors.torch import load_file
 
-    launch(attached, 3, str(tmp_path), list(PIPELINES), timeout=limit())
-    names = [name for name in PIPELINES if name != "zero1"]  # the middle of a window, each rank has its own sum
+    launch(attached, 3, str(tmp_path), names, timeout=limit())
+    names = [name for name in names if name != "zero1"]  # the middle of a window, each rank has its own sum
     for found in launch(through_torch, 2, str(tmp_path), names, timeout=limit()):
         for name in names:
             exported = load_file(tmp_path / f"{name}.safetensors")

@@ -199,7 +199,7 @@ def there_and_back(chain, folder):
     return True
 
 
-QUICK = {1: tuple(CHAINS), 2: ("rows", "both")}
+QUICK = {1: tuple(CHAINS), 2: ("both",)}
 
 
 @pytest.mark.parametrize(

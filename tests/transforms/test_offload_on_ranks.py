@@ -58,8 +58,12 @@ def train(stage: int, precision: str, place: Callable[[zf.Transform], zf.Transfo
         return {n: p.detach().clone() for n, p in model.named_parameters()}, opt.global_steps
 
 
-def everything() -> dict[tuple[str, int], Any]:
-    cells = [(precision, stage) for precision in CASTS for stage in P.STAGES]
+CELLS = [(precision, stage) for precision in CASTS for stage in P.STAGES]
+# Each precision, and each stage.
+FEW = [(precision, stage) for i, stage in enumerate(P.STAGES) for precision in [list(CASTS)[i % 3]]]
+
+
+def everything(cells: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
     return {(p, s): [train(s, p, zf.offload), train(s, p, lambda t: t)] for p, s in cells}
 
 
@@ -67,7 +71,7 @@ def again() -> list[int]:
     """How many of several runs of one program end with other bits than the first, by stage."""
     found = []
     for stage in P.STAGES:
-        runs = [train(stage, "fp32", lambda t: t)[0] for _ in range(4)]
+        runs = [train(stage, "fp32", lambda t: t)[0] for _ in range(2)]
         found.append(sum(any(not torch.equal(x, run[path]) for path, x in runs[0].items()) for run in runs))
     return found
 
@@ -78,10 +82,12 @@ def test_a_run_can_be_repeated_bit_for_bit(ranks: int):
     assert zf.launch(again, ranks, timeout=limit()) == [[0] * len(P.STAGES)] * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_offload_gives_the_same_bits(ranks: int):
+@pytest.mark.parametrize(
+    ("ranks", "cells"), [(2, FEW), *[pytest.param(n, CELLS, marks=pytest.mark.slow) for n in (1, 2, 3)]]
+)
+def test_offload_gives_the_same_bits(ranks: int, cells: list[tuple[str, int]]):
     """DeepSpeed's largest difference between offload and none is 7.45e-9 in fp32; here it is 0."""
-    for rank, found in enumerate(zf.launch(everything, ranks, timeout=limit())):
+    for rank, found in enumerate(zf.launch(everything, ranks, cells, timeout=limit())):
         for (precision, stage), ((there, applied), (here, also)) in found.items():
             where = f"rank {rank}, {precision}, stage {stage}"
             assert applied == also == (2 if precision == "fp16" else 3), where
