@@ -91,7 +91,7 @@ def by_rows(directory):
     return parts, eager, zf.full_params(tx, state), zf.full_params(tx, again)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_sharding_of_ones_own_is_right_on_ranks(size, tmp_path):
     model = model_of()
     opt = zf.attach(model, zf.chain(*middle()))

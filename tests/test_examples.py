@@ -17,7 +17,8 @@ from time_limits import limit
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = [*("--d-model", "16", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "4"), "--sample", "8"]
-TINY += ["--lr", "0.01", "--seed", "3"]
+# A short text: validation goes through a part of it.
+TINY += ["--lr", "0.01", "--seed", "3", "--data", str(EXAMPLES.parent / "README.md")]
 
 
 @pytest.fixture

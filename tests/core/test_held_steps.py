@@ -1,7 +1,10 @@
 """A hand-written optimizer that looks at the whole gradient is not run in a held or skipped step."""
 
+import itertools
+
 import pytest
 import torch
+from pairs import cover
 from stages import STAGES, around
 from time_limits import limit
 from torch import nn
@@ -106,18 +109,18 @@ def trained(stage, hold, way, route):
     return zf.full_params(tx, state)["weight"]
 
 
-def on_ranks(hold):
-    found = {}
-    for stage in STAGES:
-        for way in WAYS:
-            for route in ("pure", "donated", "eager"):
-                found[stage, way, route] = trained(stage, hold, way, route)
-    return found
+CELLS = list(itertools.product(STAGES, WAYS, ("pure", "donated", "eager")))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+def on_ranks(hold, cells):
+    return {(stage, way, route): trained(stage, hold, way, route) for stage, way, route in cells}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cells"), [(2, cover(CELLS)), *[pytest.param(n, CELLS, marks=pytest.mark.slow) for n in (1, 2)]]
+)
 @pytest.mark.parametrize("hold", HOLDS)
-def test_it_is_run_when_a_step_goes_through_and_at_no_other_time(hold, ranks):
-    for found in zf.launch(on_ranks, ranks, hold, timeout=limit()):
+def test_it_is_run_when_a_step_goes_through_and_at_no_other_time(hold, ranks, cells):
+    for found in zf.launch(on_ranks, ranks, hold, cells, timeout=limit()):
         for where, weight in found.items():
             torch.testing.assert_close(weight, wanted(hold), msg=str(where))

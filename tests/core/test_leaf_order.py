@@ -143,10 +143,9 @@ def all_kinds(several, ranks):
 @pytest.mark.parametrize(
     ("several", "ranks"),
     [
-        (False, 1),
         (True, 1),
         (True, 2),
-        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((False, 2), (False, 3), (True, 3))],
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((False, 1), (False, 2), (False, 3), (True, 3))],
     ],
 )
 @pytest.mark.parametrize("kind", CHAINS)

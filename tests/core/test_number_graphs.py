@@ -357,8 +357,15 @@ ROUTES = ["make_step", "donated", "update", "compiled", "attached", "in backward
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "route"),
+    [
+        # A step that is compiled takes seconds.
+        pytest.param(place, route, marks=pytest.mark.slow if route == "compiled" and place not in PLACES[3:4] else ())
+        for place in PLACES
+        for route in ROUTES
+    ],
+)
 def test_what_begins_to_require_grad_is_refused_in_every_step_from_there_on(place, route):
     if place is given_anew and route == "compiled":
         pytest.skip("a graph has the number that was there when it was made")
@@ -375,7 +382,7 @@ def test_what_begins_to_require_grad_is_refused_in_every_step_from_there_on(plac
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", [pytest.param(x, marks=pytest.mark.slow if x == "compiled" else ()) for x in ROUTES])
 def test_what_is_used_detached_is_no_number_that_requires_grad(route):
     assert later(used_detached, route)[0] == []
 

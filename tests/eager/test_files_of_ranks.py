@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pairs import cover
 from stages import FIRST
 from time_limits import limit
 from torch import Tensor, nn
@@ -126,7 +127,7 @@ FEW = [
 MANY = [*itertools.product(CUT, FIRST, ["dict", "named", "cpu"], WHICH)]
 
 
-@pytest.mark.parametrize("cells", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("cells", [cover(FEW), pytest.param(FEW + MANY, marks=pytest.mark.slow)], ids=["few", "many"])
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")
 def test_each_rank_reads_its_own_file_in_another_job(files: Path, cells: Any):
     for rank, found in enumerate(zf.launch(read, 2, str(files), cells, timeout=limit(200))):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from one_launch import one_launch
+from pairs import cover
 from stages import STAGES, around
 from time_limits import limit
 from torch import Tensor, nn
@@ -90,11 +91,6 @@ RUNS = [
 ]
 
 
-def slow_but(stage: str, *quick: str):
-    """The mark of a row: stages that the default run leaves to another test of this file are slow."""
-    return () if stage in quick else pytest.mark.slow
-
-
 def close(mine: list[Tensor], reference: list[Tensor], what: object) -> None:
     start = [p.detach() for p in net().parameters()]
     moved = [not torch.equal(b, s) for b, s in zip(reference, start, strict=True)]
@@ -120,10 +116,17 @@ def on_a_rank(stage: str, runs: list) -> list[list[Tensor]]:
     ]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(x, marks=slow_but(x, "data parallel", "ZeRO-3")) for x in STAGES])
-def test_ranks_freeze_as_torch_optim_does(stage):
-    for ranks in zf.launch(on_a_rank, 2, stage, RUNS, timeout=limit()):
-        for run, mine in zip(RUNS, ranks, strict=True):
+@pytest.mark.parametrize(
+    ("stage", "runs"),
+    [
+        ("data parallel", cover(RUNS)),
+        ("ZeRO-3", cover(RUNS)),
+        *[pytest.param(x, RUNS, marks=pytest.mark.slow) for x in STAGES],
+    ],
+)
+def test_ranks_freeze_as_torch_optim_does(stage, runs):
+    for ranks in zf.launch(on_a_rank, 2, stage, runs, timeout=limit()):
+        for run, mine in zip(runs, ranks, strict=True):
             name, _, every, early = run
             close(mine, torch_optim(SCHEDULES[name], every, 2, not early), (stage, *run))
 
@@ -179,8 +182,8 @@ def dropped(every: int) -> dict[str, list[Tensor]]:
     return found
 
 
-def others_on_a_rank(stage: str) -> list[dict[str, list[Tensor]]]:
-    return [others(stage, lambda i: batch(dist.get_rank(), i), hold) for hold in (False, True)]
+def others_on_a_rank(stage: str, holds: tuple[bool, ...]) -> list[dict[str, list[Tensor]]]:
+    return [others(stage, lambda i: batch(dist.get_rank(), i), hold) for hold in holds]
 
 
 @pytest.mark.parametrize("hold", [False, True])
@@ -190,10 +193,17 @@ def test_a_frozen_leaf_is_one_without_a_gradient(hold):
         assert all(torch.equal(a, b) for a, b in zip(mine, expected[name], strict=True)), name
 
 
-@pytest.mark.parametrize("stage", [pytest.param(x, marks=slow_but(x, "ZeRO-1", "ZeRO-2")) for x in STAGES])
-def test_a_frozen_leaf_is_one_without_a_gradient_on_ranks(stage):
+@pytest.mark.parametrize(
+    ("stage", "holds"),
+    [
+        ("ZeRO-1", (True,)),
+        ("ZeRO-2", (False,)),
+        *[pytest.param(x, (False, True), marks=pytest.mark.slow) for x in STAGES],
+    ],
+)
+def test_a_frozen_leaf_is_one_without_a_gradient_on_ranks(stage, holds):
     expected = dropped(2 if stage == "ZeRO-1" else 1)
-    for both in zf.launch(others_on_a_rank, 2, stage, timeout=limit()):
+    for both in zf.launch(others_on_a_rank, 2, stage, holds, timeout=limit()):
         for found in both:
             for name, mine in found.items():
                 # bf16 rounds what ranks compute of half a batch each.

@@ -111,7 +111,9 @@ def saved_and_gone_on(kind, folder):
     return found
 
 
-@pytest.mark.parametrize("kind", CHAINS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(x, marks=pytest.mark.slow if x == "muon, ZeRO-1" else ()) for x in CHAINS]
+)
 @pytest.mark.filterwarnings("ignore:.*torch.distributed")
 def test_training_goes_on(kind, tmp_path):
     ranks = zf.launch(saved_and_gone_on, 2, kind, str(tmp_path), timeout=limit())

@@ -108,7 +108,7 @@ def rows(grad, param):
     return grad / grad.norm(dim=-1, keepdim=True)
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_functions_of_leaves_are_in_the_graph(donate):
     # Rates that are exact in fp32, in which a graph computes them.
     tx = zf.chain(rows(), lagging(lr=lambda step: 0.125 * 0.5**step))
@@ -351,6 +351,7 @@ def test_a_keyword_that_a_compiled_step_does_not_have_is_named():
         step(zf.init(zf.sgd(0.1), {"w": torch.ones(3)}), torch.ones(3), wieght=2.0)
 
 
+@pytest.mark.slow
 def test_a_donated_state_keeps_its_memory():
     tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(0.5), zf.adamw(0.1))
     step, fast = zf.make_step(loss, tx), compiled(zf.make_step(loss, tx, donate=True))
@@ -392,7 +393,9 @@ class Registered(Weights):
 torch.utils._pytree.register_dataclass(Registered)
 
 
-@pytest.mark.parametrize("kind, whole", [(Weights, False), (Registered, False), (Registered, True)])
+@pytest.mark.parametrize(
+    "kind, whole", [(Weights, False), pytest.param(Registered, False, marks=pytest.mark.slow), (Registered, True)]
+)
 def test_a_step_of_parameters_in_a_dataclass_keeps_no_graph_from_step_to_step(kind, whole):
     """It kept those of all steps before where the compiler gave it up: a function of it was compiled by itself."""
     tx = zf.adamw(0.1)

@@ -148,7 +148,8 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow if x in ("both", "unroll") else ()) for x in TRANSFORMED]
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow if x in ("both", "unroll", "vjp", "jvp") else ()) for x in TRANSFORMED],
 )
 def test_torch_func_over_a_compiled_step_runs_it_uncompiled_or_is_refused_by_name(name):
     torch._dynamo.reset()

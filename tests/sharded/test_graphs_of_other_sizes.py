@@ -148,7 +148,7 @@ def on_ranks(size):
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-@pytest.mark.parametrize("size", (pytest.param(2, marks=pytest.mark.slow), 3))
+@pytest.mark.parametrize("size", (2, pytest.param(3, marks=pytest.mark.slow)))
 def test_numbers_are_those_of_plain_torch(size, program):
     side = Side(size)
     first = {name: p.detach().clone() for name, p in side.model.named_parameters()}

@@ -10,7 +10,7 @@ from time_limits import limit
 SCRIPT = Path(__file__).parents[1] / "support" / "kill_matrix.py"
 
 
-# A kill or an interrupt at any instruction is one at any time, and an export is one file where a checkpoint has several.
+# A kill or an interrupt at any instruction is one at any time, and an export is one file where a checkpoint has more.
 FEW = "save|three at once|instruction$|of the caller"
 
 
