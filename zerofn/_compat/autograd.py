@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import methodcaller
 from typing import Any
 
@@ -24,7 +24,8 @@ def increment_versions(written: list[Tensor]) -> None:
 
 def has_hooks(p: Any) -> bool:
     """Whether a leaf has hooks for its gradient."""
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+    with torch.DisableTorchFunctionSubclass():
+        return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def gradient_hooks(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
@@ -58,6 +59,18 @@ def in_backward() -> bool:
 
 # The autograd node that this thread is executing; `None` outside of a backward.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def reaches(nodes: Iterable[Any]) -> list[bool] | None:
+    """Of each node that takes a leaf's gradient, whether the running backward reaches it; it always does no node.
+
+    Returns:
+        `None` if a gradient is asked for by `torch.autograd.grad`, which adds none and must be given its numbers.
+    """
+    try:
+        return [node is None or torch._C._will_engine_execute_node(node) for node in nodes]  # type: ignore[attr-defined]
+    except RuntimeError:
+        return None
 
 
 def current_function() -> Any:

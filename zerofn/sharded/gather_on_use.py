@@ -7,7 +7,7 @@ import threading
 import weakref
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -23,8 +23,10 @@ from .._compat.autograd import (
     after_this_node,
     at_end_of_backward,
     graph_task,
+    has_hooks,
     in_backward,
     next_sequence_nr,
+    reaches,
     saved_by,
     saved_tensors_hooks,
     sequence_nr,
@@ -231,6 +233,22 @@ def gathers_first(promise: Iterable[Asked]) -> list[Asked]:
     return found + sums
 
 
+class Flight(NamedTuple):
+    """A reduce-scatter under way that backward does not wait for.
+
+    Attributes:
+        unit: whose gradients it reduces.
+        wait: waits for it, and returns the gradients of this rank's shards.
+        wanted: for each leaf, whether this backward adds its gradient to `p.grad`.
+        backward: of the backward that began it, what is alive until the backward has ended or has raised.
+    """
+
+    unit: int
+    wait: Callable[[], list[Tensor | None]]
+    wanted: list[bool]
+    backward: Callable[[], Any]
+
+
 class UnitRounds:
     """The collectives of one model's units.
 
@@ -248,6 +266,7 @@ class UnitRounds:
         kept: how many reduce-scatters there were since gradients were last cleared. Where ranks have different
             numbers, one rank has cleared its shard of a sum and the others have not.
         unfinished: backwards since the last step that have not ended, by autograd's number.
+        backward: alive until the backward that has begun last has ended or has raised.
         lock: held by the thread that sends, or that changes which units are gathered. With several threads,
             collectives come in the order in which threads ask, and ranks agree on it.
         recorded: whether the model's last use of a parameter was recorded.
@@ -283,6 +302,8 @@ class UnitRounds:
         self.kept = 0
         self.lock = threading.RLock()
         self.unfinished: set[int] = set()
+        self.backward: Callable[[], Any] = lambda: None
+        self.flying: deque[Flight] = deque()
         # Gradients that are taken once no other backward is under way here: in its thread it may add to the same ones.
         self.late: list[tuple[Leaf, Tensor]] = []
         self.recorded = self.gathering = False
@@ -301,12 +322,48 @@ class UnitRounds:
             and unscaled, `None` where no rank has one.
         """
         begin = partial(self.collectives.begin_scatter if kind == GRADIENTS else self._gather, i, tensors)
+        return self._perform(kind, i, begin)
+
+    def reduce_later(self, i: int, fulls: tuple[Tensor | None, ...], wanted: list[bool]) -> None:
+        """Reduce-scatter a unit's gradients while backward goes on.
+
+        They are added to `p.grad` when the next reduce-scatter begins, and at the end of backward: one is under way,
+        whose buffers are the price.
+
+        Args:
+            i: the unit.
+            fulls: the full gradient of each leaf.
+            wanted: for each leaf, whether this backward adds its gradient to `p.grad`.
+        """
+
+        def begin() -> Callable[[], None]:
+            self.flying.append(Flight(i, self.collectives.begin_scatter(i, fulls), wanted, self.backward))
+            return lambda: None
+
+        self._perform(GRADIENTS, i, begin)
+
+    def land(self) -> None:
+        """Wait for the reduce-scatters under way, and take their gradients.
+
+        Those of a backward that has raised are dropped, as if it had raised before them: the user may have cleared
+        `p.grad` since.
+        """
+        while self.flying:
+            flight = self.flying.popleft()
+            if flight.backward() is not None:
+                with outside_inference_mode(), torch.no_grad():
+                    shards = flight.wait()
+                self._take(flight.unit, [g if it else None for g, it in zip(shards, flight.wanted, strict=True)])
+
+    def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
         # Ctrl-C waits: one between two lines of the protocol would leave this rank at another place of it.
         with interrupts_held(), self.lock:
             if kind == PARAMETERS:
                 self.current, self.gathering = i, True
                 # One that was prefetched and passed over is not expected any more.
                 self.gathered.finish_prefetched()
+            elif kind == GRADIENTS:
+                self.land()
             try:
                 found = self.protocol.perform(kind, i, begin)
             finally:
@@ -373,8 +430,14 @@ class UnitRounds:
     def _accept(self, i: int, end: Callable[[], list[Tensor | None]]) -> None:
         """Wait for a reduce-scatter that only other ranks wanted, and keep this rank's shards of the gradients."""
         with outside_inference_mode(), torch.no_grad():
+            self.land()
             self.kept += 1
-            self.late += [(leaf, g) for leaf, g in zip(self.units[i], end(), strict=True) if g is not None]
+            self._take(i, end())
+
+    def _take(self, i: int, shards: list[Tensor | None]) -> None:
+        """Take gradients of this rank's shards that autograd does not bring to `p.grad`."""
+        with outside_inference_mode(), torch.no_grad():
+            self.late += [(leaf, g) for leaf, g in zip(self.units[i], shards, strict=True) if g is not None]
             if self.late and not self.unfinished - {graph_task()}:
                 self.accept_late()
 
@@ -442,6 +505,8 @@ class Rests:
 
         def rest() -> None:
             self.rounds.unfinished.discard(task)
+            with interrupts_held(), self.rounds.lock:
+                self.rounds.land()
             # The end of a nested backward is the middle of the outer one.
             if not after_this_node(self.after_backward):
                 # A checkpoint repeats forward, and what forward writes.
@@ -452,6 +517,8 @@ class Rests:
                 self.write_back.check()
 
         self.rounds.unfinished.add(task)
+        # The engine drops its functions when a backward has ended or has raised.
+        self.rounds.backward = weakref.ref(rest)
         at_end_of_backward(rest)
 
     def marks(self) -> dict[str, int]:
@@ -467,6 +534,7 @@ class Rests:
         # What forward has written into a copy is looked for when the copy is freed.
         self.gathered.drop()
         self.rounds.unfinished.clear()
+        self.rounds.land()
         if self.rounds.late:
             self.rounds.accept_late()
         rows = self.rounds.rest(STEP, told)
@@ -638,6 +706,26 @@ class Units:
             found = self.rounds.perform(GRADIENTS, i, fulls)
         return found if self.faces is None else list(map(self.faces.gradient, self.units[i], found))
 
+    def reduced_later(self, node: Any, fulls: tuple[Tensor | None, ...]) -> bool:
+        """Reduce the gradients of a node's unit while backward goes on, if nothing needs them before its end.
+
+        Autograd needs them now where it returns them (`torch.autograd.grad`), and where a leaf has hooks. A leaf that
+        is updated in backward has a hook of ours.
+        """
+        shown = self.inputs[node.i]
+        if any(map(has_hooks, shown)):
+            return False
+        # A leaf that was frozen here alone has no node: others' gradients of it are taken all the same.
+        wanted = reaches(leads_to for leads_to, _ in node.next_functions)
+        if wanted is None:
+            return False
+        with self._sending():
+            if len(self.rounds.unfinished) > 1:
+                # What another backward adds to the same `p.grad` would come in between.
+                return False
+            self.rounds.reduce_later(node.i, fulls, wanted)
+        return True
+
     def _sending(self) -> AbstractContextManager[Any]:
         """The context of each collective."""
         if self.left:
@@ -686,9 +774,9 @@ class GatherUnit(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.units, ctx.i = inputs[0], inputs[1]
+        ctx.units, ctx.i, ctx.kind = inputs[:3]
         ctx.set_materialize_grads(False)
-        if inputs[2] == PARAMETERS:
+        if ctx.kind == PARAMETERS:
             # A leaf that is frozen for this call is marked too, since its neighbours in the unit need gradients: its
             # gradient would be dropped here, and taken by the ranks that only join this backward.
             trained = ctx.needs_input_grad[3:]
@@ -705,7 +793,10 @@ class GatherUnit(Function):
         check_alone(ctx.units.units[ctx.i], gs)
         units: Units = ctx.units
         # Without a node where nobody would differentiate it.
-        found = units.gradients(ctx.i, gs) if untracked() else ScatterUnit.apply(units, ctx.i, *gs)
+        plain = untracked()
+        if plain and ctx.kind == PARAMETERS and units.reduced_later(ctx, gs):
+            return (None,) * (3 + len(gs))
+        found = units.gradients(ctx.i, gs) if plain else ScatterUnit.apply(units, ctx.i, *gs)
         # What other ranks have of a leaf that was frozen here alone: autograd drops it.
         for leaf, g, needed in zip(units.units[ctx.i], found, ctx.needs_input_grad[3:], strict=True):
             if g is not None and not needed:
