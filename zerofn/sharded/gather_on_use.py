@@ -240,13 +240,11 @@ class Flight(NamedTuple):
         unit: whose gradients it reduces.
         wait: waits for it, and returns the gradients of this rank's shards.
         wanted: for each leaf, whether this backward adds its gradient to `p.grad`.
-        backward: of the backward that began it, what is alive until the backward has ended or has raised.
     """
 
     unit: int
     wait: Callable[[], list[Tensor | None]]
     wanted: list[bool]
-    backward: Callable[[], Any]
 
 
 class UnitRounds:
@@ -265,8 +263,8 @@ class UnitRounds:
         partial: paths of leaves to whose gradient of this step other ranks may still add.
         kept: how many reduce-scatters there were since gradients were last cleared. Where ranks have different
             numbers, one rank has cleared its shard of a sum and the others have not.
-        unfinished: backwards since the last step that have not ended, by autograd's number.
-        backward: alive until the backward that has begun last has ended or has raised.
+        unfinished: backwards since the last step that have not ended: by autograd's number, what is alive until one has
+            ended or has raised.
         lock: held by the thread that sends, or that changes which units are gathered. With several threads,
             collectives come in the order in which threads ask, and ranks agree on it.
         recorded: whether the model's last use of a parameter was recorded.
@@ -301,8 +299,7 @@ class UnitRounds:
         self.partial: set[str] = set()
         self.kept = 0
         self.lock = threading.RLock()
-        self.unfinished: set[int] = set()
-        self.backward: Callable[[], Any] = lambda: None
+        self.unfinished: dict[int, Callable[[], Any]] = {}
         self.flying: deque[Flight] = deque()
         # Gradients that are taken once no other backward is under way here: in its thread it may add to the same ones.
         self.late: list[tuple[Leaf, Tensor]] = []
@@ -337,23 +334,24 @@ class UnitRounds:
         """
 
         def begin() -> Callable[[], None]:
-            self.flying.append(Flight(i, self.collectives.begin_scatter(i, fulls), wanted, self.backward))
+            self.flying.append(Flight(i, self.collectives.begin_scatter(i, fulls), wanted))
             return lambda: None
 
         self._perform(GRADIENTS, i, begin)
 
     def land(self) -> None:
-        """Wait for the reduce-scatters under way, and take their gradients.
-
-        Those of a backward that has raised are dropped, as if it had raised before them: the user may have cleared
-        `p.grad` since.
-        """
-        while self.flying:
-            flight = self.flying.popleft()
-            if flight.backward() is not None:
+        """Wait for the reduce-scatters under way, and take their gradients."""
+        with interrupts_held(), self.lock:
+            while self.flying:
+                flight = self.flying.popleft()
                 with outside_inference_mode(), torch.no_grad():
                     shards = flight.wait()
                 self._take(flight.unit, [g if it else None for g, it in zip(shards, flight.wanted, strict=True)])
+
+    def alone(self) -> bool:
+        """Whether no other backward than this thread's is running here."""
+        mine = graph_task()
+        return all(task == mine or alive() is None for task, alive in self.unfinished.items())
 
     def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
         # Ctrl-C waits: one between two lines of the protocol would leave this rank at another place of it.
@@ -438,7 +436,7 @@ class UnitRounds:
         """Take gradients of this rank's shards that autograd does not bring to `p.grad`."""
         with outside_inference_mode(), torch.no_grad():
             self.late += [(leaf, g) for leaf, g in zip(self.units[i], shards, strict=True) if g is not None]
-            if self.late and not self.unfinished - {graph_task()}:
+            if self.late and self.alone():
                 self.accept_late()
 
     def accept_late(self) -> None:
@@ -504,9 +502,8 @@ class Rests:
             return
 
         def rest() -> None:
-            self.rounds.unfinished.discard(task)
-            with interrupts_held(), self.rounds.lock:
-                self.rounds.land()
+            self.rounds.unfinished.pop(task, None)
+            self.rounds.land()
             # The end of a nested backward is the middle of the outer one.
             if not after_this_node(self.after_backward):
                 # A checkpoint repeats forward, and what forward writes.
@@ -516,9 +513,9 @@ class Rests:
                     self.rounds.accept_late()
                 self.write_back.check()
 
-        self.rounds.unfinished.add(task)
-        # The engine drops its functions when a backward has ended or has raised.
-        self.rounds.backward = weakref.ref(rest)
+        # The engine drops its functions when a backward has ended, or has raised: then `rest` is not called, and what
+        # is under way is taken, as torch leaves in `p.grad` what came before the error.
+        self.rounds.unfinished[task] = weakref.ref(rest, lambda _: self.rounds.land())
         at_end_of_backward(rest)
 
     def marks(self) -> dict[str, int]:
@@ -720,7 +717,7 @@ class Units:
         if wanted is None:
             return False
         with self._sending():
-            if len(self.rounds.unfinished) > 1:
+            if not self.rounds.alone():
                 # What another backward adds to the same `p.grad` would come in between.
                 return False
             self.rounds.reduce_later(node.i, fulls, wanted)
