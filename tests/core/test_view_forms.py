@@ -202,8 +202,8 @@ def test_a_view_with_a_mask_in_another_dtype_is_refused(order):
     plain = zf.chain(*ORDERS[order](masked), zf.sgd(0.5))
     step = zf.make_step(lambda p: p["w"].sum(), plain)
     # Before torch 2.13 a step runs uncompiled inside of torch.compile.
-    compiled = torch.compile(step, backend="eager", fullgraph=COMPILES_STATES)
-    for run in (step, compiled):
+    compiled = [torch.compile(step, backend="eager", fullgraph=COMPILES_STATES)] if order == "one process" else []
+    for run in (step, *compiled):
         assert torch.equal(zf.full_params(plain, run(zf.init(plain, params))[0])["w"], torch.full((3, 2), 0.5))
     tx = zf.chain(*ORDERS[order](masked), zf.precision(param_dtype=BF16), zf.sgd(0.5))
     with pytest.raises(ValueError, match=r"mine: .*\n  w: `view` gives torch\.float32 of a tensor of torch\.bfloat16"):

@@ -140,9 +140,9 @@ def edits() -> dict[tuple[int, str], str]:
     """By stage and edit, what is said where ranks would differ, or where there is nothing to edit."""
     found = {}
     for stage in P.STAGES:
+        model = model_of()
+        opt = zf.attach(model, pipe(stage))
         for name, edit in EDITS.items():
-            model = model_of()
-            opt = zf.attach(model, pipe(stage))
             backward(model)
             with torch.no_grad():
                 try:
@@ -151,7 +151,8 @@ def edits() -> dict[tuple[int, str], str]:
                     found[stage, name] = ""
                 except RuntimeError as error:
                     found[stage, name] = str(error)
-            opt.detach()
+            opt.zero_grad()
+        opt.detach()
     return found
 
 

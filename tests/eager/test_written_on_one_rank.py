@@ -112,7 +112,7 @@ def on_ranks(in_backward: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["at the step", "in backward"])
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_a_write_on_one_rank_alone_is_refused_at_the_step(size, in_backward):
     found = [f for told in zf.launch(on_ranks, size, in_backward, timeout=limit()) for f in told]
     # A lone rank writes on all ranks there are.

@@ -23,7 +23,7 @@ import zerofn as zf
 from zerofn.ranks.ordered_collectives import TRUSTED, Rounds  # inside
 from zerofn.sharded.gather_on_use import ALIVE  # inside
 
-COUNT = int(os.environ.get("ZEROFN_PROMISES", "7"))
+COUNT = int(os.environ.get("ZEROFN_PROMISES", "6"))
 FIRST = int(os.environ.get("ZEROFN_PROMISES_FIRST", "0"))
 RANKS, STEPS, D = 3, 9, 4
 SGD = {"lr": 0.2, "momentum": 0.7}

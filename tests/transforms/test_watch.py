@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import cover
 from routes import mean_square, micro_steps
 from stages import around
 from time_limits import limit
@@ -113,13 +114,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_ratio_is_that_of_plain_torch_by_every_route_at_every_stage(size):
-    found = zf.launch(everywhere, size, CASES, timeout=limit(120))
+@pytest.mark.parametrize(
+    ("size", "cases"), [(2, cover(CASES)), *[pytest.param(n, CASES, marks=pytest.mark.slow) for n in (1, 2)]]
+)
+def test_a_ratio_is_that_of_plain_torch_by_every_route_at_every_stage(size, cases):
+    found = zf.launch(everywhere, size, cases, timeout=limit(120))
     want = {name: by_hand(make) for name, (_, make) in OPTIMIZERS.items()}
     assert all(value > 1e-3 for rows in want.values() for row in rows for value in row.values())
     for rank in found:
-        for case, steps in zip(CASES, rank, strict=True):
+        for case, steps in zip(cases, rank, strict=True):
             for got, expected in zip(steps, want[case[0]], strict=True):
                 assert got.keys() == expected.keys(), case
                 for name, value in expected.items():
