@@ -22,7 +22,7 @@ fill()
 fill_in_ranks()
 check_form_of_all()
 # Each rank of each launch imports the module of its test, and of what that imports these take longest: 0.1 s.
-_fork_server.server.modules = ("pytest", "zerofn.testing")
+_fork_server.server.modules = ("pytest", "zerofn.testing", "torch.distributed.checkpoint.state_dict")
 
 # A shell that starts the tests in the background has them ignore it, and tests of interrupts would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

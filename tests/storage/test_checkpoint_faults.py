@@ -21,6 +21,7 @@ from zerofn.ranks.launch import launch  # inside
 from zerofn.ranks.process_groups import world_group  # inside
 from zerofn.storage import files as _lock  # inside
 from zerofn.storage import files as _manifest  # inside
+from zerofn.storage import pieces as writing  # inside
 
 TX = zf.adamw(1e-2)
 IN_PLACE, AS_IT_WAS = "the new checkpoint is in place", "a checkpoint that was there is as it was"
@@ -153,48 +154,43 @@ def test_a_directory_that_may_not_be_durable(directory, monkeypatch):
 
 def after_the_commit(directory):
     """Of two ranks one loses the other, or is interrupted, once the first has put the new table in its place."""
-    from torch.distributed.checkpoint import utils
-
     zf.save(directory, state(1, zf.chain(zf.shard(), TX)))
     rank, new = world_group("test").rank, state(2, zf.chain(zf.shard(), TX))
-    real = utils._DistWrapper.broadcast_object
+    real, calls = writing.gather_objects, []
 
-    def broadcast(self, found):
-        out = real(self, found)
-        raise RuntimeError("Connection closed by peer") if rank == 0 else KeyboardInterrupt
+    def gather_objects(mine, group):
+        out = real(mine, group)
+        calls.append(mine)
+        if len(calls) == 3:
+            raise RuntimeError("Connection closed by peer") if rank == 0 else KeyboardInterrupt
         return out
 
-    utils._DistWrapper.broadcast_object = broadcast
+    writing.gather_objects = gather_objects
     try:
         zf.save(directory, new)
     except (RuntimeError, KeyboardInterrupt) as error:
         return type(error).__name__, error.__notes__
     finally:
-        utils._DistWrapper.broadcast_object = real
+        writing.gather_objects = real
 
 
 def told_late(directory):
-    """The first rank is interrupted in the library, after the commit, which tells the other of the interrupt alone."""
-    from torch.distributed.checkpoint import utils
-
+    """The first rank is interrupted after the commit, and the other is told of the interrupt alone."""
     tx = zf.chain(zf.shard(), TX)
     zf.save(directory, state(1, tx))
-    real = utils._DistWrapper.all_reduce
+    real = writing._Writer.finish
 
-    def all_reduce(self, step, write, finish):
-        def interrupted(results):
-            finish(results)
-            raise KeyboardInterrupt
+    def interrupted(writer, written):
+        real(writer, written)
+        raise KeyboardInterrupt
 
-        return real(self, step, write, interrupted)
-
-    utils._DistWrapper.all_reduce = all_reduce
+    writing._Writer.finish = interrupted
     try:
         zf.save(directory, state(2, tx))
     except KeyboardInterrupt as error:
         return error.__notes__
     finally:
-        utils._DistWrapper.all_reduce = real
+        writing._Writer.finish = real
 
 
 def elsewhere(directory):

@@ -11,7 +11,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import dcp as dcp_writer  # inside
+from zerofn.storage import pieces as writing  # inside
 
 SAID = "zf.save(directory, opt) in another thread while opt makes a step"
 HALF = "with in_backward=True, where backward is the step"
@@ -41,12 +41,12 @@ def work(stage, directory, wait, early):
         return grad
 
     opt = zf.attach(model, zf.chain(*([stage()] if stage else []), looks(), zf.sgd(0.1)), in_backward=early)
-    began, may, write = threading.Event(), threading.Event(), dcp_writer._Writer.write_data
+    began, may, write = threading.Event(), threading.Event(), writing._Writer.write_data
 
-    def held(writer, plan, planner):
+    def held(writer, name, pieces):
         began.set()
         assert may.wait(limit())
-        return write(writer, plan, planner)
+        return write(writer, name, pieces)
 
     def step():
         model(torch.ones(3, 4)).square().mean().backward()
@@ -61,7 +61,7 @@ def work(stage, directory, wait, early):
     told: list[str] = []
     zf.save(directory, opt)
     first = {k: x.clone() for k, x in zf.full_params(opt.tx, opt.state).items()}
-    dcp_writer._Writer.write_data = held
+    writing._Writer.write_data = held
     thread = threading.Thread(target=save, args=(opt, directory, wait, told))
     thread.start()
     assert began.wait(limit())
@@ -73,7 +73,7 @@ def work(stage, directory, wait, early):
     there = zf.full_params(opt.tx, again)
     old = all(torch.equal(x, first[k]) for k, x in there.items())
     in_thread(told)
-    dcp_writer._Writer.write_data = write
+    writing._Writer.write_data = write
     return told, middle, old
 
 

@@ -13,8 +13,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import dcp as dcp_writer  # inside
 from zerofn.storage import files as manifest  # inside
+from zerofn.storage import pieces as writing  # inside
+from zerofn.storage import saving as saves_of  # inside
 from zerofn.testing import assert_trees_equal
 
 TX = zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.adamw(0.1))
@@ -44,14 +45,14 @@ class Held:
     """Data files are written only once they may be."""
 
     def __init__(self, monkeypatch):
-        self.may, self.began, write = threading.Event(), threading.Event(), dcp_writer._Writer.write_data
+        self.may, self.began, write = threading.Event(), threading.Event(), writing._Writer.write_data
 
-        def held(writer, plan, planner):
+        def held(writer, name, pieces):
             self.began.set()
             assert self.may.wait(limit())
-            return write(writer, plan, planner)
+            return write(writer, name, pieces)
 
-        monkeypatch.setattr(dcp_writer._Writer, "write_data", held)
+        monkeypatch.setattr(writing._Writer, "write_data", held)
 
 
 def test_what_is_saved_is_what_was_there_when_it_was_called(tmp_path, monkeypatch):
@@ -97,7 +98,7 @@ def test_what_fails_is_raised_by_wait_and_the_old_one_is_there(tmp_path, monkeyp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as m:
-        m.setattr(dcp_writer._Writer, "write_data", full)
+        m.setattr(writing._Writer, "write_data", full)
         new, _ = zf.update(zf.sgd(0.1), {"w": torch.ones(3)}, state)
         saving = zf.save(tmp_path, new, wait=False)
         with pytest.raises(OSError, match="could not write"):
@@ -277,14 +278,14 @@ def test_a_path_is_relative_to_where_it_was_given(tmp_path, monkeypatch):
     there.mkdir()
     state = zf.init(zf.adamw(0.1), {"w": torch.ones(2)})
     go, inside = threading.Event(), threading.Event()
-    write = dcp_writer.save_pieces
+    write = saves_of.save_pieces
 
     def slow(*args):
         inside.set()
         assert go.wait(limit())
         return write(*args)
 
-    monkeypatch.setattr(dcp_writer, "save_pieces", slow)
+    monkeypatch.setattr(saves_of, "save_pieces", slow)
     monkeypatch.chdir(here)
     saves = zf.Checkpoints("runs")
     saving = zf.save("net", state, wait=False)

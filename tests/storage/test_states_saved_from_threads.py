@@ -8,22 +8,22 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import dcp as dcp_writer  # inside
+from zerofn.storage import pieces as writing  # inside
 
 
 @pytest.fixture
 def held(monkeypatch):
     """Saves wait between the beginning and the data: set `held.may` once `held.began` is set."""
     held = type("Held", (), {"began": threading.Event(), "may": threading.Event()})
-    write = dcp_writer._Writer.write_data
+    write = writing._Writer.write_data
 
-    def later(writer, plan, planner):
+    def later(writer, name, pieces):
         held.began.set()
         assert held.may.wait(limit())
-        return write(writer, plan, planner)
+        return write(writer, name, pieces)
 
     def install():
-        monkeypatch.setattr(dcp_writer._Writer, "write_data", later)
+        monkeypatch.setattr(writing._Writer, "write_data", later)
 
     held.install = staticmethod(install)
     return held

@@ -32,9 +32,8 @@ SAID = (("as it was", "old"), ("the new checkpoint is in place", "new"))
 UNSURE = "it cannot be told here"
 PATIENCE = 3.0  # seconds that a load waits for a lock that nobody should hold
 # Where saves spend their time, but for the system's own.
-CODE = ("checkpoint", "dcp", "dcp_writer", "manifest", "files", "lock", "replace", "safetensors", "replicas")
+CODE = ("saving", "pieces", "files", "safetensors")
 STORAGE = Path(zf.__file__).parent / "storage"
-LIBRARY = ("utils", "state_dict_saver", "filesystem")
 
 
 # ------------------------------------------------------------------------------------- what is saved
@@ -156,8 +155,7 @@ def attempt(tell: Callable[..., None], save: Callable[[], None], read: Callable[
 
 def is_watched(file: str) -> bool:
     path = Path(file)
-    ours = path.parent == STORAGE and path.stem in CODE
-    return ours or (path.parent.name == "checkpoint" and path.stem in LIBRARY)
+    return path.parent == STORAGE and path.stem in CODE
 
 
 def stop_at(number: int, act: Callable[[], None], only_after_calls: bool) -> set[tuple[str, int, int]]:

@@ -271,14 +271,3 @@ def no_collectives() -> Iterator[None]:
     finally:
         for name, function in kept.items():
             setattr(dist, name, function)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `torch.distributed.checkpoint` is imported on first use.
-
-
-def checkpoint_library() -> Any:
-    """`torch.distributed.checkpoint`, whose import takes 0.7 s."""
-    import torch.distributed.checkpoint as library
-
-    return library

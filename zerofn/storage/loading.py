@@ -27,6 +27,7 @@ from ..ranks.backend import gather_objects
 from ..ranks.group import Group
 from ..ranks.process_groups import join_background_threads
 from .files import absolute_path
+from .pieces import Piece, load_pieces
 from .saving import (
     buffers_of,
     checkpoint_group,
@@ -196,8 +197,6 @@ def _load(
     directory: Any, path: Path, like: State, opt: Optimizer | None, strict: bool, pipe: Pipeline | None
 ) -> State | tuple[State, Loaded]:
     """Read into new memory on all ranks; an attached model is written only once that has succeeded."""
-    from .dcp import load_pieces
-
     join_background_threads()
     placement = like.layout.placement
     wait_for_all_ranks("zf.load(directory, like=state)", placement)
@@ -267,8 +266,6 @@ class _Reading:
 
     def choose(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """The pieces to read, by their names in the checkpoint."""
-        from .dcp import Piece
-
         self.manifest = manifest
         wanted = self.saved_entries()
         # A state has no buffers; those of the module that was saved with it are left out.

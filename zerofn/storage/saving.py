@@ -30,6 +30,7 @@ from ..ranks.backend import gather_objects, world
 from ..ranks.group import Group
 from ..ranks.process_groups import Background, connected, join_background_threads, together, world_group
 from .files import ROW_MAJOR, absolute_path
+from .pieces import Piece, save_pieces
 from .tables import dtype_name
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -516,8 +517,6 @@ def write_checkpoint(
     then: Callable[[Group], None] | None = None,
 ) -> Saving | None:
     """As `save`, with the entries of `more` in the manifest. `then(group)` is called once it is in place."""
-    from .dcp import save_pieces
-
     opt = state if isinstance(state, Optimizer) else None
     # The counter of steps is read before anything else is.
     check = None if opt is None else check_no_step_since(opt._own.writes)
@@ -559,8 +558,6 @@ def write_checkpoint(
 
 def _pieces(state: State, buffers: list[Entry]) -> dict[str, Any]:
     """The tensors that this rank writes, by name."""
-    from .dcp import Piece
-
     placement = state.layout.placement
     return {
         saved_name(e, placement.copy if e.owner in placement.apart else None): Piece(
