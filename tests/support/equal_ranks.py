@@ -83,7 +83,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.tokens, self.head = nn.Embedding(64, width), nn.Linear(width, 64, bias=False)
+        # Large enough to be units of their own. Small leaves outside of blocks share one, and each use of it has
+        # gradients for some of them.
+        self.tokens, self.head = nn.Embedding(20_000, width), nn.Linear(width, 20_000, bias=False)
         self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,11 +103,20 @@ STAGES: dict[str, Callable[..., zf.Transform]] = {
 }
 
 
-def waits(stage: str, ranks: int = 8) -> dict[str, int]:
-    """Where the host waits in one step of a rank among `ranks`, after steps that agree on the order of units."""
+def waits(stage: str, ranks: int = 8, unused: bool = False) -> dict[str, int]:
+    """Where the host waits in one step of a rank among `ranks`, after steps that agree on the order of units.
+
+    Args:
+        stage: of `STAGES`.
+        ranks: how many.
+        unused: whether the first block has a leaf without a gradient.
+    """
     if not dist.is_initialized():
         start(ranks)
-    model = Model().cuda()
+    model = Model()
+    if unused:
+        model.blocks[0].unused = nn.Parameter(torch.ones(3))
+    model = model.cuda()
     opt = zf.attach(model, STAGES[stage](zf.clip_by_global_norm(1.0), zf.adamw(1e-3)))
     x = torch.arange(8, device="cuda").view(1, 8)
     found: dict[str, int] = {}

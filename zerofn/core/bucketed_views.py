@@ -117,7 +117,7 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], buckets: Sequence[S
         for bucket, paths, numels, shapes, dtype in buckets:
             flat = [gs[path].reshape(-1) if path in gs else None for path in paths]
             buffer = wire.pack(flat, bucket, numels, dtype, stored[paths[0]].device)
-            found = wire.unpack(wire.send(buffer)[1], bucket, numels)
+            found = wire.unpack(wire.send(buffer)[1], bucket, numels, [g is not None for g in flat])
             for path, shape, g in zip(paths, shapes, found, strict=True):
                 if g is not None:
                     # A shard stays flat.
@@ -396,8 +396,10 @@ class ShardsOfShards:
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
         return self.wire.send(buffer, async_op)
 
-    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
-        return self.wire.unpack(mine, self._given(leaves), numels)
+    def unpack(
+        self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int], given: Sequence[bool] = ()
+    ) -> list[Tensor | None]:
+        return self.wire.unpack(mine, self._given(leaves), numels, given)
 
     def _given(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         return [self.given(leaf) for leaf in leaves]

@@ -159,8 +159,18 @@ class Wire(Protocol):
         """Reduce the buffer over ranks: (work handle, this rank's share of the result)."""
         ...
 
-    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
-        """This rank's flat mean gradient of every leaf; `None` where no rank had one."""
+    def unpack(
+        self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int], given: Sequence[bool] = ()
+    ) -> list[Tensor | None]:
+        """This rank's flat mean gradient of every leaf; `None` where no rank had one.
+
+        Args:
+            mine: from `send`, whose work handle has been waited for.
+            leaves: what is in it.
+            numels: as `pack` got them.
+            given: for each leaf, whether this rank has packed a gradient. Then there is one, and nothing has to be read
+                from the device.
+        """
         ...
 
 

@@ -93,7 +93,7 @@ class Sharding:
             check_batch(batch, leaf.path, self.group)
         rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, batch.numel())
         buffer = self.pack([rows], [leaf], [leaf.numel], self.reduce_dtype or g.dtype, g.device)
-        (mine,) = self.unpack(self.send(buffer)[1], [leaf], [leaf.numel])
+        (mine,) = self.unpack(self.send(buffer)[1], [leaf], [leaf.numel], [True])
         assert mine is not None
         return mine.reshape(mine.shape[0], *batch).movedim(0, -1)
 
@@ -143,11 +143,14 @@ class Sharding:
         mine = buffer.new_empty(buffer.shape[1:])
         return reduce_scatter_into(mine, buffer.reshape(-1, *buffer.shape[2:]), self.group, async_op), mine
 
-    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
+    def unpack(
+        self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int], given: Sequence[bool] = ()
+    ) -> list[Tensor | None]:
         """This rank's shard of every gradient; `None` if no rank had one."""
         widths, _, spans = self._cut(leaves)
         *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
-        return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, flagged(flags), strict=True)]
+        used = flagged(flags, given)
+        return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, used, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,9 @@ class Averaging:
         """All-reduce the buffer, in place."""
         return all_reduce_(buffer, self.group, async_op=async_op), buffer
 
-    def unpack(self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int]) -> list[Tensor | None]:
+    def unpack(
+        self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int], given: Sequence[bool] = ()
+    ) -> list[Tensor | None]:
         """The mean of every gradient; `None` if no rank had one."""
         *blocks, flags = mine.split_with_sizes([*numels, len(leaves)])
-        return [b if u else None for b, u in zip(blocks, flagged(flags), strict=True)]
+        return [b if u else None for b, u in zip(blocks, flagged(flags, given), strict=True)]

@@ -95,7 +95,7 @@ def _reduced(plans: UnitPlans, plan: Plan, gs: Sequence[Tensor]) -> tuple[Tensor
     for leaves, numels, dtype in plan.grad_buckets:
         full = [pull(plans.full_stages, gs[plan.place[leaf.path]], leaf).reshape(-1) for leaf in leaves]
         mine = wire.send(wire.pack(full, leaves, numels, dtype, gs[0].device))[1]
-        for leaf, g in zip(leaves, wire.unpack(mine, leaves, numels), strict=True):
+        for leaf, g in zip(leaves, wire.unpack(mine, leaves, numels, [True] * len(leaves)), strict=True):
             # A graph has a gradient for every leaf.
             assert g is not None
             found[plan.place[leaf.path]] = pull(plans.pull_stages, g, leaf).to(plan.grad_dtypes[leaf.path])

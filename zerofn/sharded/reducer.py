@@ -176,8 +176,9 @@ class Stream:
         self.next = self.rounds = 0
         self.patience = PATIENCE
         self.dropping = self.broken = False  # broken: a `finish_reductions` was interrupted
-        # For each running reduction: work handle, output, input (which must live until the work is done), bucket.
-        self.flying: deque[tuple[Any, Tensor, Tensor, int]] = deque()
+        # For each running reduction: work handle, output, input (which must live until the work is done), bucket, and
+        # which of its leaves have a gradient here.
+        self.flying: deque[tuple[Any, Tensor, Tensor, int, list[bool]]] = deque()
 
     @property
     def idle(self) -> bool:
@@ -224,11 +225,14 @@ class Stream:
             self.agreement.begin()
         with ranged(VIEW, self.name):
             with torch.no_grad():
-                buffer = self.wire.pack(_oldest(self.pending, leaves), leaves, numels, dtype, self.devices[self.next])
+                grads = _oldest(self.pending, leaves)
+                buffer = self.wire.pack(grads, leaves, numels, dtype, self.devices[self.next])
+            given = [g is not None for g in grads]
+            del grads
             _drop_oldest(self.pending, leaves)
             try:
                 work, out = self.wire.send(buffer, async_op=True)
-                self.flying.append((work, out, buffer, self.next))
+                self.flying.append((work, out, buffer, self.next, given))
                 here = self.pending
                 self.missing[self.next] = sum(leaf.path not in here for leaf in leaves) if here else len(leaves)
                 self.next = (self.next + 1) % len(self.buckets)
@@ -246,12 +250,13 @@ class Stream:
 
     def _land(self) -> None:
         """Wait for the oldest bucket under way, and hand on its reduced gradients."""
-        work, out, _, i = self.flying.popleft()
+        work, out, _, i, given = self.flying.popleft()
         work.wait()
         self.agreement.begun()
         leaves, numels = self.buckets[i][:2]
         with torch.no_grad():
-            for leaf, g in () if self.dropping else zip(leaves, self.wire.unpack(out, leaves, numels), strict=True):
+            found = () if self.dropping else self.wire.unpack(out, leaves, numels, given)
+            for leaf, g in zip(leaves, found, strict=not self.dropping):
                 if g is not None:  # a view of the bucket's buffer
                     self.done(leaf, g)
 

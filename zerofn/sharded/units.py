@@ -179,7 +179,7 @@ class UnitCollectives:
         Returns:
             A function that waits, and returns true gradients of this rank's shards.
         """
-        packed: list[tuple[GradBucket, Tensor]] = []
+        packed: list[tuple[GradBucket, Tensor, list[bool]]] = []
         plan = self.plans.plan(i)
         for bucket in plan.grad_buckets:
             flat: list[Tensor | None] = []
@@ -193,19 +193,22 @@ class UnitCollectives:
             with ranged(VIEW, self.plans.name):
                 # A gradient's device if there is one: attributes of a sharded parameter take longer.
                 device = device or self.params[bucket.leaves[0].path].device
-                packed.append((bucket, self.wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)))
+                rows = self.wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)
+            packed.append((bucket, rows, [g is not None for g in flat]))
         # As in `begin_gather`: none is sent before all are packed.
-        sent: list[tuple[GradBucket, Any, Tensor]] = []
-        for bucket, rows in packed:
-            sent.append((bucket, *self.wire.send(rows, async_op=True)))
+        sent: list[tuple[GradBucket, list[bool], Any, Tensor]] = []
+        for bucket, rows, given in packed:
+            sent.append((bucket, given, *self.wire.send(rows, async_op=True)))
         return partial(self._end_scatter, i, plan, sent)
 
-    def _end_scatter(self, i: int, plan: Plan, sent: list[tuple[GradBucket, Any, Tensor]]) -> list[Tensor | None]:
+    def _end_scatter(
+        self, i: int, plan: Plan, sent: list[tuple[GradBucket, list[bool], Any, Tensor]]
+    ) -> list[Tensor | None]:
         out: list[Tensor | None] = [None] * len(plan.place)
         scale = self.scale() if i < self.plans.blocks else None
-        for bucket, work, mine in sent:
+        for bucket, given, work, mine in sent:
             work.wait()
-            found = self.wire.unpack(mine, bucket.leaves, bucket.numels)
+            found = self.wire.unpack(mine, bucket.leaves, bucket.numels, given)
             # Gradients are views of one buffer, which any of them keeps alive. Copied where the buffer has more.
             copy = NOTHING in map(type, found)
             for leaf, g in zip(bucket.leaves, found, strict=True):
