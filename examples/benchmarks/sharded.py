@@ -8,7 +8,8 @@ Each contender has its own set of gloo ranks of one thread. All sets of a config
 turns: a few steps each, round after round, in an order that is turned by one each time, so that what disturbs
 the machine disturbs all. `alone` sends nothing and cuts nothing: what is left when all a contender adds costs nothing.
 `least` is the fastest step of all, and `CPU ms` is processor time of a rank for a step, threads of gloo included: on
-a busy machine it is the steadier number.
+a busy machine it is the steadier number. `exposed` is the share of a step by which it is longer than that of `alone`:
+communication that no computation hides, and what else a contender adds.
 Contenders that are not installed are named and skipped. DeepSpeed:
 
     pip install deepspeed==0.19.8 --no-deps && pip install py-cpuinfo hjson msgpack einops ninja pydantic tqdm psutil
@@ -217,15 +218,19 @@ def table(o: argparse.Namespace, size: str, stage: int, dtype: str, peers: list[
     rivals = [p for p in found if p not in ("zerofn", "alone")]
     print(f"\n{size}, stage {stage}, {dtype}: batch {given['batch']} x {given['seq']} per rank", end="; ")
     print(f"{o.rounds} rounds of {o.steps} steps")
-    head = f"{'over ours':>10} {'least':>8} {'CPU ms':>8} {'peak MiB':>9}   loss, first and last"
+    head = f"{'over ours':>10} {'exposed':>8} {'least':>8} {'CPU ms':>8} {'peak MiB':>9}   loss, first and last"
     print(f"{'':10} {'ms/step [quartiles]':>27} {head}")
     ours = found["zerofn"]
     for name, mine in found.items():
         ratio = statistics.median(a / b for a, b in zip(mine["rounds"], ours["rounds"], strict=True))
+        exposed = ""
+        if "alone" in found and name != "alone":
+            hidden = statistics.median(a / b for a, b in zip(found["alone"]["rounds"], mine["rounds"], strict=True))
+            exposed = f"{1 - hidden:.1%}"
         losses = "" if name == "alone" else f"{mine['losses'][0]:.4f} {mine['losses'][-1]:.4f}"
         peak = statistics.median(mine["peaks"]) / 2**20
         cpu = statistics.median(mine["cpu"])
-        numbers = f"{ratio:10.3f} {min(mine['times']):8.1f} {cpu:8.1f} {peak:9.1f}"
+        numbers = f"{ratio:10.3f} {exposed:>8} {min(mine['times']):8.1f} {cpu:8.1f} {peak:9.1f}"
         print(f"{name:10} {quartiles(mine['times'])} {numbers}   {losses}")
     if rivals:
         fastest = min(

@@ -218,7 +218,7 @@ def distinct(tensors: Any) -> int:
 def model_state(o: dict[str, Any], model: nn.Module, opt: Any, x: Tensor, y: Tensor) -> int:
     """Bytes of parameters, gradients and optimizer state of this rank after a backward and its reductions."""
     loss_of(o, model, x, y).backward()
-    grads = list(opt._own.home.gradients.collect(None, str).values())
+    grads = list(opt._own.home.gradients.collect(None, "").values())
     slots = [t for s in opt.state.transforms.values() for e in s.values() if isinstance(e, dict) for t in e.values()]
     held = [t for t in slots if t.ndim]
     # A sharded parameter has the shape of the whole to whoever asks, and the memory of a part.
