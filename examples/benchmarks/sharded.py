@@ -126,7 +126,7 @@ def traffic_formula(o: dict[str, Any], stage: int, dtype: str, shapes: dict[str,
     it) and the embeddings, whose backward needs no weights. With each leaf's gradient goes a flag, whether any rank
     has one; a scattered flag goes to every rank. The norm of the gradient, a metric, is one float more.
     """
-    numels = {name: torch.Size(shape).numel() * (n if stage == 3 else 1) for name, shape in shapes.items()}
+    numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     total, leaves = sum(numels.values()), len(numels)
     seen = BYTES[dtype]
     flags = leaves * seen
@@ -245,7 +245,7 @@ def table(o: argparse.Namespace, size: str, stage: int, dtype: str, peers: list[
         )
         print(f"  our peak over the lowest peer's    {peak / lowest:.3f}, target < 1:    {verdict(peak < lowest)}")
     shapes = ours["last"]["widths"]
-    numel = sum(torch.Size(s).numel() for s in shapes.values()) * (o.ranks if stage == 3 else 1)
+    numel = sum(torch.Size(s).numel() for s in shapes.values())
     kept, formula = ours["last"]["state"] / numel, state_formula(stage, dtype, o.ranks)
     equal = verdict(abs(kept - formula) < 1e-9, equal=True)
     print(f"  bytes kept per parameter and rank  {kept:.4f}, formula {formula:.4f}: {equal}")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from lm_data import Text, read_text
@@ -221,9 +222,8 @@ def model_state(o: dict[str, Any], model: nn.Module, opt: Any, x: Tensor, y: Ten
     grads = list(opt._own.home.gradients.collect(None, "").values())
     slots = [t for s in opt.state.transforms.values() for e in s.values() if isinstance(e, dict) for t in e.values()]
     held = [t for t in slots if t.ndim]
-    # A sharded parameter has the shape of the whole to whoever asks, and the memory of a part.
-    with torch.DisableTorchFunctionSubclass():
-        total = distinct([*model.parameters(), *opt.state.leaves.values(), *grads, *held])
+    tensors = [*model.parameters(), *opt.state.leaves.values(), *grads, *held]
+    total = distinct([t.to_local() if isinstance(t, DTensor) else t for t in tensors])
     opt.zero_grad()
     return total
 
