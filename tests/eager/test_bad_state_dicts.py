@@ -73,6 +73,35 @@ MALFORMED: list[tuple[str, Any]] = [
 ]
 
 
+def of_torch(make: Any, like: Any = None) -> dict[str, Any]:
+    """The state dict of one of torch's optimizers behind a step."""
+    model = net() if like is None else like
+    optimizer = make(model)
+    model(torch.ones(4, 3)).square().mean().backward()
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+# What another optimizer, other groups and another model have; all rows stand in the one error.
+OTHERS: list[tuple[tuple[str, ...], Any]] = [
+    (
+        ("0.weight (0): exp_avg: missing", "0.weight (0): momentum_buffer: unexpected"),
+        lambda: of_torch(lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)),
+    ),
+    (
+        ("groups of [1, 1, 1, 1] parameters into groups of [4]",),
+        lambda: of_torch(lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()], 0.1)),
+    ),
+    (
+        ("1.bias: unexpected", "2.bias: missing"),
+        lambda: of_torch(
+            lambda m: torch.optim.AdamW(m.named_parameters(), 0.1), nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2))
+        ),
+    ),
+    (("maximize",), lambda: of_torch(lambda m: torch.optim.AdamW(m.named_parameters(), 0.1, maximize=True))),
+]
+
+
 def told(opt: Any, given: Any) -> str:
     try:
         opt.load_state_dict(given)
@@ -107,6 +136,9 @@ def bad_ones(stages: list[str]) -> list[str]:
             x["state"][0]["exp_avg"] = torch.ones(7)
             error = told(opt, x)
             wrong += [f"{stage}: {r}\n{error}" for r in (row, "0.weight (0): exp_avg: (7,)") if r not in error]
+        for rows, make in OTHERS:
+            error = told(opt, make())
+            wrong += [f"{stage}: {row}\n{error}" for row in rows if row not in error]
         after = whole(model, opt)
         wrong += [f"{stage}: {k} has changed" for k, x in before.items() if not torch.equal(x, after[k])]
         opt.detach()

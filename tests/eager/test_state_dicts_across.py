@@ -119,6 +119,7 @@ def table(folder, cells):
         if has_no_form(a, b, form, dist.get_world_size()):
             continue
         source, target = made(a, 2), made(b)
+        source[1].param_groups[0]["lr"] = 0.05
         want = whole(*source)
         try:
             sent(form, source, target, f"{folder}/{i}")
@@ -126,6 +127,8 @@ def table(folder, cells):
             bad = [k for k in want.keys() | got.keys() if k not in want or k not in got or not want[k].equal(got[k])]
             if isinstance(target[1], zf.Optimizer) and int(target[1].state.step) != 2:
                 bad.append("step")
+            if target[1].param_groups[0]["lr"] != 0.05:
+                bad.append("lr")
         except Exception as error:
             bad = [repr(error)[:300]]
         if bad:

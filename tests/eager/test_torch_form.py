@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import rank_programs as P
 import torch
 import torch.distributed.checkpoint as dcp
-from stages import FIRST
-from time_limits import limit
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -42,90 +38,6 @@ def train(model: nn.Module, opt: Any, first: int, last: int) -> list[Tensor]:
         opt.step()
         opt.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
-
-
-def by_torch(a: tuple[nn.Module, Any], b: tuple[nn.Module, Any]) -> None:
-    set_optimizer_state_dict(*b, get_optimizer_state_dict(*a))
-
-
-def by_hand(a: tuple[nn.Module, Any], b: tuple[nn.Module, Any]) -> None:
-    b[1].load_state_dict(copy.deepcopy(a[1].state_dict()))
-
-
-@pytest.mark.parametrize(
-    "before, after, how",
-    [
-        (adamw, attached, by_torch),
-        (adamw, attached, by_hand),
-        (attached, adamw, by_torch),
-        (attached, attached, by_torch),
-    ],
-)
-def test_training_goes_on_in_the_other(before: Callable, after: Callable, how: Callable):
-    straight = net()
-    expected = train(straight, adamw(straight), 0, 6)
-    model = net()
-    opt = before(model)
-    start = train(model, opt, 0, 3)
-    opt.param_groups[0]["lr"] = RATE / 2
-    other = net(7)
-    other.load_state_dict(model.state_dict())
-    then = after(other)
-    how((model, opt), (other, then))
-    assert then.param_groups[0]["lr"] == RATE / 2
-    then.param_groups[0]["lr"] = RATE
-    for a, b, s in zip(train(other, then, 3, 6), expected, start, strict=True):
-        # Two kernels of Adam, which round their tails otherwise.
-        assert (a - b).norm() < 1e-6 * (b - s).norm()
-    if isinstance(then, zf.Optimizer):
-        assert int(then.state.step) == int(then.state.micro_step) == 6
-
-
-def test_what_is_not_there_is_named_and_nothing_changes():
-    model = net()
-    opt = attached(model)
-    train(model, opt, 0, 2)
-    sgd = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9) if (other := net(1)) else None
-    train(other, sgd, 0, 1)
-    before = {name: x.clone() for name, x in opt.state.transforms["adamw"]["exp_avg"].items()}
-    with pytest.raises(ValueError, match=r"0.weight \(0\): exp_avg: missing\n.*\n.*momentum_buffer: unexpected"):
-        opt.load_state_dict(sgd.state_dict())
-    wide = adamw(other := nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
-    train(other, wide, 0, 1)
-    with pytest.raises(ValueError, match=r"exp_avg: \(5, 3\) torch.float32 instead of \(4, 3\) torch.float32"):
-        opt.load_state_dict(wide.state_dict())
-    two = torch.optim.AdamW([{"params": [p]} for p in model.parameters()], RATE)
-    with pytest.raises(ValueError, match=r"groups of \[1, 1, 1, 1\] parameters into groups of \[4\]"):
-        opt.load_state_dict(two.state_dict())
-    assert all(torch.equal(x, before[name]) for name, x in opt.state.transforms["adamw"]["exp_avg"].items())
-
-
-def _through_dcp(stage: str, folder: str) -> bool:
-    tx = zf.chain(FIRST[stage](), zf.adamw(RATE, weight_decay=DECAY))
-    straight = net()
-    one = zf.attach(straight, tx)
-    train(straight, one, 0, 3)
-    zf.save(f"{folder}/params", one)
-    dcp.save({"optimizer": get_optimizer_state_dict(straight, one)}, checkpoint_id=f"{folder}/optimizer")
-    model = net(7)
-    two = zf.attach(model, tx)
-    two.load_state(zf.load(f"{folder}/params", like=two.state))
-    for kept in two.state.values():
-        kept["exp_avg"] = torch.zeros_like(kept["exp_avg"])
-    given = {"optimizer": get_optimizer_state_dict(model, two)}
-    dcp.load(given, checkpoint_id=f"{folder}/optimizer")
-    set_optimizer_state_dict(model, two, given["optimizer"])
-    train(straight, one, 3, 6)
-    train(model, two, 3, 6)
-    one.detach()
-    two.detach()
-    return all(map(torch.equal, straight.parameters(), model.parameters()))
-
-
-@pytest.mark.parametrize("stage", ["reduce_scatter", "shard"])
-@pytest.mark.filterwarnings("ignore:.*torch.distributed")
-def test_sharded_states_through_torchs_checkpoints(stage, tmp_path):
-    assert zf.launch(_through_dcp, 2, stage, str(tmp_path), timeout=limit()) == [True, True]
 
 
 @transform
@@ -192,39 +104,6 @@ def test_a_parameter_without_a_state_begins_anew(live):
     new = opt.state[model[2].weight]
     assert not new["exp_avg"].any() and not new["exp_avg_sq"].any() and int(new["step"]) == 0
     assert opt.state[model[0].weight]["exp_avg"].any()
-
-
-def test_all_that_is_wrong_is_named_at_once():
-    given = copy.deepcopy(torch_run()[1].state_dict())
-    del given["state"][0]["exp_avg"]
-    given["state"][1]["foo"] = torch.ones(1)
-    given["state"][2]["exp_avg"] = torch.ones(7)
-    given["state"][9] = {}
-    opt = attached(net())
-    before = copy.deepcopy(opt.state_dict())
-    with pytest.raises(ValueError) as error:
-        opt.load_state_dict(given)
-    for row in (
-        "0.weight (0): exp_avg: missing",
-        "0.bias (1): foo: unexpected",
-        "2.weight (2): exp_avg: (7,)",
-        "9: unexpected",
-    ):
-        assert row in str(error.value), row
-    given["param_groups"][0]["params"][3] = 2
-    with pytest.raises(ValueError, match="2: doubled"):
-        opt.load_state_dict(given)
-    with pytest.raises(ValueError, match=r"1.bias: unexpected\n(.|\n)*2.bias: missing"):
-        m = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-        o = torch.optim.AdamW(m.named_parameters(), RATE)
-        opt.load_state_dict(o.state_dict())
-    with pytest.raises(ValueError, match="maximize"):
-        opt.load_state_dict(torch_run(maximize=True)[1].state_dict())
-    assert all(map(torch.equal, _tensors(before), _tensors(opt.state_dict())))
-
-
-def _tensors(d):
-    return [x for own in d["state"].values() for x in own.values()] + list(d["zerofn"]["params"].values())
 
 
 def test_counters_follow_what_torch_has_trained_since():
