@@ -19,7 +19,7 @@ from .._errors import bad_leaves, explain
 from ..ranks.dtensor import Box, in_box, is_distributed
 from .slot_forms import fixed_of
 from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatten
-from .wrapper_names import unwrapped_names, without_wrappers
+from .wrapper_names import without_wrappers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A leaf is sharded over ranks by rows of its first dimension, as torch cuts a tensor into chunks.
@@ -468,13 +468,6 @@ def prefix_values(
     `is_value` says of a node of `prefix` whether it is a value, such as a label that is a tuple.
     """
     found: dict[str, Any] = {}
-    if isinstance(prefix, Mapping):
-        # Names of a wrapped model are taken as well.
-        new = {
-            given: path
-            for path, given in unwrapped_names([k for k in prefix if isinstance(k, str)], layout.paths).items()
-        }
-        prefix = type(prefix)((new.get(k, k), x) for k, x in prefix.items()) if new else prefix  # type: ignore[call-arg]
     try:
         values, spec = flatten(prefix, is_value)
         for value, below in zip(values, flatten_up_to(spec, layout.numbered), strict=True):

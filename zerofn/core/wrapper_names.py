@@ -2,28 +2,23 @@
 
 A wrapper is a module whose only submodule is the one that it wraps. Its prefix in names would bind files, labels and
 messages to how a model happens to be wrapped. So leaves and buffers get the names of the plain model here, once. A
-module of the user's that is called `module` is distinguished by its class. Files have only names, so there a name is
-read with and without each of these prefixes (`unwrapped_names`).
+module of the user's that is called `module` is distinguished by its class.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from .._compat.tensors import WRAPPERS, persistent_buffers, registered, wrapper_attributes
-from .._errors import bad_leaves, explain, users_line
+from .._errors import bad_leaves
 
-# `module` alone is a name that people give to modules of their own, too.
-_ADDED = sorted({wrapper.attribute for wrapper in WRAPPERS})
-_ANY, _UNMISTAKABLE = (
-    re.compile(rf"(?:(?<=[./])|^)(?:{'|'.join(added)})\.") for added in (_ADDED, [x for x in _ADDED if x != "module"])
-)
+# `module` is a name that people give to modules of their own, too; in front it is mostly DistributedDataParallel's.
+_ADDED = re.compile(rf"(?:{'|'.join(sorted({wrapper.attribute for wrapper in WRAPPERS} - {'module'}))}|^module)\.")
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
@@ -102,53 +97,13 @@ def without_wrappers(model: nn.Module, named: Mapping[str, Any]) -> dict[str, An
     return {names[name]: x for name, x in named.items()}
 
 
-def unwrapped_names(given: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
-    """By wanted name, the given one that differs from it only by wrappers' prefixes. Equal names are left out.
+def remedy(names: Iterable[str]) -> str:
+    """What to write, besides, where a file has names with wrappers' prefixes; empty if it has none.
 
-    If several given names or several wanted ones match, none is taken.
-
-    >>> unwrapped_names(["adamw/count/_orig_mod.0.weight", "step"], ["adamw/count/0.weight", "step"])
-    {'adamw/count/0.weight': 'adamw/count/_orig_mod.0.weight'}
-    >>> unwrapped_names(["module.a"], ["module.a", "a"]), unwrapped_names(["module.a", "_orig_mod.a"], ["a"])
-    ({}, {'a': '_orig_mod.a'})
+    >>> remedy(["a.module.b"]), remedy(["a._orig_mod.b"]).splitlines()[-1].strip()
+    ('', "names of the plain model: {name.replace('_orig_mod.', '', 1): x for name, x in d.items()}")
     """
-    left, open_ = dict.fromkeys(given), dict.fromkeys(wanted)
-    for name in left.keys() & open_.keys():
-        del left[name], open_[name]
-    found: dict[str, str] = {}
-    # First the names that no user's module has.
-    for added in (_UNMISTAKABLE, _ANY):
-        theirs, ours = (_by_plain_name(names, added) for names in (left, open_))
-        for name in ours.keys() & theirs.keys():
-            if len(ours[name]) == len(theirs[name]) == 1:
-                found[ours[name][0]] = theirs[name][0]
-        for mine, other in found.items():
-            open_.pop(mine, None)
-            left.pop(other, None)
-    return {name: found[name] for name in wanted if name in found}
-
-
-def _by_plain_name(names: Iterable[str], added: re.Pattern[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name in names:
-        found.setdefault(added.sub("", name), []).append(name)
-    return found
-
-
-def warn_of_other_names(call: str, found: Mapping[str, str]) -> None:
-    """Warn that entries were read whose names differ by wrappers' prefixes.
-
-    Args:
-        call: the function that was called.
-        found: a result of `unwrapped_names`.
-    """
-    if found:
-        mine, theirs = next(iter(found.items()))
-        warnings.warn(
-            explain(
-                f"{call}: {len(found)} names differ by what wrappers add: {theirs} is read as {mine}",
-                "torch.compile, checkpoint_wrapper and DistributedDataParallel put an attribute of theirs before names",
-                "nothing: names are those of the plain model in what is saved from now on",
-            ),
-            stacklevel=users_line(),
-        )
+    added = next((found for name in names if (found := _ADDED.search(name))), None)
+    if added is None:
+        return ""
+    return f";\n         names of the plain model: {{name.replace({added[0]!r}, '', 1): x for name, x in d.items()}}"

@@ -6,7 +6,7 @@ the state dict has names, else by their place in the groups.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -16,7 +16,7 @@ from .._errors import explain, kind_of
 from ..core.pipeline import init_transforms
 from ..core.state import State
 from ..core.state_entries import Entry, before, entries
-from ..core.wrapper_names import unwrapped_names, warn_of_other_names
+from ..core.wrapper_names import remedy
 from ..ranks.dtensor import as_local, in_full, is_distributed, mesh_of, of_this_rank
 from ..ranks.group import Group
 from .loading import ON_EACH_RANK, LoadedStates, Misfit, NoTensor, ToLoad, form_of, on_all_ranks, with_marks
@@ -61,7 +61,6 @@ class Loading:
         self.bad: list[tuple[str, str]] = []
         self.other_dtypes, self.of_other_ranks = 0, False
         self.by, self.taken = "name", list[int]()
-        self.renamed: dict[str, str] = {}
         self.told: dict[str, Any] = {}
         self.fits: list[tuple[Entry, Tensor]] = []
         self.pairs: list[tuple[Tensor, Tensor]] = []
@@ -78,7 +77,6 @@ class Loading:
         if bad := [(name, x) for name, x in counts[0].items() if any(of.get(name) != x for of in counts)]:
             told = [(name, ", ".join(f"{of.get(name)} on rank {i}" for i, of in enumerate(counts))) for name, _ in bad]
             raise Misfit(told, ON_EACH_RANK, "load_state_dict: ranks have state dicts of other steps")
-        warn_of_other_names("opt.load_state_dict(d)", self.renamed)
         self._fit_all()
         self._make_anew()
         return ToLoad(self.pairs, self.values, self.own_groups, LoadedStates(self.by, self.made_anew))
@@ -111,6 +109,7 @@ class Loading:
             return
         right = "a state dict of the same model and optimizer; of another chain zf.save(directory, opt), and\n"
         right += "         zf.load(directory, like=opt, strict=False), which makes anew what is missing"
+        right += remedy(name for name, _ in self.bad)
         if int(self.told.get(APART, 0)):
             right += ";\n         in the middle of a window zf.save(directory, opt) and zf.load(directory, like=opt),\n"
             right += "         or on each rank what that rank has saved, torch.save(opt.state_dict(), f'{rank}.pt');\n"
@@ -163,7 +162,6 @@ class Loading:
         at = {name: (i, key) for i, own in enumerate(names) for name, key in zip(own, keys[i], strict=True)}
         own = [path for of in mine for path in of]
         self.bad += [(name, "doubled: two parameters have this name") for name in at if every.count(name) > 1]
-        at = self._plainly_named(at, own)
         self.bad += [(path, "missing") for path in own if path not in at]
         self.bad += [(name, "unexpected") for name in at if name not in own]
         for i, of in enumerate(mine):
@@ -174,13 +172,6 @@ class Loading:
                 self.bad.append((f"param_groups/{i}", why))
             self.taken.append(groups[0] if groups else min(i, len(keys) - 1))
         return {path: at[path][1] for path in own if path in at}
-
-    def _plainly_named(self, given: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
-        """The same, by the names of the plain model: older files have what wrappers of modules added."""
-        renamed = unwrapped_names(given, own)
-        self.renamed |= renamed
-        others = {name: x for name, x in given.items() if name not in renamed.values()}
-        return others | {path: given[name] for path, name in renamed.items()}
 
     def _told(self) -> dict[str, Any]:
         """What is given of no leaf, by name."""
@@ -299,7 +290,6 @@ class Loading:
         if given is None:
             return
         own = self.names.params
-        given = self._plainly_named(given, own)
         self.bad += [(f"params/{path}", "missing") for path in own if path not in given]
         self.bad += [(f"params/{path}", "unexpected") for path in given if path not in own]
         for path in own.keys() & given.keys():

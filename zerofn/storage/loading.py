@@ -19,7 +19,6 @@ from ..core.state import State
 from ..core.state_entries import Entry, before, entries, rebuild
 from ..core.transform import Transform
 from ..core.uncompiled import kept_out_of_graphs
-from ..core.wrapper_names import warn_of_other_names
 from ..eager.optimizer import Optimizer
 from ..eager.param_groups import packed
 from ..pure.api import pipe_of
@@ -40,7 +39,6 @@ from .saving import (
     state_of,
     wait_for_all_ranks,
     warn_of_missing,
-    with_names_of,
     without_buffers,
 )
 
@@ -202,11 +200,10 @@ def _load(
     wait_for_all_ranks("zf.load(directory, like=state)", placement)
     group = checkpoint_group(placement)
     reading = _Reading(directory, like, opt, strict)
-    manifest = load_pieces(path, group, reading.choose, reading.renamed)
+    manifest = load_pieces(path, group, reading.choose)
     if copies_in(manifest) != placement.copies:
         reading.check_windows()
     reading.finish()
-    warn_of_other_names(f"zf.load({str(directory)!r}, ...)", reading.other_names)
     if pipe is None:
         state = rebuild(like, reading.value)
     else:
@@ -238,7 +235,6 @@ class _Reading:
         flat: by key, the memory to read into: `new` in one dimension if it is contiguous.
         manifest: of the checkpoint; set by `choose`, as `read` and `wholes`.
         read: the entries that are read.
-        other_names: by our name, the checkpoint's, if the two differ by a prefix that a wrapper of modules adds.
         wholes: entries whose elements the checkpoint has in another order: memory for the full tensor, and the order.
     """
 
@@ -248,7 +244,6 @@ class _Reading:
         self.buffers = [] if opt is None else buffers_of(opt._own.model)
         self.partial = PartialLoad(directory)
         self.manifest: dict[str, Any] = {}
-        self.other_names: dict[str, str] = {}
         self.read: list[Entry] = []
         self.wholes: list[tuple[Entry, Tensor, Any]] = []
         every = [*self.entries, *self.buffers]
@@ -258,11 +253,6 @@ class _Reading:
     def saved_entries(self) -> list[Entry]:
         """The entries to look for: a checkpoint of a state has no buffers."""
         return self.entries if self.manifest.get("buffers") is None else [*self.entries, *self.buffers]
-
-    def renamed(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """The manifest with our names, where its own differ by a prefix that a wrapper of modules adds."""
-        manifest, self.other_names = with_names_of([*self.entries, *self.buffers], manifest)
-        return manifest
 
     def choose(self, manifest: dict[str, Any]) -> dict[str, Any]:
         """The pieces to read, by their names in the checkpoint."""

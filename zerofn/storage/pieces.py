@@ -111,26 +111,23 @@ def _on_all_ranks(group: Group, step: Callable[[], T]) -> list[T]:
 
 
 Choose = Callable[[dict[str, Any]], dict[str, Piece]]
-Renamed = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def load_pieces(directory: Path, group: Group, choose: Choose, renamed: Renamed = lambda x: x) -> dict[str, Any]:
-    """Fill pieces from a checkpoint; every rank of `group` calls it. Returns the manifest, `renamed`.
+def load_pieces(directory: Path, group: Group, choose: Choose) -> dict[str, Any]:
+    """Fill pieces from a checkpoint; every rank of `group` calls it. Returns the manifest.
 
     Args:
         directory: of the checkpoint.
         group: the ranks that load.
         choose: takes the manifest and returns the pieces to write into, by name. Their number and ranges may differ
             from the saved ones. It raises if the checkpoint does not fit, before anything is read.
-        renamed: takes the manifest and returns it with the names that `choose` uses.
     """
     lock, found, pieces = Lock(), dict[str, Any](), dict[str, Piece]()
 
     def look() -> None:
         if directory.is_dir():
             lock.acquire(directory, exclusive=False)
-        # Data files have no names, so tensors may be called otherwise from here on.
-        found.update(renamed(_manifest.read(directory)))
+        found.update(_manifest.read(directory))
         _check_places(directory, found["tensors"])
         pieces.update(choose(found))
 

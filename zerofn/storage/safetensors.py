@@ -23,7 +23,7 @@ from ..core.state import State
 from ..core.state_entries import Entry, entries
 from ..core.transform import Transform
 from ..core.uncompiled import kept_out_of_graphs
-from ..core.wrapper_names import unwrapped_names, warn_of_other_names
+from ..core.wrapper_names import remedy
 from ..eager.optimizer import Optimizer
 from ..pure.api import pipe_of
 from ..ranks.backend import gather_objects
@@ -224,8 +224,7 @@ def load_safetensors(
     pipe = _loading_pipeline(state, opt, tx)
     wait_for_all_ranks("zf.load_safetensors(path, like)", state.layout.placement)
     buffers = {e.path: e for e in buffers_of(opt._own.model)} if opt else {}
-    leaves, others, renamed = _read_all(path, state, buffers, only, safe_open)
-    warn_of_other_names(f"zf.load_safetensors({os.fspath(path)!r}, ...)", renamed)
+    leaves, others = _read_all(path, state, buffers, only, safe_open)
     with torch.no_grad():
         leaves = {leaf.path: stored_part(pipe.road, leaves[leaf.path], leaf) for leaf in state.layout.leaves}
     new = _with_parameters(state, leaves, pipe)
@@ -246,8 +245,8 @@ def _with_parameters(state: State, leaves: dict[str, Tensor], pipe: Pipeline) ->
 
 def _read_all(
     path: Any, state: State, buffers: dict[str, Entry], only: Callable[[str], bool] | None, safe_open: Any
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, str]]:
-    """This rank's shards of the parameters by path, the file's buffers by name, and the other names of `_names`.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This rank's shards of the parameters by path, and the file's buffers by name.
 
     Raises:
         ValueError, OSError: on every rank, if one could not read.
@@ -255,13 +254,12 @@ def _read_all(
     wanted = {e.path: e for e in entries(state) if e.owner == "params"}
     leaves: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
-    renamed: dict[str, str] = {}
     failure: BaseException | None = None
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(file, "pt")) for file in _files(Path(path))]
             here = {name: file.get_slice(name) for file in files for name in file.keys() if only is None or only(name)}  # noqa: SIM118
-            names, renamed = _names(state, wanted, buffers, here, path)
+            names = _names(state, wanted, buffers, here, path)
             leaves = {p: _read(here[name], wanted[p]) for p, name in names.items() if p in wanted}
             others = {p: _read(here[name], buffers[p]) for p, name in names.items() if p in buffers}
     except (ValueError, OSError) as error:
@@ -270,7 +268,7 @@ def _read_all(
         # safetensors has an exception of its own.
         failure = OSError(f"{path} could not be read: {error}")
     raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
-    return leaves, others, renamed
+    return leaves, others
 
 
 def _loading_pipeline(state: State, opt: Optimizer | None, tx: Transform | None) -> Pipeline:
@@ -295,21 +293,19 @@ def _files(path: Path) -> list[Path]:
 
 def _names(
     state: State, wanted: dict[str, Entry], buffers: dict[str, Entry], here: dict[str, Any], path: Any
-) -> tuple[dict[str, str], dict[str, str]]:
-    """The name in the file of each leaf and each buffer, and the names that differ by a wrapper's prefix.
+) -> dict[str, str]:
+    """The name in the file of each leaf and each buffer.
 
     Raises:
         ValueError: tensors do not fit; all are named.
     """
     found, bad = {}, []
     leaf_of = dict(zip(state.layout.paths, state.layout.at, strict=True))
-    names = unwrapped_names(here, [*leaf_of, *buffers])
-    mine = {theirs: name for name, theirs in names.items()}
     for name in here:
-        if (leaf := leaf_of.get(mine.get(name, name))) is not None:
+        if (leaf := leaf_of.get(name)) is not None:
             found.setdefault(leaf, name)
-        elif mine.get(name, name) in buffers:
-            found[mine.get(name, name)] = name
+        elif name in buffers:
+            found[name] = name
         else:
             bad.append((name, "is in the file and not in the model"))
     for p, e in [*wanted.items(), *buffers.items()]:
@@ -324,8 +320,9 @@ def _names(
             bad.append((name, f"is of {dtype} in the file, whole numbers that another program knows how to read"))
     if bad:
         right = "a file of this model: zf.export_safetensors, or safetensors.torch.save_model"
+        right += remedy(here)
         raise ValueError(bad_leaves(f"zf.load_safetensors({os.fspath(path)!r}): the file does not fit", bad, right))
-    return found, names
+    return found
 
 
 def _read(part: Any, e: Entry) -> Tensor:

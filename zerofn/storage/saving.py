@@ -23,7 +23,7 @@ from ..core.state import State
 from ..core.state_entries import Entry, before, entries
 from ..core.tree import flatten, tree_map
 from ..core.uncompiled import kept_out_of_graphs
-from ..core.wrapper_names import modules_of, saved_buffers, unwrapped_names
+from ..core.wrapper_names import modules_of, saved_buffers
 from ..eager.optimizer import Optimizer
 from ..eager.param_groups import packed
 from ..ranks.backend import gather_objects, world
@@ -355,30 +355,6 @@ def name_to_read(e: Entry, manifest: dict[str, Any], placement: Placement) -> st
         return e.key
     # With another number of copies the first one: the sums of a closed window are not used.
     return saved_name(e, placement.copy if copies_in(manifest) == placement.copies else 0)
-
-
-def with_names_of(wanted: list[Entry], manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The manifest with the names of `wanted` where its own differ by a prefix that wrappers of modules add; and these.
-
-    Older checkpoints have such prefixes, and so has one of a tree that was a wrapped model's `state_dict()`.
-    """
-    given = dict.fromkeys([*map(_base_in(manifest), manifest["tensors"]), *manifest["values"]])
-    found = unwrapped_names(given, [e.key for e in wanted])
-    if not found:
-        return manifest, found
-    new = {theirs: mine for mine, theirs in found.items()}
-    base = _base_in(manifest)
-
-    def named(name: str) -> str:
-        return new.get(base(name), base(name)) + name[len(base(name)) :]
-
-    renamed = {part: {named(name): x for name, x in manifest[part].items()} for part in ("tensors", "values")}
-    buffers = manifest.get("buffers")
-    return {**manifest, **renamed, "buffers": None if buffers is None else list(map(named, buffers))}, found
-
-
-def _base_in(manifest: dict[str, Any]) -> Callable[[str], str]:
-    return lambda name: _base(name, manifest)
 
 
 def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str, str]]:
