@@ -255,7 +255,7 @@ def test_ranks_wait_for_each_other_where_the_user_communicates(after):
 
 
 def test_what_is_remembered_is_bounded():
-    habits = Habits(lambda kind: False, lambda: None)
+    habits = Habits((), lambda: None)
     for unit in range(3 * MOST_PASSES):
         habits.note((1, unit))
         for i in range(3 * LONGEST if unit % 2 else 5):

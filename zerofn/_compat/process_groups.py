@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -11,15 +12,16 @@ def open_groups(library: Any) -> list[Any]:
     return list(library._world.pg_map)
 
 
-def begun_on(pg: Any) -> int:
-    """How many collectives this rank has begun on a process group, which may have a backend for each of its devices.
+def begun_on(groups: Sequence[Any]) -> int:
+    """How many collectives this rank has begun on process groups, which may have a backend for each of their devices.
 
     Where a backend does not count them, a number that differs from all before: there may have been one.
     """
     found = 0
     try:
-        for device in pg._device_types:
-            found += pg._get_backend(device)._get_sequence_number_for_group()
+        for pg in groups:
+            for device in pg._device_types:
+                found += pg._get_backend(device)._get_sequence_number_for_group()
         return found
     except RuntimeError:
         return time.monotonic_ns()

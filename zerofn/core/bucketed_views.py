@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .._errors import explain
 from .._profiler_ranges import VIEW, ranged
-from ..kernels.recording import recorded
+from ..kernels.recording import only_compiled, recorded
 from ..ranks.group import Group
 from .layout import Leaf, Leaves, Placement, rows_between
 from .spec import Spec
@@ -31,6 +31,10 @@ from .view import (
     summable,
     summed_in,
 )
+
+if TYPE_CHECKING:
+    from .context import Context
+    from .transform import TransformState
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions apply views to many leaves at once. They pack leaves into buckets and make one collective per bucket.
@@ -263,6 +267,13 @@ class Road:
         views = {p: v for p, v in self.composed(stages, self.dtypes.gradient).items() if v.leaf.trainable}
         missing = {p: stored[p].new_zeros(self.grad_shape(v.leaf)) for p, v in views.items() if grads.get(p) is None}
         return {p: v.transposed(missing[p] if p in missing else grads[p], None) for p, v in views.items()}
+
+    def reduced_late(
+        self, view: View, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
+    ) -> tuple[Leaves, TransformState]:
+        """The update half of a reduction that runs once for each window: gradients through the transpose of `view`."""
+        together = not ctx.recorded or only_compiled(grads.values())
+        return (self.pull if together else self.pull_recorded)((view,), grads, params), state
 
     def see(
         self, stages: tuple[View, ...], leaves: Leaves, which: Sequence[Leaf] | None = None, into: Leaves | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -241,21 +241,38 @@ class Context:
         """`read` of each of these numbers, by path."""
         return dict(zip(xs, map(number if self.recorded else Tensor.item, xs.values()), strict=True))
 
-    def put_each(self, operation: str, olds: Leaves, given: Any) -> Leaves:
+    def put_each(self, operation: str, olds: Leaves, given: Any, begun: Mapping[str, Any] | None = None) -> Leaves:
         """`put` of each leaf, by path, in the memory of the old ones if that is donated: one call for all of them.
 
         Args:
             operation: the name of one of torch's that knows lists of tensors, such as `"add"`.
             olds: the first arguments, which the results replace.
             given: its second argument for all of them, a number; or by path, a tensor for each.
+            begun: by path, whether there is a first argument; where not, the result is the second. From `read_each`.
         """
         several = isinstance(given, Mapping)
+        if begun is not None and len([path for path in olds if begun[path] is True]) < len(olds):
+            return self._put_where(operation, olds, given, begun)
         if not olds or self.recorded or not self.donate:
             op = getattr(torch, operation)
             return {path: self.put(op, x, given[path] if several else given) for path, x in olds.items()}
         self.written.add(self.prefix)
         foreach(f"{operation}_", list(olds.values()), list(map(given.__getitem__, olds)) if several else given)
         return dict(olds)
+
+    def _put_where(self, operation: str, olds: Leaves, given: Leaves, begun: Mapping[str, Any]) -> Leaves:
+        """`put_each` where some of the first arguments are not there, or Python cannot read whether they are."""
+        found = self.put_each(operation, {path: x for path, x in olds.items() if begun[path] is not False}, given)
+        for path, old in olds.items():
+            if begun[path] is False:
+                found[path] = self.copied(old, given[path])
+            elif begun[path] is not True:
+                found[path] = torch.where(begun[path].to(old.device), found[path], self.copied(old, given[path]))
+        return {path: found[path] for path in olds}
+
+    def marked(self, flags: Leaves, paths: Collection[str], known: Mapping[str, Any]) -> Leaves:
+        """0-d flags, by path, with those of these paths true; one that is `known` to be true stays the same tensor."""
+        return {p: torch.ones_like(x) if p in paths and known[p] is not True else x for p, x in flags.items()}
 
     def on_host(self, *numbers: Tensor) -> tuple[Tensor, ...]:
         """0-d tensors of one dtype in host memory, for `check` and `agreed`; copied together, so that a GPU waits once.

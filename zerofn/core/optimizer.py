@@ -551,7 +551,9 @@ def _listed(group: list[str], count: Any, given: Given) -> LeafList:
     for name, x in {"": params, **slots}.items():
         column: list[Any] = list(map(x.__getitem__, group))
         columns[name] = column if ctx.donate else list(map(Tensor.clone, column))
-    offsets = [ctx.offsets.get(p, 0) for p in group] if ctx.offsets else [0] * len(group)
+    offsets: list[Any] = [0] * len(group)
+    if ctx.offsets:
+        offsets = list(map(ctx.offsets.get, group, offsets))
     gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
     # Norms are requested of tensors: one that a member of a group has changed is another.
     asked = ctx.norms.requests if ctx.norms is not None else {}

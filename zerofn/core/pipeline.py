@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of
-from ..kernels.recording import only_compiled
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from .bucketed_views import Road, check_axes, groups_of, on_ranks
@@ -349,11 +348,7 @@ def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
 def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:
     """The update half for a view whose transpose runs once per window, before the part's own update half."""
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        together = not ctx.recorded or only_compiled(grads.values())
-        pull = pipe.road.pull if together else pipe.road.pull_recorded
-        return pull((view,), grads, params), state
-
+    update = partial(pipe.road.reduced_late, view)
     return replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
 
 

@@ -221,7 +221,7 @@ def select(pred: bool | Tensor, new: Any, old: Any) -> Any:
     news, spec = flatten(new)
     olds, _ = flatten(old)
     pairs = zip(news, olds, strict=True)
-    return unflatten(spec, [torch.where(pred, n, o) if isinstance(n, Tensor) else n for n, o in pairs])
+    return unflatten(spec, [torch.where(pred.to(n.device), n, o) if isinstance(n, Tensor) else n for n, o in pairs])
 
 
 def clone(tree: Tree) -> Tree:

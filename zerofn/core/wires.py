@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
-from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.packing import divided_by_ranks, flagged, flat_to_sum, row_of, rows_to_sum, wholes_of
+from ..kernels.packing import (
+    divided_by_ranks,
+    flagged,
+    flat_to_sum,
+    remembered_by_shape,
+    row_of,
+    rows_to_sum,
+    wholes_of,
+)
 from ..ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
 from ..ranks.differentiable import check_batch
 from ..ranks.group import Group
@@ -42,12 +48,10 @@ class Cuts(NamedTuple):
     spans: list[tuple[int, int]]
 
 
+# Every step asks several times for the cuts of leaves that travel together.
+@remembered_by_shape
 def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int) -> Cuts:
     return Cuts([width(x, size) for x in shapes], [prod(x) for x in shapes], [span(x, rank, size) for x in shapes])
-
-
-# Remembered, since every step asks several times for the cuts of leaves that travel together.
-_known_cuts, _SHAPE = cache(_cuts), attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,7 @@ class Sharding:
         return replace(self, group=group, reduce_dtype=reduce_dtype)
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
-        return self._cut((leaf,)).spans[0]
-
-    def _cut(self, leaves: Sequence[Leaf]) -> Cuts:
-        if torch.compiler.is_compiling():
-            # The compiler would guard on the cache.
-            return _cuts(tuple([leaf.shape for leaf in leaves]), self.group.rank, self.group.size)
-        return _known_cuts(tuple(map(_SHAPE, leaves)), self.group.rank, self.group.size)
+        return _cuts((leaf,), self.group.rank, self.group.size).spans[0]
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
         low, high = self.span(leaf)
@@ -106,7 +104,7 @@ class Sharding:
             async_op: whether to return before the rows of other ranks have arrived.
         """
         # Each rank's row has its range of every leaf, so a leaf is a block of columns over all rows.
-        tail, widths = parts[0].shape[1:], self._cut(leaves).widths
+        tail, widths = parts[0].shape[1:], _cuts(leaves, self.group.rank, self.group.size).widths
         rank, size, each = self.group.rank, self.group.size, sum(widths)
         every = parts[0].new_empty((size * each, *tail))
         mine = row_of(parts, widths, every[rank * each : (rank + 1) * each])
@@ -120,7 +118,7 @@ class Sharding:
             leaves: what is in them.
             into: flat tensors to write into; new ones by default.
         """
-        widths, numels, _ = self._cut(leaves)
+        widths, numels, _ = _cuts(leaves, self.group.rank, self.group.size)
         return wholes_of(rows, widths, numels, into)
 
     def pack(
@@ -135,7 +133,7 @@ class Sharding:
 
         A leaf without a gradient is sent as zeros. One flag per leaf tells whether any rank has a gradient.
         """
-        widths, full, _ = self._cut(leaves)
+        widths, full, _ = _cuts(leaves, self.group.rank, self.group.size)
         return rows_to_sum(grads, widths, full, self.group.size, dtype, device)
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
@@ -147,7 +145,7 @@ class Sharding:
         self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int], given: Sequence[bool] = ()
     ) -> list[Tensor | None]:
         """This rank's shard of every gradient; `None` if no rank had one."""
-        widths, _, spans = self._cut(leaves)
+        widths, _, spans = _cuts(leaves, self.group.rank, self.group.size)
         *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
         used = flagged(flags, given)
         return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, used, strict=True)]

@@ -489,8 +489,9 @@ class Attachment:
             metrics = self._update(grads, weight, rates, numbers) if early is None else self._finish(early, grads)
             # The others are copies already. This one is an entry of the state, into which `load_state_dict` writes.
             metrics["step"] = metrics["step"].detach().clone()
-            if home.refreshes and (home.reads or bool(metrics["updated"])):
-                home.refresh()
+            if home.refreshing and (home.reads or bool(metrics["updated"])):
+                for refresh in home.refreshing:
+                    refresh()
             if self.groups.scheduled:
                 self.groups.show(metrics)
             return metrics

@@ -301,7 +301,8 @@ class MicroStep(OwnGradients):
             return self.agreement.numbers(grads, marks)
 
         rows = units.rests.at_step(told)
-        self.hooks.release()
+        if self.hooks.held or units.rounds.partial:
+            self.hooks.release()
         return rows, marks, grads
 
     def _reduced(self, stream: Stream, marks: dict[str, int]) -> Leaves:

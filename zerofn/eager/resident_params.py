@@ -302,6 +302,9 @@ class OwnGradients:
 
     # What follows concerns gradients that have left `p.grad`: here none has.
 
+    def used(self) -> None:
+        """A step has used the gradients that it was given."""
+
     def accumulated(self) -> None:
         """The gradients in `p.grad` are cleared: a sum has them, or they were used and are dropped."""
 
@@ -425,8 +428,8 @@ class ResidentParams:
         self.alone = False
         # Whether gradients leave `p.grad` during backward to be reduced.
         self.reduces = False
-        # Whether a step has something to write again into the model's parameters.
-        self.refreshes = True
+        # What writes the stored values into the model's parameters again, after a step or a load.
+        self.refreshing: list[Callable[[], object]] = []
         self.existing = ExistingGradients(pipe, params)
 
     def install(self) -> None:
@@ -447,8 +450,17 @@ class ResidentParams:
         self.hook(self)
         self.alone = self.channels.control is None and not self.stored_params.leaves
         self.reduces = self.channels.more is not None
-        gathered = self.units is not None or self.fully_sharded is not None
-        self.refreshes = gathered or self.in_backward is not None or bool(self.stored_params.buckets)
+        if self.in_backward is not None:
+            # Of a step under way when a state was loaded nothing is left in what is stored.
+            self.refreshing.append(self.in_backward.forget)
+        if self.units is not None:
+            self.refreshing.append(self.units.gathered.renew)
+        if self.fully_sharded is not None:
+            self.refreshing.append(self.fully_sharded.reshard)
+        if self.stored_params.buckets:
+            self.refreshing.append(self.stored_params.refresh)
+            if self.wholes is not None:
+                self.refreshing.append(self.wholes.note)
         if not self.pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()
@@ -491,17 +503,8 @@ class ResidentParams:
 
     def refresh(self) -> None:
         """Write the stored values into the model's parameters."""
-        if self.in_backward is not None:
-            # Of a step under way when a state was loaded nothing is left in what is stored.
-            self.in_backward.forget()
-        if self.units is not None:
-            self.units.gathered.renew()
-        if self.fully_sharded is not None:
-            self.fully_sharded.reshard()
-        if self.stored_params.buckets:
-            self.stored_params.refresh()
-            if self.wholes is not None:
-                self.wholes.note()
+        for refresh in self.refreshing:
+            refresh()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

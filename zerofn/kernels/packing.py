@@ -6,7 +6,10 @@ while packing takes no pass of its own, and a sum in 16 bits does not overflow w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +21,30 @@ from .._compat.tensors import foreach_copy_
 # of leaves. There `torch.cat` packs them. The numbers are the same.
 #
 # For the mean over ranks gradients are divided *before* they are summed, so that a sum in fp16 does not overflow.
+
+
+T = TypeVar("T")
+_SHAPE = attrgetter("shape")
+
+
+def remembered_by_shape(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, of a tuple of shapes and of what else, as one of leaves, whose results are cached.
+
+    A graph computes them, since the compiler would guard on the cache.
+
+    Examples:
+        >>> elements = remembered_by_shape(lambda shapes, size: [shape.numel() * size for shape in shapes])
+        >>> elements([torch.ones(2, 3), torch.ones(4)], 10)
+        [60, 40]
+    """
+    known = cache(function)
+
+    def call(leaves: Sequence[Any], *more: Any) -> T:
+        if torch.compiler.is_compiling():
+            return function(tuple([leaf.shape for leaf in leaves]), *more)
+        return known(tuple(map(_SHAPE, leaves)), *more)
+
+    return call
 
 
 def row_of(parts: Sequence[Tensor], widths: Sequence[int], into: Tensor) -> Tensor:

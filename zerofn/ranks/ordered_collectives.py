@@ -31,9 +31,8 @@ joins others' collectives until all ranks have come to the same meeting. If one 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +79,7 @@ class Habits:
     """What this rank has asked for, and what it expects.
 
     Args:
-        by_itself: whether a collective of this kind is exchanged each time.
+        by_themselves: the kinds of collectives that are exchanged each time.
         kind_of_pass: tells passes apart that begin with the same collective, and go on in different ways.
 
     Attributes:
@@ -89,8 +88,8 @@ class Habits:
         loud: the places where a rest is a message in any case.
     """
 
-    def __init__(self, by_itself: Callable[[int], bool], kind_of_pass: Callable[[], Hashable]):
-        self.by_itself, self.kind_of_pass = by_itself, kind_of_pass
+    def __init__(self, by_themselves: Collection[int], kind_of_pass: Callable[[], Hashable]):
+        self.by_themselves, self.kind_of_pass = by_themselves, kind_of_pass
         self.known: OrderedDict[Hashable, Pass] = OrderedDict()
         # The first collective of the pass, and its kind; `None` between passes.
         self.start: Hashable = None
@@ -128,22 +127,17 @@ class Habits:
         self.done.clear()
         self.ahead.clear()
 
-    def promise(self, over_rests: bool) -> list[Asked]:
-        """What this rank can promise: up to the next rest, or over those that need no message."""
-        loud = self.loud if over_rests else (CALL, BACKWARD)
-        said = lambda asked: self.by_itself(asked[0]) or (asked[0] == REST and asked[1] in loud)  # noqa: E731
-        return list(takewhile(lambda asked: not said(asked), self.ahead))
-
-    def digests(self) -> tuple[int, int]:
-        """The digest of what this rank can promise up to the next rest, and of all of it if it trusts."""
-        if not self.ahead:
-            return NOTHING, NOTHING
-        return _digest(self.promise(False)), _digest(self.promise(True)) if self.trusts else NOTHING
-
-
-def _digest(promise: list[Asked]) -> int:
-    # Hashes of numbers are the same in every process.
-    return hash(tuple(promise)) if promise else NOTHING
+    def promises(self) -> tuple[tuple[Asked, ...], tuple[Asked, ...]]:
+        """What this rank can promise: up to the next rest; and if it trusts, over those that need no message."""
+        found: list[Asked] = []
+        rest: int | None = None
+        for kind, unit in self.ahead:
+            if kind in self.by_themselves or (kind == REST and unit in self.loud):
+                break
+            if kind == REST and unit != STEP and rest is None:
+                rest = len(found)
+            found.append((kind, unit))
+        return tuple(found[:rest]), tuple(found) if self.trusts else ()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -175,7 +169,7 @@ class Rounds:
         early: `early(kind, unit)` may begin the promised collective that comes next before this rank asks for it, and
             returns whether it did.
         in_turn: brings what is promised into the order in which it is run.
-        by_itself: whether a collective of this kind is never promised.
+        by_themselves: the kinds of collectives that are never promised.
         kind_of_pass: tells passes apart that begin with the same collective.
         others: how many collectives were begun that are not of this model.
     """
@@ -186,12 +180,12 @@ class Rounds:
         join: Callable[[int, int], Callable[[], object]],
         early: Callable[[int, int], bool] = lambda kind, unit: False,
         in_turn: Callable[[Iterable[Asked]], Iterable[Asked]] = lambda promise: promise,
-        by_itself: Callable[[int], bool] = lambda kind: False,
+        by_themselves: Collection[int] = (),
         kind_of_pass: Callable[[], Hashable] = lambda: None,
         others: Callable[[], int] = lambda: 0,
     ):
         self.control, self.join, self.early, self.in_turn, self.others = control, join, early, in_turn, others
-        self.habits = Habits(by_itself, kind_of_pass)
+        self.habits = Habits(by_themselves, kind_of_pass)
         # Whether all ranks asked for the same collective in the last exchange.
         self.together = True
         # What all ranks do next, in this order. A collective that raises before it is sent stays: others wait for it.
@@ -361,7 +355,9 @@ class Rounds:
         """Exchange the ranks' requests, with digests of what each expects next, and numbers at a rest."""
         if self.cut:
             raise cut_short()
-        mine = [kind, unit, *self.habits.digests(), *numbers]
+        promises = self.habits.promises()
+        # Hashes of numbers are the same in every process.
+        mine = [kind, unit, *[hash(one) if one else NOTHING for one in promises], *numbers]
         sent = torch.tensor(mine + [NOTHING] * (WIDTH - len(mine)), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(WIDTH * self.control.size)
         try:
@@ -388,7 +384,7 @@ class Rounds:
                 meeting[i] = u
         promise: Iterable[Asked] = ()
         if together and any(alike):
-            promise = self.in_turn(self.habits.promise(over_rests=alike[1]))
+            promise = self.in_turn(promises[alike[1]])
         return Exchanged(sorted(asked), resting, meeting, promise)
 
 

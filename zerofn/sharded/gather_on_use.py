@@ -116,7 +116,12 @@ class GatheredUnits:
 
     def drop(self, keep: int = 0) -> None:
         """Free the least recently used units until `keep` are left, counting those that are being prefetched."""
-        self.look_again()
+        if self.forward_writes.freed:
+            self.forward_writes.look_again()
+        if not keep and not self.forward_writes.given:
+            # Forward has been given none of them, so nothing was written.
+            self.live.clear()
+            self.seen.clear()
         while len(self.live) > max(0, keep - len(self.coming)):
             self.free_unit(next(iter(self.live)))
         if self.coming and not keep:
@@ -292,7 +297,7 @@ class UnitRounds:
             lambda kind, i: this()._join(kind, i),  # type: ignore[union-attr]
             lambda kind, i: this()._begin_early(kind, i),  # type: ignore[union-attr]
             gathers_first,
-            lambda kind: sums_by_themselves and kind == GRADIENTS,
+            (GRADIENTS,) if sums_by_themselves else (),
             lambda: this()._kind_of_pass(),  # type: ignore[union-attr]
             lambda: collectives_begun(control.pg, gathers.pg),
         )

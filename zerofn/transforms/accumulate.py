@@ -22,8 +22,10 @@ from ..extend import (
     check_count,
     check_flag,
     counter,
+    may,
     no_weight,
     over_leaves,
+    select,
     times,
     transform,
     weight_of,
@@ -116,21 +118,17 @@ class _Window:
         addends: Leaves = grads
         if self.weighted:
             addends = over_leaves(lambda so_far, g: _weighed(g.to(so_far.dtype), weight), sums, grads)
-        sums = _plus(sums, addends, begun, ctx)
-        # Whether the window has a gradient of a leaf, this one included.
-        seen = {p: torch.ones_like(x) if p in grads and begun[p] is not True else x for p, x in state["seen"].items()}
-        if due is False:
+        # The first gradient of a window overwrites the sum of the one before.
+        sums = ctx.put_each("add", sums, addends, begun)
+        seen = ctx.marked(state["seen"], sums, begun)
+        if not may(due):
             return grads, {"sum": sums, "seen": seen}
-        held = {p: sums.get(p, x) for p, x in state["sum"].items() if p in sums or begun[p] is not False}
+        held = {p: x for p, x in (state["sum"] | sums).items() if p in sums or may(begun[p])}
         out = ctx.put_each("div", held, total)
-        # Setting `seen` to false closes the window, so the buffer need not be zeroed.
-        none = {p: torch.zeros_like(x) for p, x in seen.items()}
-        if due is not True:
-            held = {p: where(due, out[p], x) for p, x in held.items()}
-            none = {p: where(due, x, seen[p]) for p, x in none.items()}
         # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and without
-        # `donate`.
-        return out, {"sum": out if due is True else held, "seen": none}
+        # `donate`. Setting `seen` to false closes the window, so the buffer need not be zeroed.
+        closed = {"sum": out, "seen": {p: torch.zeros_like(x) for p, x in seen.items()}}
+        return out, select(due, closed, {"sum": held, "seen": seen})
 
 
 def _through(spec: Spec) -> Spec:
@@ -140,19 +138,6 @@ def _through(spec: Spec) -> Spec:
 def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
     """fp32 for weighted fp16, which may overflow where `scale_loss` no longer looks for it."""
     return torch.float32 if weighted and grad.dtype == torch.float16 else grad.dtype
-
-
-def _plus(sums: Leaves, grads: Leaves, begun: dict[str, Any], ctx: Context) -> Leaves:
-    """`sum + gradient` of each leaf in the dtype of the sum; the first gradient of a window overwrites."""
-    if len([p for p in sums if begun[p] is True]) == len(sums):
-        return ctx.put_each("add", sums, grads)
-    first = [p for p in sums if begun[p] is False]
-    found = ctx.put_each("add", {p: x for p, x in sums.items() if begun[p] is not False}, grads)
-    found |= {p: ctx.copied(sums[p], grads[p]) for p in first}
-    # Where Python cannot read whether it has begun, in a graph and in a batch, both are computed.
-    unread = [p for p in found if not isinstance(begun[p], bool)]
-    found |= {p: where(begun[p], found[p], ctx.copied(sums[p], grads[p])) for p in unread}
-    return {p: found[p] for p in sums}
 
 
 def _weighed(g: Tensor, weight: Any) -> Tensor:
