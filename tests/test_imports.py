@@ -328,6 +328,7 @@ INSIDE_OF_CONTRIB = {
     "contrib.profile": {
         "_compat.autograd": "private names of torch: where a backward is, and its end",
         "_compat.functorch": "private names of torch: whether torch.func has wrapped a tensor",
+        "core.html": "the look of the package's tables in notebooks",
         "storage.tables": "the look of the package's tables as text",
     },
     "contrib.unroll": {"_compat.functorch": "private names of torch: the levels of torch.func"},

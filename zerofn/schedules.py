@@ -15,6 +15,9 @@ from torch import Tensor
 
 from ._errors import explain
 from .core.arguments import TINY, check_count, check_number, plain
+from .core.html import curve
+
+SHOWN = 100  # steps in the plot of a schedule without an end
 
 
 def _call(name: str, **given: Any) -> str:
@@ -41,8 +44,19 @@ class _Schedule:
     def __repr__(self) -> str:
         return f"schedules.{self.written}"
 
+    @property
+    def length(self) -> int:
+        """The number of steps after which the rate no longer changes."""
+        return SHOWN
+
     def __call__(self, step: Any) -> Any:
         raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        """A curve, up to a tenth beyond `length`."""
+        steps = self.length + max(1, self.length // 10)
+        values = [float(self(i)) for i in range(0, steps, max(1, steps // 320))]
+        return curve(values, f"{self!r}, {steps} steps")
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,6 +79,10 @@ class Linear(_Schedule):
     steps: int
     function = "linear"
 
+    @property
+    def length(self) -> int:
+        return self.steps
+
     def __call__(self, step: Any) -> Any:
         return self.start + (self.end - self.start) * _ramp(step, self.steps)
 
@@ -77,6 +95,10 @@ class Cosine(_Schedule):
     steps: int
     end: float = 0.0
     function = "cosine"
+
+    @property
+    def length(self) -> int:
+        return self.steps
 
     def __call__(self, step: Any) -> Any:
         x = math.pi * _ramp(step, self.steps)
@@ -92,6 +114,10 @@ class Piecewise(_Schedule):
     boundary: int
     after: Any
     function = "Piecewise"
+
+    @property
+    def length(self) -> int:
+        return self.boundary + getattr(self.after, "length", SHOWN)
 
     def __call__(self, step: Any) -> Any:
         if isinstance(step, Tensor):
@@ -111,6 +137,10 @@ class Step(_Schedule):
     gamma: float
     function = "step"
 
+    @property
+    def length(self) -> int:
+        return 5 * self.every
+
     def __call__(self, step: Any) -> Any:
         past = step // self.every
         return self.value * self.gamma ** (past.double() if isinstance(past, Tensor) else past)
@@ -123,6 +153,11 @@ class LayerKeep(_Schedule):
     theta: float
     gamma: float
     function = "layer_keep"
+
+    @property
+    def length(self) -> int:
+        """The number of steps after which less than a hundredth of the change is left."""
+        return math.ceil(math.log(100.0) / self.gamma) if self.gamma else SHOWN
 
     def __call__(self, step: Any, depth: float = 1.0) -> Any:
         faded = torch.exp(-self.gamma * step.double()) if isinstance(step, Tensor) else math.exp(-self.gamma * step)

@@ -168,7 +168,7 @@ def test_a_held_step_leaves_the_optimizer_alone():
     assert "params" not in held.read
     assert applied.written["adamw"] == pytest.approx(8 * n, rel=0.01)
     assert profile.mean.read["params"] == 2 * n
-    with pytest.raises(KeyError, match="adamw"):
+    with pytest.raises(KeyError, match=r"read\['adamw'\].*\n.*'accumulate'"):
         held.read["adamw"]
 
 
@@ -373,6 +373,7 @@ def test_tables():
     opt = zf.attach(model, zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-3)))
     profile = zf.profile(opt, steps=[0, 2])
     assert repr(profile) == "zf.profile: no step measured yet (0 begun, [0, 2] are to be)"
+    assert "no step measured yet" in profile._repr_html_()
     for _ in range(3):
         with profile:
             train(model, opt, tokens)
@@ -383,6 +384,7 @@ def test_tables():
         line = next(line for line in text.splitlines() if line.startswith(f"  {name} "))
         assert line.split()[len(name.split())] == f"{count / 1e6:.2f}"
     assert "  adamw" in text
+    assert profile._repr_html_().count("<table>") == 3
     with zf.profile(opt, flops=False) as profile:
         model(tokens)
     assert "backward   did not run" in str(profile)
@@ -394,15 +396,15 @@ def test_what_did_not_run_or_was_not_asked_for():
     opt = zf.attach(model, zf.adamw(1e-3))
     with zf.profile(opt) as profile:
         model(tokens)
-    with pytest.raises(KeyError, match="backward"):
+    with pytest.raises(KeyError, match=r"seconds\['backward'\]\n.*what ran: 'forward', 'elsewhere'"):
         profile.mean.seconds["backward"]
-    with pytest.raises(KeyError, match="update"):
+    with pytest.raises(KeyError, match=r"flops\['update'\]"):
         profile.mean.flops["update"]
-    with pytest.raises(KeyError, match="all_gather"):
+    with pytest.raises(KeyError, match=r"sent\['all_gather'\]\n.*what ran: nothing"):
         profile.mean.sent["all_gather"]
     with zf.profile(opt, flops=False) as profile:
         train(model, opt, tokens)
-    with pytest.raises(KeyError, match="forward"):
+    with pytest.raises(KeyError, match=r"flops=False\n.*zf.profile\(target\)"):
         profile.mean.flops["forward"]
     assert math.fsum(profile.mean.seconds.values()) > 0
 

@@ -1,8 +1,9 @@
-"""How chains and schedules are shown: as one would write them."""
+"""How chains, schedules and states are shown: as one would write them, and in a notebook as small pictures."""
 
 from __future__ import annotations
 
 import pickle
+from html.parser import HTMLParser
 
 import public_names
 import pytest
@@ -14,6 +15,28 @@ import zerofn as zf
 from zerofn import schedules
 
 NAMES = {**public_names.NAMES, "torch": torch, "schedules": schedules}
+
+
+class Shape(HTMLParser):
+    """Tags that were opened and not closed, and all text."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
 
 
 @settings(max_examples=40)
@@ -67,3 +90,35 @@ def test_schedules_print_as_one_would_write_them(name):
     assert again == schedule and repr(again) == repr(schedule)
     assert pickle.loads(pickle.dumps(schedule)) == schedule
     assert "0000000" not in repr(schedule)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_a_curve(name):
+    html = SCHEDULES[name]._repr_html_()
+    shape = Shape(html)
+    assert not shape.open and "<polyline" in html
+    values = [SCHEDULES[name](i) for i in range(SCHEDULES[name].length + 1)]
+    assert f"{max(values):.4g}" in shape.text
+
+
+def test_a_chain_is_a_road():
+    shape = Shape(zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.adamw(1e-3))._repr_html_())
+    assert not shape.open
+    assert shape.text == "model→shard→clip_by_global_norm→adamw→state"
+
+
+def test_what_is_shown_is_text_and_no_markup():
+    tx = zf.sgd(0.1).named("<b>")
+    shape = Shape(zf.chain(tx)._repr_html_())
+    assert "<b>" in shape.text and "b" not in shape.open
+
+
+def test_states_and_tables_show_their_bytes_as_bars():
+    tx = zf.adamw(1e-3)
+    state = zf.init(tx, {"w": torch.zeros(1000)})
+    for shown in (state, zf.describe(state), zf.plan(tx, {"w": torch.zeros(1000)})):
+        html = shown._repr_html_()
+        shape = Shape(html)
+        assert not shape.open and "adamw" in shape.text and "params" in shape.text
+        # Two moments and the counters, beside the parameters: the longest bar has 200 points.
+        assert "width:200px" in html and "width:100px" in html

@@ -22,14 +22,41 @@ from zerofn.extend import check_flag, explain, kind_of, listener, listening
 # These have no public name: wrappers of torch's private names, and the layout of tables.
 from .._compat.autograd import at_end_of_backward, in_backward
 from .._compat.functorch import is_wrapped
+from ..core.html import bars
 from ..storage.tables import align_columns, format_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Measured`: the numbers of a measured step, and their tables.
+# `Measured`: the numbers of a measured step, and their tables as text and HTML.
 
 
 PHASES = ("forward", "loss", "backward", "update", "collectives", "elsewhere")
 MAX_MODULES = 24  # lines of modules in a table
+
+
+class Absent(KeyError):
+    """The number was not measured."""
+
+    def __str__(self) -> str:
+        return self.args[0]  # a KeyError would show it quoted, on one line
+
+
+class ByName(dict):
+    """A dict of numbers by name; a missing name raises `Absent`, which says why."""
+
+    def __init__(self, numbers: Mapping[str, Any], what: str):
+        super().__init__(numbers)
+        self.what = what
+
+    def __missing__(self, name: str) -> Any:
+        if self.what == "flops" and not self:
+            why, right = "operations were not counted, because of flops=False", "zf.profile(target)"
+        else:
+            why = f"nothing of this name ran while measuring; what ran: {', '.join(map(repr, self)) or 'nothing'}"
+            right = "zf.profile around a step in which it runs; what ran and took nothing has 0"
+        raise Absent(explain(f"{self.what}[{name!r}]", why, right))
+
+    def __reduce__(self) -> Any:
+        return ByName, (dict(self), self.what)
 
 
 @dataclass(frozen=True)
@@ -56,6 +83,13 @@ class Measured:
     calls: Mapping[str, float]
     waited: Mapping[str, float]
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            if field.name == "flops":
+                given = {phase: ByName(counts, f"flops[{phase!r}]") for phase, counts in given.items()}
+            object.__setattr__(self, field.name, ByName(given, field.name))
+
 
 def mean_of(steps: Sequence[Measured]) -> Measured:
     """The mean over steps; what did not run in a step counts as zero for that step."""
@@ -72,31 +106,33 @@ def _mean(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(one.get(name, 0) for one in each) / len(each) for name in names}
 
 
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+Table = tuple[tuple[str, ...], list[tuple[str, ...]], list[float]]
 
 
 def _tables(m: Measured) -> list[Table]:
-    """The header and the rows of each table."""
+    """The header and rows of each table, and the length of each row's bar."""
     total = sum(m.seconds.values())
     shown = [(p, m.seconds.get(p)) for p in PHASES if p in m.seconds or p in ("forward", "backward", "update")]
     found: list[Table] = [
         (
             ("phase", "time", "share"),
             [(p, "did not run", "") if s is None else (p, _time(s), f"{s / total:.0%}") for p, s in shown],
+            [s or 0.0 for _, s in shown],
         )
     ]
     if m.flops:
         phases = [p for p in PHASES if p in m.flops]
-        rows = [(name or "all", *map(_count, counts)) for name, counts in _modules(m.flops, phases)]
-        found.append((("operations", *phases), rows))
+        counted = _modules(m.flops, phases)
+        rows = [(name or "all", *map(_count, counts)) for name, counts in counted]
+        found.append((("operations", *phases), rows, [sum(counts) for _, counts in counted]))
     owners = dict.fromkeys((*m.read, *m.transforms))
     if owners:
         moved = [[format_bytes(sizes.get(o, 0)) for sizes in (m.read, m.written)] for o in owners]
         rows = [(o, *sizes, _time(m.transforms.get(o))) for o, sizes in zip(owners, moved, strict=True)]
-        found.append((("states", "read", "written", "time"), rows))
+        found.append((("states", "read", "written", "time"), rows, [m.read.get(o, 0) for o in owners]))
     if m.calls:
         rows = [(o, _number(n), format_bytes(m.sent[o]), _time(m.waited[o])) for o, n in m.calls.items()]
-        found.append((("collectives", "calls", "sent", "waited"), rows))
+        found.append((("collectives", "calls", "sent", "waited"), rows, [m.sent[o] for o in m.calls]))
     return found
 
 
@@ -122,9 +158,18 @@ def _title(numbers: Sequence[int]) -> str:
 def lines_of(m: Measured, numbers: Sequence[int]) -> list[str]:
     """The tables as text."""
     lines = [_title(numbers)]
-    for head, rows in _tables(m):
+    for head, rows, _ in _tables(m):
         lines += align_columns([head, *((f"  {name}", *cells) for name, *cells in rows)], left=1)
     return lines
+
+
+def html_of(m: Measured, numbers: Sequence[int]) -> str:
+    """The tables as HTML: rows as in the text, with a bar for the first number."""
+    parts = []
+    for head, rows, sizes in _tables(m):
+        lines = [(row[0], " / ".join(c for c in row[1:] if c), x) for row, x in zip(rows, sizes, strict=True)]
+        parts.append(bars(lines, f"{head[0]}: {' / '.join(head[1:])}"))
+    return f"<p>{_title(numbers)}</p>{''.join(parts)}"
 
 
 def _time(seconds: float | None) -> str:
@@ -488,12 +533,15 @@ class Profile:
             return f"zf.profile: no step measured yet ({self.count} begun, {_planned(self.steps)} to be)"
         return "\n".join(lines_of(self.mean, list(self.measured)))
 
+    def _repr_html_(self) -> str:
+        return html_of(self.mean, list(self.measured)) if self.measured else f"<p>{self!r}</p>"
+
 
 def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None = None, flops: bool = True) -> Profile:
     """Measure training steps: operations by module, bytes of states, bytes sent, and seconds of each phase.
 
     For an attached model write `with profile:` around a step. A step of `zf.make_step` is called through the profile:
-    `state, metrics = profile(state, *batch)`. Print the profile for tables.
+    `state, metrics = profile(state, *batch)`. Print the profile for tables; in notebooks it shows as one.
     `profile.mean` has the numbers of an average step, `profile.measured[i]` those of step i. Each rank measures itself;
     all ranks must make the same calls. Results of the step do not change. On a GPU the host waits for the device at
     each end of a range.
@@ -525,7 +573,8 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
     `waited`         seconds that this rank waits for them. On a GPU, those in forward and update only.
     ===============  ================================================================================================
 
-    A number that was not measured, such as the seconds of a backward that did not run, is not there.
+    A number that was not measured, such as the seconds of a backward that did not run, raises a `KeyError` that says
+    why.
 
     Raises:
         TypeError: `target` is neither an attached optimizer nor a function.

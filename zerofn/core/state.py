@@ -421,6 +421,14 @@ class State:
             f"transforms={list(self.transforms)})"
         )
 
+    def _repr_html_(self) -> str:
+        # Imported in notebooks alone.
+        from .html import bars
+
+        kept = {"params": self.leaves, **self.transforms}
+        sizes = {name: sum(x.nbytes for x in flatten(tree)[0] if isinstance(x, Tensor)) for name, tree in kept.items()}
+        return bars([(name, f"{size:,} B", size) for name, size in sizes.items()], repr(self))
+
 
 # Of what `State.__reduce__` writes. `restored` reads this form, and those before it.
 FORM = 1

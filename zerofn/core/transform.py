@@ -224,6 +224,13 @@ class Transform:
                 del given[name]
         return given
 
+    def _repr_html_(self) -> str:
+        # Imported in notebooks alone.
+        from .html import road
+
+        parts = [(part.name, repr(part)) for part in self.members]
+        return road([("model", "what the model sees"), *parts, ("state", "what is stored")])
+
     def __reduce__(self):
         return _rebuild, (self.factory, dict(self.config), self.name, self.parts, self.base)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .._compat.tensors import NoNumbers, shape_only
 from .._errors import explain
+from ..core.html import bars, road
 from ..core.layout import (
     AxisPlacement,
     Leaf,
@@ -157,6 +158,11 @@ class StationsTable:
 
     def __repr__(self) -> str:
         return "\n".join(_station_lines(self))
+
+    def _repr_html_(self) -> str:
+        first = next((row.path for row in self.stations), None)
+        stops = [(r.transform, " ".join(_cells(r))) for r in self.stations if r.path == first]
+        return road(stops)
 
 
 def stations_table(pipe: Pipeline, world: int = 1) -> StationsTable:
@@ -344,6 +350,11 @@ class Table:
 
     def __repr__(self) -> str:
         return "\n".join([*_state_lines(self), *(() if self.road is None else ("", repr(self.road)))])
+
+    def _repr_html_(self) -> str:
+        rows = [(name, format_bytes(size), float(size)) for name, size in self.by_transform.items()]
+        road = "" if self.road is None else self.road._repr_html_()
+        return bars(rows, list(_state_lines(self))[-1]) + road
 
 
 def describe(state: State | Optimizer) -> Table:
