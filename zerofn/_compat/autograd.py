@@ -30,12 +30,14 @@ def has_hooks(p: Any) -> bool:
 
 def gradient_hooks(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
     """The hooks on a tensor's gradient, by number: the dict from which autograd calls them."""
-    return p._backward_hooks or {}  # type: ignore[return-value]
+    with torch.DisableTorchFunctionSubclass():
+        return p._backward_hooks or {}  # type: ignore[return-value]
 
 
 def hooks_after(p: Tensor) -> dict[int, Callable[[Tensor], Any]]:
     """The post-accumulate-grad hooks of a leaf, by number, as `gradient_hooks`."""
-    return p._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    with torch.DisableTorchFunctionSubclass():
+        return p._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
 
 
 def share_hooks(given: Any, to: Any) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._compat.autograd import gradient_hooks, hooks_after
+from .._compat.autograd import gradient_hooks, has_hooks, hooks_after
 from .._compat.functorch import uncompiled
 from .._compat.tensors import read_grad, write_grad
 from .._interrupts import interrupts_held
@@ -217,6 +217,11 @@ class GradientHooks:
 @torch.no_grad()
 def _with_hooks(p: Tensor, g: Tensor) -> None:
     """Add a gradient to `p.grad` with the hooks that autograd would run."""
+    if not has_hooks(p):
+        with torch.DisableTorchFunctionSubclass():
+            if read_grad(p) is None:
+                write_grad(p, g)
+                return
     for hook in list(gradient_hooks(p).values()):
         given = hook(g)
         g = g if given is None else given
