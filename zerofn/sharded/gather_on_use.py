@@ -536,7 +536,8 @@ class Rests:
         # What forward has written into a copy is looked for when the copy is freed.
         self.gathered.drop()
         self.rounds.unfinished.clear()
-        self.rounds.land()
+        if self.rounds.flying:
+            self.rounds.land()
         if self.rounds.late:
             self.rounds.accept_late()
         rows = self.rounds.rest(STEP, told)
