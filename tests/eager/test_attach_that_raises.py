@@ -47,7 +47,8 @@ def look(model: nn.Module) -> list[Any]:
 def failed(stage: str, error: str) -> list[Any]:
     """At the first state of the second leaf, on every rank."""
     model, seen = net(), []
-    model(X).sum().backward()
+    if "shard" not in stage:
+        model(X).sum().backward()
 
     def init(p: Tensor) -> Tensor:
         seen.append(p)
@@ -97,6 +98,26 @@ def test_first_states_that_raise(over_ranks):
                 assert any("are rounded to it: 0.weight, 0.bias, 1.weight, ..." in note for note in notes)
             else:
                 assert same and not notes, (stage, error, parts)
+
+
+def with_gradients(stage: str) -> list[Any]:
+    model = net()
+    model[0](X).sum().backward()
+    before = look(model)
+    try:
+        zf.attach(model, zf.chain(*STAGES[stage](), zf.sgd(0.1)))
+    except ValueError as error:
+        told = str(error)
+    same = look(model) == before
+    model.zero_grad()
+    zf.attach(model, zf.chain(*STAGES[stage](), zf.sgd(0.1))).detach()
+    return [told, same]
+
+
+def test_gradients_of_whole_parameters_are_refused_where_they_become_shards():
+    for told, same in zf.launch(with_gradients, 2, "shard, masters", timeout=limit()):
+        assert same and "model.zero_grad() before zf.attach" in told
+        assert "0.weight: has a gradient" in told and "0.bias: has" in told and "2.weight" not in told
 
 
 class AtLine:

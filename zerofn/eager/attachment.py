@@ -115,7 +115,6 @@ def give_up(home: ResidentParams, error: BaseException) -> None:
         _cast_back(home, error)
         home.hooked, home.first_stored = False, {}
     move_out(home.pipe, home.params, home.grad_dtypes)
-    home.existing.put_back()
 
 
 def _cast_back(home: ResidentParams, error: BaseException) -> None:

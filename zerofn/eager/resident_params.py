@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._compat.autograd import grad_mode_kept
 from .._compat.tensors import read_grad, write_grad
-from .._errors import explain
+from .._errors import bad_leaves, explain
 from .._interrupts import interrupts_held, take_back
 from ..core import rank_agreement
 from ..core.context import Context
@@ -193,50 +193,21 @@ def _write(state: State, leaves: Leaves) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `attach` makes first states on all ranks or on none. Gradients from before `attach` become shards of their mean.
+# `attach` makes first states on all ranks or on none.
 
 
-class ExistingGradients:
-    """Gradients that parameters had before they were attached and sharded.
-
-    If they stayed they would be full tensors beside shards, and a fused kernel reads them without an error. At the
-    other stages full gradients stay in `p.grad`, and are reduced with what is added to them.
-
-    Attributes:
-        grads: by path, taken out of the parameters.
-    """
-
-    def __init__(self, pipe: Pipeline, params: Leaves):
-        self.pipe, self.params = pipe, params
-        self.grads: Leaves = {}
-
-    def take(self) -> None:
-        """Take the gradients out of the parameters."""
-        pipe, params = self.pipe, self.params
-        if pipe.gathering is not None:
-            self.grads = {path: g.detach() for path, p in params.items() if (g := read_grad(p)) is not None}
-            for path in self.grads:
-                write_grad(params[path], None)
-
-    def shard(self, stored: Leaves) -> None:
-        """Give each parameter this rank's shard of the mean. All ranks call it, also those without gradients."""
-        road = self.pipe.road
-        mine = {leaf.path: self.grads[leaf.path] for leaf in self.pipe.layout.trainable if leaf.path in self.grads}
-        parts = road.pull(road.at_use, mine, stored)
-        for leaf in self.pipe.layout.trainable:
-            if leaf.path in parts:
-                write_grad(self.params[leaf.path], parts[leaf.path].to(road.resident_grad_dtype(leaf)))
-
-    def put_back(self) -> None:
-        """Put the gradients back, because the model was not attached."""
-        for path, g in self.grads.items():
-            write_grad(self.params[path], g)
+def refuse_gradients(params: Leaves) -> None:
+    """Refuse gradients from before `attach`, where parameters become shards: they would be whole beside shards."""
+    if bad := [
+        (path, "has a gradient of the whole parameter") for path, p in params.items() if read_grad(p) is not None
+    ]:
+        wrong = "zf.attach(model, tx) of parameters with gradients, which become shards"
+        right = "model.zero_grad() before zf.attach, and the backward behind it"
+        raise ValueError(bad_leaves(wrong, bad, right))
 
 
-def first_states(
-    pipe: Pipeline, stored: Leaves, control: Group | None, existing: ExistingGradients
-) -> dict[str, TransformState]:
-    """The first states of all transforms, by name. Existing gradients are sharded once all ranks have first states.
+def first_states(pipe: Pipeline, stored: Leaves, control: Group | None) -> dict[str, TransformState]:
+    """The first states of all transforms, by name.
 
     Ranks exchange one message, so that after an error on one rank no other rank keeps an attached model.
 
@@ -244,22 +215,16 @@ def first_states(
         Exception: what a transform raised on this rank.
         RuntimeError: on the others.
     """
-    any_grads = False
 
     def tell(failed: bool) -> list[int]:
-        nonlocal any_grads
         if control is None:
             return []
         from ..ranks.collectives import gather_numbers
 
-        rows = gather_numbers([int(failed), int(bool(existing.grads))], control)
-        any_grads = any(grads for _, grads in rows)
-        return [rank for rank, (other, _) in zip(control.ranks, rows, strict=True) if other]
+        rows = gather_numbers([int(failed)], control)
+        return [rank for rank, (other,) in zip(control.ranks, rows, strict=True) if other]
 
-    states = rank_agreement.first_states(pipe, stored, tell, "zf.attach(model, tx)")
-    if any_grads:
-        existing.shard(stored)
-    return states
+    return rank_agreement.first_states(pipe, stored, tell, "zf.attach(model, tx)")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -410,6 +375,8 @@ class ResidentParams:
         # Before parameters are changed: it refuses pipelines that cannot run in backward.
         self.in_backward = None if context is None else _in_backward(pipe, self.current, context)
         self.buffers = dtypes_of_buffers(model, pipe.dtypes)
+        if pipe.gathering is not None:
+            refuse_gradients(params)
         # With the views that read a state as they are: there is none yet.
         self.make = start(self.unread, params)
         self.channels = open_channels(pipe, gathers=fully_sharded is None)
@@ -430,19 +397,16 @@ class ResidentParams:
         self.reduces = False
         # What writes the stored values into the model's parameters again, after a step or a load.
         self.refreshing: list[Callable[[], object]] = []
-        self.existing = ExistingGradients(pipe, params)
 
     def install(self) -> None:
         """Give parameters their resident form, make the first state, and hook the model. `leaving` takes it back."""
         pipe = self.pipe
-        self.existing.take()
         self.first_stored = self.make()
-        states = first_states(pipe, self.first_stored, self.channels.control, self.existing)
+        states = first_states(pipe, self.first_stored, self.channels.control)
         self.current.state = first_state(pipe, self.first_stored, states)
         with _unfrozen(self, pipe.layout.trained):
             self._hook()
         self.hooked = True
-        self.existing.grads.clear()
         self.first_stored = {}
 
     def _hook(self) -> None:
