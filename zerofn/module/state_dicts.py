@@ -111,7 +111,9 @@ def hook_state_dicts(
 
                 state[prefix + name] = as_torchs(x)
 
-    def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, told: Any, *_: Any) -> None:
+        # With `assign=True` torch would put other parameters in. Their values are taken instead.
+        told.pop("assign_to_params_buffers", None)
         for name, leaf in {} if units.suspended else own.items():
             x = state.get(prefix + name)
             if not isinstance(x, Tensor) or type(x) is Opaque or x.shape != leaf.shape:
