@@ -31,9 +31,9 @@ if _TYPE_CHECKING:
     from .contrib.unroll import unroll as unroll
     from .core.arguments import floats as floats
     from .core.chain import chain as chain
-    from .core.chain import guest as guest
     from .core.chain import masked as masked
     from .core.chain import partition as partition
+    from .core.guest import guest as guest
     from .core.leafwise import leafwise as leafwise
     from .core.state import State as State
     from .core.transform import Transform as Transform
@@ -94,7 +94,7 @@ _LATER = {
     "record": "contrib.replay",
     "replay": "contrib.replay",
     "chain": "core.chain",
-    "guest": "core.chain",
+    "guest": "core.guest",
     "leafwise": "core.leafwise",
     "floats": "core.arguments",
     "masked": "core.chain",

@@ -128,10 +128,10 @@ def descent(grad, param, state, *, lr=0.1):
     return param - lr * state, state
 
 
-@zf.leafwise(init=lambda p: (p.clone(), {"m": torch.zeros_like(p)}), needs="element")
+@zf.leafwise(init=lambda p: {"p": p.clone(), "below": {"m": torch.zeros_like(p)}}, needs="element")
 def keeps_parameters(grad, param, state):
     # The parameter as it was is narrower than the state, which holds every number of it.
-    return grad + 0 * state[0].to(grad.dtype), (param.clone(), {"m": state[1]["m"] + grad})
+    return grad + 0 * state["p"].to(grad.dtype), {"p": param.clone(), "below": {"m": state["below"]["m"] + grad}}
 
 
 DTYPES = {

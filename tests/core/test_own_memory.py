@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -232,33 +231,6 @@ def test_first_states_share_no_memory():
         for x in zf.init(tx, {"a": torch.zeros(()), "b": torch.zeros(())}).transforms["mine"]["kept"].values()
     ]
     assert len({x.data_ptr() for x in (*found, one)}) == 5
-
-
-def test_neighbours_that_are_run_as_one_share_no_memory():
-    """Of two that are joined the fused one keeps what its neighbours would have kept."""
-
-    def halves(grads, state, params):
-        return {path: g / 2 for path, g in grads.items()}, state
-
-    half = Transform("half", needs="element", update_fn=lambda g, s, p, *_: halves(g, s, p))
-
-    def both(grads, state, params):
-        out, new = keeps_gradients(grads, state, params)
-        return halves(out, new, params)
-
-    def joined(rest):
-        return (mine(zeros_of, both), 1) if rest and rest[0].name == "half" else None
-
-    first = mine(zeros_of, keeps_gradients)
-    apart = attached(zf.chain(first, half, zf.sgd(lr=1.0)))
-    assert apart == attached(zf.chain(replace(first, joins=joined), half, zf.sgd(lr=1.0))) == -5
-
-
-def test_what_is_run_as_one_is_checked_like_its_parts():
-    first = mine(zeros_of, keeps_gradients)
-    leaves_out = mine(zeros_of, lambda g, s, p: ({}, s))
-    with pytest.raises(ValueError, match=r"left out|no update"):
-        attached(zf.chain(replace(first, joins=lambda rest: (leaves_out, 0)), zf.sgd(lr=1.0)))
 
 
 def test_a_first_state_is_never_there_twice():

@@ -253,7 +253,8 @@ def test_muon_is_that_of_torch(nesterov, monkeypatch):
 
 
 def vector_under_shard():
-    with pytest.raises(ValueError, match=r"muon is for matrices\n  bias: of shape \(3,\)"):
+    # A ValueError at the owner of the bias, and on the other rank what that has said.
+    with pytest.raises((ValueError, RuntimeError), match=r"muon is for matrices\n +bias: of shape \(3,\)"):
         zf.attach(torch.nn.Linear(4, 3), zf.chain(zf.shard(), zf.muon()))
     return True
 

@@ -287,7 +287,9 @@ def test_a_through_that_gives_no_spec(through, error, why):
 
 
 def init_of(tx):
-    return zf.init(zf.chain(tx, zf.sgd(0.1)), {"w": torch.ones(4, 6), "b": torch.ones(3)})
+    tx = zf.chain(tx, zf.sgd(0.1))
+    state = zf.init(tx, {"w": torch.ones(4, 6), "b": torch.ones(3)})
+    return zf.make_step(lambda p: p["w"].sum() + p["b"].sum(), tx)(state)
 
 
 def test_a_view_of_another_shape_is_refused_by_leaf():
@@ -305,7 +307,7 @@ def test_a_view_of_another_shape_is_refused_by_leaf():
 def test_a_key_that_a_state_does_not_have():
     with pytest.raises(ValueError, match=r"mine: View.factor=.... that reads 'nope'\n  why:   its state has no 'nope'"):
         init_of(of(factor=lambda state: state["nope"]))
-    with pytest.raises(ValueError, match="\n  b: `view` finds no 'nope' in the transform's state\n  w: `view` finds"):
+    with pytest.raises(KeyError, match="nope"):
         init_of(of(view=lambda x, leaf, state: x * state["nope"], reads=True))
 
 

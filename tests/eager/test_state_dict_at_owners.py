@@ -15,12 +15,12 @@ from trees import flat
 import zerofn as zf
 
 
-@zf.leafwise(optimizer=True, init=lambda p: (torch.zeros_like(p), {"norm": torch.zeros(())}))
+@zf.leafwise(optimizer=True, init=lambda p: {"m": torch.zeros_like(p), "norm": torch.zeros(())})
 def by_norm(grad, param, state, *, lr):
-    """Momentum over the norm of the whole leaf; what it keeps of a leaf is a tree."""
-    momentum = 0.9 * state[0] + grad
+    """Momentum over the norm of the whole leaf; what it keeps of a leaf is a dict."""
+    momentum = 0.9 * state["m"] + grad
     norm = momentum.norm()
-    return param - lr * momentum / norm.clamp(min=1e-6), (momentum, {"norm": norm})
+    return param - lr * momentum / norm.clamp(min=1e-6), {"m": momentum, "norm": norm}
 
 
 def matrices(path):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import zerofn as zf
-from zerofn.extend import Transform, transform
 
 RATE, DECAY = 1e-2, 0.1
 
@@ -38,30 +37,6 @@ def train(model: nn.Module, opt: Any, first: int, last: int) -> list[Tensor]:
         opt.step()
         opt.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
-
-
-@transform
-def counting():
-    def update(grads, state, params, carry, ctx):
-        return grads, {"seen": state["seen"] + 1}
-
-    return Transform("counting", needs="element", init_fn=lambda leaves, layout: {"seen": 0}, update_fn=update)
-
-
-def test_a_number_of_python_comes_back():
-    """A count in Python is an entry of the first parameter, as are counters that are tensors."""
-    tx = zf.chain(counting(), zf.sgd(0.1, momentum=0.9))
-    opt = zf.attach(model := nn.Linear(2, 2), tx)
-    model(torch.ones(1, 2)).sum().backward()
-    opt.step()
-    given = get_optimizer_state_dict(model, opt)
-    assert given["state"]["weight"]["zerofn/counting/seen"] == 1
-    by_hand = opt.state_dict()
-    for load in (lambda opt, m: set_optimizer_state_dict(m, opt, given), lambda opt, _: opt.load_state_dict(by_hand)):
-        other = nn.Linear(2, 2)
-        into = zf.attach(other, tx)
-        load(into, other)
-        assert into.state.transforms["counting"]["seen"] == 1
 
 
 def torch_run(named=True, steps=2, **options):

@@ -415,37 +415,6 @@ for lr, error, *words in (
             WRONG.rows(error, (scheduled(lr, route, held), "sgd(lr=<lambda>)", *words))
 
 
-# -- trees that hold themselves -----------------------------------------------------------------------------
-
-
-def knots():
-    knot = {"w": torch.ones(1)}
-    knot["self"] = knot
-    yield knot, "self"
-    ring: list = [torch.ones(1)]
-    ring.append({"deep": (ring,)})
-    yield ring, "1.deep.0"
-    inner: dict = {}
-    inner["again"] = [inner]
-    yield {"ok": torch.ones(1), "bad": inner}, "bad.again.0"
-
-
-for tree, where in knots():
-    for call in (
-        lambda tree: zf.init(SGD, tree),
-        lambda tree: zf.plan(SGD, tree),
-        lambda tree: zf.update(SGD, tree, started()),
-        lambda tree: zf.bind(loss, SGD, started())(tree),
-        lambda tree: zf.bind(loss, SGD, started())(params(), tree),
-        lambda tree: zf.vjp(loss, SGD, started(), tree),
-        lambda tree: zf.make_step(loss, SGD)(started(), tree),
-        lambda tree: zf.init(zf.masked(SGD, tree), params()),
-        lambda tree: SGD.init(tree),
-    ):
-        told = ("a tree that contains itself, at ", where, "none of which contains itself")
-        WRONG.rows(ValueError, (functools.partial(call, tree), *told))
-
-
 # -- autograd through an update -----------------------------------------------------------------------------
 
 

@@ -1,6 +1,4 @@
-"""States in which a leaf has a tree of its own, dicts and tuples: cut with the leaf, and whole again for any ranks."""
-
-from typing import NamedTuple
+"""States in which a leaf has a dict of its own: cut with the leaf, and whole again for any ranks."""
 
 import pytest
 import torch
@@ -17,23 +15,13 @@ from trees import flat
 import zerofn as zf
 from zerofn.extend import entries
 
-
-class Moments(NamedTuple):
-    m: torch.Tensor
-    v: torch.Tensor
-
-
 # How two moments are put into the state of a leaf, and taken out of it.
 FORMS = {
     "tensor": (lambda m, v: m, lambda s: (s, s)),
     "dict": (lambda m, v: {"m": m, "v": v}, lambda s: (s["m"], s["v"])),
     # The names of parameters.
     "named": (lambda m, v: {"weight": m, "bias": v}, lambda s: (s["weight"], s["bias"])),
-    "tuple": (lambda m, v: (m, v), lambda s: s),
-    "list": (lambda m, v: [m, v], lambda s: s),
-    "fields": (lambda m, v: Moments(m, v), lambda s: (s.m, s.v)),
-    "nested": (lambda m, v: {"x": (m, {"y": [v]})}, lambda s: (s["x"][0], s["x"][1]["y"][0])),
-    "nothing": (lambda m, v: (m, v, None), lambda s: s[:2]),
+    "nested": (lambda m, v: {"x": {"0": m, "1": {"y": v}}}, lambda s: (s["x"]["0"], s["x"]["1"]["y"])),
     "number": (lambda m, v: {"m": m, "v": v, "n": torch.zeros(())}, lambda s: (s["m"], s["v"])),
 }
 
@@ -136,10 +124,9 @@ def in_formats_of_torch(folder, forms, saves):
             found[form, "full"] = everything(other, into)
             other, into = made("alone", form)
         mine = {"opt": into.state_dict()}
-        if WRITES_TUPLES.isdisjoint([form]) or torch.distributed.get_world_size() > 1:
-            dcp.load(mine, checkpoint_id=f"{folder}/dcp/{form}")
-            into.load_state_dict(mine["opt"])
-            found[form, "dcp"] = everything(other, into)
+        dcp.load(mine, checkpoint_id=f"{folder}/dcp/{form}")
+        into.load_state_dict(mine["opt"])
+        found[form, "dcp"] = everything(other, into)
         other, into = made("alone", form)
         mine = {"opt": get_optimizer_state_dict(other, into)}
         dcp.load(mine, checkpoint_id=f"{folder}/parts/{form}")
@@ -150,8 +137,6 @@ def in_formats_of_torch(folder, forms, saves):
 
 
 FULL = StateDictOptions(full_state_dict=True)
-# One process gives tuples, which torch's checkpoint takes for objects, and several give lists.
-WRITES_TUPLES = {"tuple", "fields", "nested", "nothing"}
 
 
 def full_state(model, opt):

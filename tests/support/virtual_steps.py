@@ -277,7 +277,7 @@ def leaf_by_leaf(formula: str) -> tuple[int, list[str]]:
         torch.manual_seed(0)
         params = {f"p{i}": torch.randn(4, dtype=BF16 if i % 3 else torch.float32, device="cpu") for i in range(20)}
         grads = {p: torch.randn_like(x) for p, x in params.items()}
-        tx = optimizer("own", 0.1, {}, FORMULAS[formula])
+        tx = optimizer("own", 0.1, {}, FORMULAS[formula], of_lists=formula == "dtype")
         state = zf.init(tx, {p: x.to(device) for p, x in params.items()})
         with LOG() as rows:
             state, _ = zf.update(tx, {p: x.to(device) for p, x in grads.items()}, state)

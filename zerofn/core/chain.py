@@ -1,39 +1,25 @@
-"""`chain`, `guest`, `masked` and `partition`: transforms made of transforms."""
+"""`chain`, `masked` and `partition`: transforms made of transforms."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain
-from .arguments import check_needs, made_outside_of_graphs
+from .arguments import made_outside_of_graphs
 from .context import Context, Prepared
 from .executor import Segment, finish, run, stretch, stretches
 from .facts import Facts, Scope, most
+from .guest import GradientTransformation, check_guest, complete, guest
 from .layout import Layout, Leaves, prefix_values
 from .leafwise import transform
-from .returned_values import check_returned
-from .state import open_state
 from .survey import check_order, effect
 from .transform import Transform, TransformState, nothing_to_prepare
 from .view import no_view
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `chain` composes transforms. `guest` wraps an optimizer of another library as one of them.
-
-
-@runtime_checkable
-class GradientTransformation(Protocol):
-    """A transformation of torchopt, which a chain accepts as it is."""
-
-    init: Callable[..., Any]
-    update: Callable[..., Any]
 
 
 @made_outside_of_graphs
@@ -85,8 +71,7 @@ def in_turn(parts: tuple[Transform, ...]) -> Transform:
     at_once, in_order = stretch(parts), stretches(parts)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        states = {p.name: p.init_fn(leaves, layout) for p in parts}
-        return at_once.spread(at_once.states(states), states)
+        return {p.name: p.init_fn(leaves, layout) for p in parts}
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         segment = Segment(at_once, state, params, ctx)
@@ -120,121 +105,8 @@ def as_transform(t: Any) -> Transform:
     """`t` itself, or a `guest` of a transformation of another library; a `TypeError` for anything else."""
     if isinstance(t, Transform):
         return t
-    _check_guest(t, "chain(..., {}, ...)", "a transform such as zf.adamw(lr=1e-3), or an object")
+    check_guest(t, "chain(..., {}, ...)", "a transform such as zf.adamw(lr=1e-3), or an object")
     return guest(t)
-
-
-def _check_guest(t: Any, where: str, right: str) -> None:
-    """Raise a `TypeError` unless `t` is a transformation of another library; `where` has a `{}` for what it is."""
-    if isinstance(t, torch.optim.Optimizer):
-        raise TypeError(
-            explain(
-                where.format(f"{type(t).__name__}(...)"),
-                "a torch.optim optimizer owns its parameters and updates them in place; it is no function of gradients",
-                "chain(..., zf.adamw(lr=1e-3)) or chain(..., zf.from_torch(torch.optim.NAdam, lr=1e-3)), and\n"
-                "zf.attach(model, tx) for something that looks like an optimizer",
-            )
-        )
-    if isinstance(t, type) or not isinstance(t, GradientTransformation):
-        hint = f"; call it: {t.__name__}(...)" if callable(t) and hasattr(t, "__name__") else ""
-        raise TypeError(
-            explain(
-                where.format(repr(t)),
-                f"{type(t).__name__} is no transform{hint}",
-                f"{right} with init(params) and update(updates, state, params)",
-            )
-        )
-
-
-@transform
-def guest(transformation: GradientTransformation, needs: str = "tree") -> Transform:
-    """A transformation of another library, such as torchopt's. A chain takes one without this call too.
-
-    It gets the tree as a dict from path to tensor. If it ends a chain without an optimizer, its result is added to the
-    parameters. If it keeps state of shards in lists, as torchopt does, these are each rank's own: `opt.state_dict()`
-    keeps them for the same number of ranks, and `zf.save`, which is for any number, refuses them.
-
-    Args:
-        transformation: an object with `init(params)` and `update(updates, state, params)`.
-        needs: how much of the tree an update must see to be right. `"element"`: element i of the result depends
-            only on element i of gradient, parameter and state, as in Adam. Then under `shard` and `reduce_scatter`
-            it gets flat shards of leaves, some of them empty. Otherwise (`"row"`, `"leaf"`, `"tree"`: a norm, a
-            trust ratio, a matrix product) it is refused there on more than one rank. On one rank, and under
-            `all_reduce` on any number, it is right.
-
-    Raises:
-        TypeError: no such object, or its `update` takes other arguments. Its state has tensors in an object that is no
-            node of a tree, such as a dataclass that is not registered with optree.
-        ValueError: `needs` is another word. At an update: a leaf has no gradient, or its update is left out, is no real
-            tensor, or has another shape or device; every such leaf is named.
-
-    Examples:
-        >>> import torch, zerofn as zf
-        >>> class Descent:
-        ...     def init(self, params):
-        ...         return ()
-        ...     def update(self, updates, state, params=None):
-        ...         return {path: -0.5 * g for path, g in updates.items()}, state
-        >>> tx = zf.chain(zf.shard(), zf.guest(Descent(), needs="element"))
-        >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))
-        >>> state.params
-        {'w': tensor([-0.5000])}
-    """
-    if isinstance(transformation, Transform):
-        why, right = "it is a transform of this library already", f"chain(..., {transformation.name}(...), ...)"
-        raise TypeError(explain(f"guest({transformation.name}(...))", why, right))
-    _check_guest(transformation, "guest({})", "an object")
-    alone = "a number of the whole tree that it takes itself is one of this rank's pieces"
-    check_needs("guest", needs, ("element", "row", "leaf", "tree"), alone)
-
-    def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return {"inner": open_state(name, transformation.init(dict(leaves)))}
-
-    name, known = type(transformation).__name__, _arguments_of_update(transformation)
-    extra, facts = {"inplace": False} if "inplace" in known else {}, Facts(adds=True)
-
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        missing = [(p, "no gradient in this step") for p in params if p not in grads]
-        if missing:
-            right = "zf.masked(transformation, mask) over the leaves that always have one"
-            raise ValueError(bad_leaves("a transformation of another library needs every gradient", missing, right))
-        if "params" in known:
-            returned = transformation.update(dict(grads), state["inner"], params=dict(params), **extra)
-        else:
-            returned = transformation.update(dict(grads), state["inner"], dict(params), **extra)
-        # Here and not once they are added to parameters, which would cast them and spread them over leaves.
-        out, inner = check_returned(name, facts, returned, grads, params, held=state["inner"])
-        return dict(out or {}), {"inner": open_state(name, inner)}
-
-    return Transform(name, Scope.WHOLE, needs, facts, init_fn=init, update_fn=update)
-
-
-def _arguments_of_update(t: GradientTransformation) -> Mapping[str, inspect.Parameter]:
-    """The arguments of its `update` by name; a `TypeError` where that takes no parameters, or needs more."""
-    signature = inspect.signature(t.update)
-    named = {"params": None} if "params" in signature.parameters else {}
-    try:
-        signature.bind(*(None,) * (2 if named else 3), **named)
-    except TypeError as error:
-        wrong = f"guest({type(t).__name__}(...)) whose update takes {signature}"
-        why = f"it is called as update(updates, state, params): {error}"
-        raise TypeError(explain(wrong, why, "def update(self, updates, state, params=None): ...")) from None
-    return signature.parameters
-
-
-def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
-    """Make a guest that ends a chain without optimizer the optimizer: its result is added to the parameters."""
-    gradient = [i for i, p in enumerate(parts) if not p.facts.watches]
-    if any([p.facts.optimizes for p in parts]) or not gradient or not parts[gradient[-1]].facts.adds:
-        return parts
-    last = parts[gradient[-1]]
-
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        out, state = last.update_fn(grads, state, params, carry, ctx)
-        return {p: (params[p] + u).to(params[p].dtype) for p, u in out.items()}, state
-
-    adding = replace(last, facts=replace(last.facts, optimizes=True), update_fn=update)
-    return (*parts[: gradient[-1]], adding, *parts[gradient[-1] + 1 :])
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter, is_not, or_
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .._compat.tensors import profiler_runs
-from .._errors import explain
 from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
 from ..kernels.norms import added, leaf_squares, sum_of_squares
 from ..kernels.recording import root
@@ -24,11 +23,7 @@ from .transform import Transform, TransformState, gives_parameters, nothing_to_p
 from .tree import Places, flatten, moved, of_leaves, overlaid, places, select
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions group update halves: into stretches that run bucket by bucket, and neighbours that are fused into
-# one.
-
-
-States = dict[str, TransformState]
+# These functions group update halves into stretches, which run bucket by bucket.
 
 
 @dataclass(frozen=True)
@@ -36,66 +31,27 @@ class Stretch:
     """Neighbouring transforms that run together: the first may need the whole tree, the others treat leaves alone.
 
     Attributes:
-        given: the transforms as they stand in the chain.
-        parts: the transforms as they run; several neighbours may be fused into one.
-        joined: by the name of a fused transform, the transforms that it is made of.
+        parts: the transforms.
         scheduled: optimizers whose learning rates are computed before an earlier stretch writes, since that may fail.
         copies: for each of `parts`, whether it or one before it makes temporary tensors.
         keeps_old: whether a transform in it compares new parameters with old ones that another one in it overwrites.
         keeps_old_for_later: whether a transform of a later stretch does.
     """
 
-    given: tuple[Transform, ...]
     parts: tuple[Transform, ...]
-    joined: Mapping[str, tuple[Transform, ...]]
     scheduled: tuple[Transform, ...] = ()
     copies: tuple[bool, ...] = ()
     keeps_old: bool = False
     keeps_old_for_later: bool = False
 
-    def states(self, given: States) -> States:
-        """States by the names of `parts`, from those by the names of `given`."""
-        apart = {p.name for members in self.joined.values() for p in members}
-        kept = {name: state for name, state in given.items() if name not in apart}
-        for name, members in self.joined.items():
-            # An entry of the same name means the same to all of them.
-            kept[name] = {slot: entry for p in members for slot, entry in given[p.name].items()}
-        return kept
 
-    def spread(self, states: States, before: States) -> States:
-        """States by the names of `given`, from those by the names of `parts`, in the order of `before`."""
-        new = dict(states)
-        for name, members in self.joined.items():
-            whole = new.pop(name)
-            for p in members:
-                new[p.name] = {slot: whole[slot] for slot in before[p.name]}
-        return {name: new[name] for name in before}
-
-
-def stretch(given: Iterable[Transform]) -> Stretch:
-    """The stretch of these transforms, with neighbours fused where one of them can (`Transform.joins`)."""
-    given = tuple(given)
-    found: list[Transform] = []
-    joined: dict[str, tuple[Transform, ...]] = {}
-    i = 0
-    while i < len(given):
-        one, length = (given[i].joins and given[i].joins(given[i + 1 :])) or (given[i], 0)  # type: ignore[misc]
-        if not 0 <= length <= len(given) - i - 1:
-            wrong = f"{given[i].name}: joins(...) that takes {length} of the {len(given) - i - 1} transforms behind it"
-            why = "a fused transform stands for itself and for the first few that joins is given"
-            raise ValueError(explain(wrong, why, "return fused, how_many_of_them"))
-        if length:
-            members = given[i : i + 1 + length]
-            one = replace(one, name="+".join(p.name for p in members), base=None)
-            joined[one.name] = members
-        found.append(one)
-        i += 1 + length
-    writes = next((i for i, part in enumerate(found) if gives_parameters(part)), len(found))
-    scheduled = tuple([part for part in given if part.facts.optimizes and part.scope is Scope.LEAF])
-    copies = tuple(accumulate([part.facts.copies for part in found], or_))
-    return Stretch(
-        given, tuple(found), joined, scheduled, copies, any([part.facts.compares for part in found[writes:]])
-    )
+def stretch(parts: Iterable[Transform]) -> Stretch:
+    """The stretch of these transforms."""
+    parts = tuple(parts)
+    writes = next((i for i, part in enumerate(parts) if gives_parameters(part)), len(parts))
+    scheduled = tuple([part for part in parts if part.facts.optimizes and part.scope is Scope.LEAF])
+    copies = tuple(accumulate([part.facts.copies for part in parts], or_))
+    return Stretch(parts, scheduled, copies, any([part.facts.compares for part in parts[writes:]]))
 
 
 def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
@@ -107,7 +63,7 @@ def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
         while j < len(parts) and parts[i].scope is not Scope.WHOLE and parts[j].scope is Scope.LEAF:
             j += 1
         here = stretch(parts[i:j])
-        if any(map(gives_parameters, here.given)) and any([part.facts.compares for part in parts[j:]]):
+        if any(map(gives_parameters, here.parts)) and any([part.facts.compares for part in parts[j:]]):
             here = replace(here, keeps_old_for_later=True)
         found.append(here)
         i = j
@@ -210,11 +166,15 @@ def run(
 
 
 def _held_metrics(
-    behind: Sequence[Transform], later: Sequence[Stretch], states: States, params: Leaves, ctx: Context
+    behind: Sequence[Transform],
+    later: Sequence[Stretch],
+    states: dict[str, TransformState],
+    params: Leaves,
+    ctx: Context,
 ) -> dict[str, Tensor]:
     """The metrics of transforms that a held step does not reach."""
     ctx = replace(ctx, metrics={})
-    for parts in (behind, *[stretch.given for stretch in later]):
+    for parts in (behind, *[stretch.parts for stretch in later]):
         report_held(parts, states, params, ctx)
     return ctx.metrics
 
@@ -252,10 +212,10 @@ class Segment:
         self.before = before
         # What writes in place would hand the new parameters to those behind it for the old ones.
         self.copies_old = parts.keeps_old and before is None and (ctx.donate or ctx.donate_to_kernels)
-        self.given, self.ctx, self.params, self.stretch = states, ctx, params, parts
+        self.ctx, self.params, self.stretch = ctx, params, parts
         self.emitted = emitted
         self.bucket_ctx: Context | None = None
-        first, self.old = parts.parts[0], parts.states(states) if parts.joined else states
+        first, self.old = parts.parts[0], states
         self.whole = first.scope is Scope.WHOLE
         if grads is not None and first.facts.watches:
             grads = {**params, **grads}
@@ -296,8 +256,7 @@ class Segment:
     @property
     def behind(self) -> list[Transform]:
         """The transforms that are not run, since one before them holds."""
-        later = self.stretch.parts[len(self.prepared) :]
-        return [p for part in later for p in self.stretch.joined.get(part.name, (part,))]
+        return list(self.stretch.parts[len(self.prepared) :])
 
     def feed(self, signal: Leaves, params: Leaves) -> Leaves:
         """The results of the last transform for these leaves; empty if a transform holds the step.
@@ -401,7 +360,7 @@ class Segment:
                     merged[key] = x if isinstance(x, Tensor) else overlaid(merged.get(key), moved(x, old.get(key)))
                 new[part.name] = select(emitted, merged, old) if emitted is not True else merged
             emitted = emitted if p.emit is True else both(emitted, p.emit)
-        return self.stretch.spread(new, self.given) if self.stretch.joined else new, emitted
+        return new, emitted
 
 
 def _places_in(state: TransformState, name: str, found: dict[str, Places], ctx: Context) -> Places:

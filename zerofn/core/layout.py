@@ -17,8 +17,7 @@ from .._compat.functorch import pytree, register_constant
 from .._compat.tensors import sharing_memory
 from .._errors import bad_leaves, explain
 from ..ranks.dtensor import Box, in_box, is_distributed
-from .slot_forms import fixed_of
-from .tree import Tree, flatten, flatten_up_to, tree_codes, tree_paths, unflatten
+from .tree import Tree, flatten, tree_codes, tree_paths, unflatten
 from .wrapper_names import without_wrappers
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -319,13 +318,6 @@ class Placement:
     fixed: tuple[tuple[str, str], ...] = ()
     seen_by: tuple[str, ...] = ()
 
-    def __setstate__(self, given: dict[str, Any]) -> None:
-        given = dict(given)
-        if "slots" in given:
-            # Of an older version, which kept the form of every slot.
-            given["fixed"] = fixed_of(given.pop("slots"))
-        vars(self).update(given)
-
     def of(self, owner: str) -> Placement:
         """How the state of the transform of this name lies over ranks."""
         return (self.unreduced or Placement()) if owner in self.apart else self
@@ -419,7 +411,7 @@ class Layout:
     def match(self, tree: Tree, what: str, right: str) -> list[tuple[int, str, Any]]:
         """The entries of `tree` at the positions of this layout: (index of leaf, path, entry)."""
         try:
-            entries = flatten_up_to(self.spec, tree)
+            entries = self.spec.flatten_up_to(tree)
         except (ValueError, TypeError) as error:
             raise ValueError(_structure_message(self, tree, what, right)) from error
         return [(i, p, e) for i, p, e in zip(self.places, self.paths, entries, strict=True) if i >= 0]
@@ -470,7 +462,7 @@ def prefix_values(
     found: dict[str, Any] = {}
     try:
         values, spec = flatten(prefix, is_value)
-        for value, below in zip(values, flatten_up_to(spec, layout.numbered), strict=True):
+        for value, below in zip(values, spec.flatten_up_to(layout.numbered), strict=True):
             for position in flatten(below)[0]:
                 if layout.places[position] >= 0:
                     found[layout.paths[position]] = value

@@ -71,8 +71,8 @@ def leafwise(
 
     Args:
         function: of tensors of one leaf; left out if `leafwise` is a decorator with arguments.
-        init: a leaf's first state from its parameter. The parameter has the dtype of gradients if
-            `zf.precision(grad_dtype=...)` makes that the wider one.
+        init: a leaf's first state from its parameter: a tensor, or a dict of tensors. The parameter has the dtype of
+            gradients if `zf.precision(grad_dtype=...)` makes that the wider one.
         optimizer: whether the function returns the new *parameter*, which is stored in its old dtype.
         needs: how much of a leaf an update must see to be right; `zerofn.testing.check_transform` finds a function that
             says too little. `"element"`: element i of the result depends only on element i of gradient, parameter and
@@ -267,9 +267,9 @@ class _OnLeaves:
         if self.start is None:
             return counted
         made = {path: self.start(p) for path, p in leaves.items()}
-        wrong = [(path, kind) for path, tree in made.items() for x in flatten(tree)[0] if (kind := _kind(x, None))]
+        wrong = [(path, kind) for path, x in made.items() for y in _values(x) if (kind := _kind(y))]
         if wrong:
-            right = "init=torch.zeros_like, or a dict or tuple of tensors"
+            right = 'init=torch.zeros_like, or a dict of tensors: {"m": torch.zeros_like(p), "v": torch.zeros_like(p)}'
             raise ValueError(bad_leaves(f"{self.name}: init, which gives the state of a leaf, returned", wrong, right))
         return {**counted, "value": made}
 
@@ -319,10 +319,15 @@ def _misreturned(returned: Any, param: Tensor) -> str | None:
     return misfit(first, param, param)
 
 
-def _kind(x: Any, *others: Any) -> str | None:
-    """What `x` is, in words; `None` for a dense tensor, and for one of `others`."""
+def _values(x: Any) -> list[Any]:
+    """The tensors of a leaf's state, a tensor or a dict of them."""
+    return [z for y in x.values() for z in _values(y)] if type(x) is dict else [x]
+
+
+def _kind(x: Any) -> str | None:
+    """What `x` is, in words; `None` for a dense tensor."""
     if not isinstance(x, Tensor):
-        return None if x in others else kind_of(x)
+        return kind_of(x)
     return None if x.layout is torch.strided else f"a tensor of layout {x.layout}"
 
 

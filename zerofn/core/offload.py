@@ -13,7 +13,7 @@ from .context import Context
 from .executor import BUCKET_BYTES
 from .layout import Leaves
 from .transform import TransformState
-from .tree import copied, flatten, map_overlaid, tree_keys, unflatten
+from .tree import flatten, map_overlaid, tree_keys, unflatten
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `CopyQueue` copies between a device and the host in one direction. On CUDA it has its own stream beside the
@@ -111,7 +111,7 @@ class Conveyor:
         """The state with that of some leaves on their parameters' devices; that of the next leaves is prefetched."""
         if self.recorded:
             return {slot: _beside(entry, self.params) for slot, entry in state.items()}
-        here = {slot: copied(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
+        here = {slot: dict(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
         fetched = {p: fetch for p in paths if (fetch := self._fetched(p, state)) is not None}
         for path, fetch in fetched.items():
             fetch.copy.wait_on_device()
@@ -179,8 +179,8 @@ class Conveyor:
 def _beside(entry: Any, params: Leaves) -> Any:
     """An entry with its tensors on their parameters' devices, moved by a plain `Tensor.to` if they are elsewhere.
 
-    This is for copies that are recorded, and for trees of other libraries. Those may keep leaves in lists, without
-    their paths; then all go to the parameters' device, if there is only one.
+    This is for copies that are recorded, and for states of other libraries. Those may keep leaves without their paths;
+    then all go to the parameters' device, if there is only one.
     """
     if type(entry) is dict and all(isinstance(x, Tensor) for x in entry.values()):
         return {p: _to(params[p].device, x) if p in params else x for p, x in entry.items()}

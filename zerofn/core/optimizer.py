@@ -406,6 +406,7 @@ def optimizer(
     pulled: Pulled | None = None,
     counterpart: type | None = None,
     torch_names: Mapping[str, str] = NONE,
+    of_lists: bool = False,
 ) -> Transform:
     """An optimizer from its formula on one leaf.
 
@@ -437,6 +438,9 @@ def optimizer(
             mode, but not by their numbers.
         counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
         torch_names: the names of slots that differ in that class.
+        of_lists: whether the formula may be given lists of leaves (`TensorList`) in place of tensors, on a GPU, so that
+            launches do not grow with leaves. It then asks for no path and no offset, and computes with operators and
+            with functions of this module, such as `plus`. Where a list lacks an operation it runs leaf by leaf.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -450,7 +454,9 @@ def optimizer(
     """
     kernel_of_graph = graph_kernel or kernel
     in_graph = None if operator is None or kernel_of_graph is None else (operator, kernel_of_graph)
-    update = _OptimizerUpdate(name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, in_graph, pulled)
+    update = _OptimizerUpdate(
+        name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, in_graph, pulled, of_lists
+    )
     facts = Facts(
         optimizes=True,
         rate=lr,
@@ -486,6 +492,7 @@ class _OptimizerUpdate:
     derived: Derived | None
     in_graph: tuple[Operator, Kernel] | None
     pulled: Pulled | None
+    of_lists: bool
 
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
@@ -528,7 +535,7 @@ class _OptimizerUpdate:
         elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
             new, own = made
         else:
-            new, own = _by_formula(self.formula, derived, given)
+            new, own = _by_formula(self.formula, derived, given, self.of_lists)
         return new, {**own, "count": counts}
 
 
@@ -607,14 +614,16 @@ def _with_derivative(
     return new, dict(zip(slots, own, strict=True))
 
 
-def _by_formula(formula: Formula, derived: Derived | None, given: Given) -> tuple[Leaves, TransformState]:
+def _by_formula(
+    formula: Formula, derived: Derived | None, given: Given, of_lists: bool
+) -> tuple[Leaves, TransformState]:
     """New parameters, or directions, and slots by a formula: leaf by leaf, or on a GPU on lists of leaves."""
     grads, params, slots, counts, lr, numbers, common, ctx = given
     new: Leaves = {}
     own: TransformState = {slot: {} for slot in slots}
     dtypes = (x.dtype for p, g in grads.items() for x in (g, params[p]))
     rows = list(each(counts, lr, numbers, derived, ctx.recorded, dtypes))
-    on_a_list = _on_lists(formula, rows, given)
+    on_a_list = _on_lists(formula, rows, given) if of_lists else {}
     for p, count, made in rows:
         if p in on_a_list:
             new[p], after = on_a_list[p]
@@ -629,18 +638,6 @@ def _by_formula(formula: Formula, derived: Derived | None, given: Given) -> tupl
     return new, own
 
 
-class _NoLeaf:
-    """The path and the offset of a list of leaves, which has none: a formula that asks for them runs leaf by leaf."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotOnLists(name)
-
-    def _refused(self, *_: Any) -> Any:
-        raise NotOnLists("the path or offset of a leaf")
-
-    __eq__ = __hash__ = __str__ = __add__ = __radd__ = __index__ = __int__ = __bool__ = _refused  # type: ignore[assignment]
-
-
 def _on_lists(
     formula: Formula, rows: Sequence[tuple[str, Any, Numbers]], given: Given
 ) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
@@ -651,16 +648,15 @@ def _on_lists(
     if ctx.recorded or not rows or not on_lists(columns):
         return {}
     found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
-    none: Any = _NoLeaf()
+    none: Any = None
     on_list: Callable[..., Any] = formula
     for batch, (p, g, *values) in batches(*columns, [count for _, count, _ in rows]):
         _, count, made = rows[batch[0]]
         old = dict(zip(slots, values[:-1], strict=True))
         try:
             x, after = on_list(p, g, dict(old), LeafStep(count, lr, none, none, numbers, common, made))
-        except Exception:
-            # A list lacks something (`NotOnLists`, or an error that came of it). Nothing of this batch is written yet,
-            # since a formula writes none of its arguments: it runs leaf by leaf, and raises again if it is wrong.
+        except NotOnLists:
+            # Nothing of this batch is written yet, since a formula writes none of its arguments.
             continue
         written: Any = x if lr is None else ctx.into(p, x)
         kept: dict[str, Any] = {slot: ctx.into(old[slot], after[slot]) for slot in slots}
@@ -670,7 +666,12 @@ def _on_lists(
 
 
 def direction(
-    name: str, slots: Slots, formula: Formula, numbers: Numbers = NONE, derived: Derived | None = None
+    name: str,
+    slots: Slots,
+    formula: Formula,
+    numbers: Numbers = NONE,
+    derived: Derived | None = None,
+    of_lists: bool = False,
 ) -> Transform:
     """A transform from a gradient to the direction of a step, from its formula on one leaf.
 
@@ -683,6 +684,7 @@ def direction(
         formula: as for `optimizer`, but its first result is the direction; `at.lr` is `None`.
         numbers: hyperparameters of the formula, by name.
         derived: as of `optimizer`; the rate is `None`.
+        of_lists: as of `optimizer`.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -705,7 +707,7 @@ def direction(
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
         counts = one_more(state["count"], grads, ctx.recorded)
         given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, None, found, {}, ctx)
-        out, own = _by_formula(formula, derived, given)
+        out, own = _by_formula(formula, derived, given, of_lists)
         return out, {**own, "count": counts}
 
     return Transform(

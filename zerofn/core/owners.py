@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +20,8 @@ from .chain import replace_innermost
 from .context import Context
 from .facts import OF_LEAVES, Scope
 from .layout import Layout, Leaf, Leaves, rows_between
-from .state import check_at_owners
-from .state_entries import names_of
 from .transform import Transform, TransformState, no_state
-from .tree import flatten, of_leaves, overlaid, places, tree_keys, tree_map, unflatten
+from .tree import Name, flatten, named, of_leaves, overlaid, places, renamed, tree_map
 from .view import Wire, place_in
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -248,8 +245,11 @@ class OwnerExchange:
             raise wholes
         return wholes
 
-    def agree(self, failure: Exception | None) -> None:
-        """Tell all ranks why this one has failed, if it has, where no results are sent back.
+    def agree(self, failure: Exception | None, form: TransformState) -> TransformState:
+        """Tell all ranks why this one has failed, if it has, and the form of the first state that it has made.
+
+        Returns:
+            The states of all ranks, of tensors without memory.
 
         Raises:
             Exception: `failure`.
@@ -259,8 +259,11 @@ class OwnerExchange:
             lines = axis.failures(failure)
             if failure is None and lines:
                 failure = OwnerFailed(lines, IN_INIT, INIT_AGAIN)
+            for other in gather_objects(form, axis.wire.group):
+                form = overlaid(other, form)
         if failure is not None:
             raise failure
+        return form
 
 
 def _owned_here(axes: Sequence[AxisExchange], paths: Iterable[str]) -> list[str]:
@@ -324,45 +327,6 @@ def hung_on(nothing: Tensor | None, state: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions find the shapes of the first state of leaves that other ranks have, by `init` on tensors without
-# memory of the leaves' own shapes, as `zf.plan` does.
-#
-# The owners could send them. But a rank that owns nothing has to make the containers too, and a class of a script or of
-# a notebook cannot be sent by name.
-
-
-def form_of_start(t: Transform, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], layout: Layout) -> TransformState:
-    """The first state of leaves of these shapes and dtypes, on the device `meta`.
-
-    If `init` needs the numbers of a leaf, it gets CPU tensors with some numbers, for all these leaves at once.
-
-    Raises:
-        Exception: the error of `init`, if it fails on both.
-
-    >>> import zerofn as zf
-    >>> norms = zf.leafwise(lambda g, p, s: (g, s), init=lambda p: torch.full((2,), p.norm().item()))()
-    >>> form_of_start(norms, {"w": (torch.Size([3]), torch.float32)}, None)
-    {'value': {'w': tensor(..., device='meta', size=(2,))}}
-    """
-    try:
-        return t.init_fn({p: torch.empty(shape, dtype=d, device="meta") for p, (shape, d) in shapes.items()}, layout)
-    except Exception:
-        # Its draws are none of the run's.
-        with torch.random.fork_rng(devices=[]):
-            state = t.init_fn({p: some_numbers(shape, d) for p, (shape, d) in shapes.items()}, layout)
-    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, state)
-
-
-def some_numbers(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A leaf of numbers from 1 to 2: neither its norm nor its variance is zero, whatever `init` divides by.
-
-    >>> some_numbers((3,), torch.float32)
-    tensor([1.0000, 1.5000, 2.0000])
-    """
-    return torch.linspace(1, 2, math.prod(shape)).reshape(tuple(shape)).to(dtype)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Transforms that need whole rows run on each rank's own rows, where leaves are cut by rows.
 #
 # Shards are flat. Such a transform is given this rank's rows of the leaf, of shape `(rows, ...)`, maybe none. Its
@@ -389,20 +353,16 @@ def on_rows(t: Transform, rows: Rows, paths: Collection[str]) -> Transform:
     """The same transform, which gets rows of these leaves in place of flat shards; `paths` are those of all leaves."""
     flat: Rows = dict.fromkeys(rows, (-1,))
 
-    def of_rows(state: TransformState) -> list[str | None]:
-        """Of each tensor of a state, the path of the leaf whose rows it has."""
-        named = names_of(tree_keys(state), paths)
-        return [at.path if at.path in rows and at.slot not in t.facts.fixed else None for at in named]
-
     def reshaped(state: TransformState, shapes: Rows) -> TransformState:
-        values, spec = flatten(state)
-        pairs = zip(of_rows(state), values, strict=True)
-        found = [x.reshape(shapes[path]) if path is not None and isinstance(x, Tensor) else x for path, x in pairs]
-        return unflatten(spec, found)
+        def over(at: Name, x: Any) -> Any:
+            cut = at.path in rows and at.slot not in t.facts.fixed and isinstance(x, Tensor)
+            return x.reshape(shapes[at.path]) if cut else x  # type: ignore[index]
+
+        return renamed(state, paths, over)
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
         state = t.init_fn(_reshaped(pieces, rows), layout)
-        _check_rows(t.name, state, of_rows(state), rows)
+        _check_rows(t, named(state, paths), rows)
         return reshaped(state, flat)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
@@ -413,12 +373,13 @@ def on_rows(t: Transform, rows: Rows, paths: Collection[str]) -> Transform:
     return replace(t, needs="element", init_fn=init, update_fn=update)
 
 
-def _check_rows(name: str, state: TransformState, of_rows: Sequence[str | None], rows: Rows) -> None:
+def _check_rows(t: Transform, found: Sequence[tuple[Name, Any]], rows: Rows) -> None:
     """Refuse a first state of rows with a tensor of another shape: of a flat shard nobody could tell its shape."""
+    name = t.name
     wrong = [
-        ("/".join(keys), f"of shape {tuple(x.shape)}, of rows of shape {rows[path]}")
-        for keys, path, x in zip(tree_keys(state), of_rows, flatten(state)[0], strict=True)
-        if path is not None and isinstance(x, Tensor) and tuple(x.shape) != rows[path]
+        ("/".join(filter(None, at)), f"of shape {tuple(x.shape)}, of rows of shape {rows[at.path]}")
+        for at, x in found
+        if at.path in rows and at.slot not in t.facts.fixed and tuple(x.shape) != rows[at.path]
     ]
     if wrong:
         what = f'{name}: needs="row", and a first state in other shapes than the rows that a rank has of its leaves'
@@ -493,21 +454,18 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
         received: list[Tensor] = []
         wholes = at.to_owners(pieces, received)
         failure: Exception | None = None
-        everywhere: TransformState = {}
         own: TransformState = {}
         try:
-            # The form of the state of leaves that other ranks own.
-            everywhere = form_of_start(part, forms, layout)
-            check_at_owners(part.name, everywhere, pieces)
             own = part.init_fn(_ordered({**here, **wholes}, pieces), layout)
-            _check_forms(part.name, everywhere, own)
         except Exception as error:
             # Each owner makes others, so it may fail here alone, and the others would go on to what they send next.
             failure = error
-        at.agree(failure)
         device = next(iter(pieces.values())).device
-        made = overlaid(tree_map(lambda x: _expanded(x, device), everywhere), own)
-        return hung_on(nothing_of_all(received), made)
+        made = overlaid(
+            tree_map(lambda x: _expanded(x, device), at.agree(failure, tree_map(_without_numbers, own))), own
+        )
+        # Ranks have told of their leaves in turn.
+        return hung_on(nothing_of_all(received), of_leaves(made, places(made, paths), pieces))
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         given = {path: params[path] for path in grads if path in owned}
@@ -540,20 +498,10 @@ def _ordered(found: Leaves, like: Leaves) -> Leaves:
     return {path: found[path] for path in like if path in found}
 
 
-def _expanded(x: Any, device: torch.device) -> Any:
-    if not isinstance(x, Tensor) or not x.is_meta:
-        return x
+def _without_numbers(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _expanded(x: Tensor, device: torch.device) -> Tensor:
+    """The place of a tensor that another rank has: its shape, in the memory of one element."""
     return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
-
-
-def _check_forms(name: str, everywhere: TransformState, own: TransformState) -> None:
-    """Refuse first states whose shapes other ranks could not know."""
-    here = dict(zip(tree_keys(own), flatten(own)[0], strict=True))
-    wrong = [
-        ("/".join(keys), f"of shape {tuple(here[keys].shape)} here, and {tuple(x.shape)} for other numbers")
-        for keys, x in zip(tree_keys(everywhere), flatten(everywhere)[0], strict=True)
-        if isinstance(x, Tensor) and isinstance(y := here.get(keys), Tensor) and x.shape != y.shape
-    ]
-    if wrong:
-        what = f"{name}: a first state whose shape follows from the numbers of a leaf, which its owner alone has"
-        raise ValueError(bad_leaves(what, wrong, "a shape that follows from the shape of the leaf: a mask for indices"))

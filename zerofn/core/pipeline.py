@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
@@ -18,22 +18,22 @@ from .._errors import bad_leaves, explain, kind_of
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
 from .bucketed_views import Road, check_axes, groups_of, on_ranks
-from .chain import as_transform, complete, replace_innermost
+from .chain import as_transform, replace_innermost
 from .context import Context, Norms, OneProcess, Prepared, Reduction, check_prepared
 from .executor import GRAD_NORM, Stretch, stretches
 from .facts import OF_PIECES, Scope
+from .guest import complete
 from .layout import Layout, Leaf, Leaves, Placement, canonical
-from .number_graphs import Place, check_numbers, places_behind
+from .number_graphs import check_numbers
 from .returned_values import COMPARED, CheckedUpdate, Comparing, own_prepared, own_start
 from .spec import Station
-from .state import State, check_state, counter, open_state
+from .state import State, counter
 from .survey import (
     NEEDED,
     at_views,
     check_complete,
     check_cut_views,
     check_factor,
-    check_forms,
     check_pieces,
     check_reading,
     check_views,
@@ -42,6 +42,7 @@ from .survey import (
     survey,
 )
 from .transform import Transform, TransformState, no_state, nothing_to_prepare, number_tensors, pass_through
+from .tree import check_state
 from .view import WIRE, Dtypes, Factor, IncompleteWire, LeafView, Ranks, View, Wire, cutting_wires, place_in
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ class Pipeline:
         road: the views between the model and storage.
         model: the groups of several ranks over which the model itself is sharded. The chain does not know of them.
         checked: whether every step makes the checks that otherwise only the first few make.
-        looked_at: empty until a step has looked for graphs, then the places whose numbers required grad by then.
+        looked_at: empty until a step has looked for graphs in what functions return.
     """
 
     tx: Transform
@@ -83,7 +84,7 @@ class Pipeline:
     road: Road
     model: tuple[Group, ...] = ()
     checked: bool = False
-    looked_at: list[frozenset[Place]] = field(default_factory=list, init=False, repr=False, compare=False)
+    looked_at: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
     _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def once(self, make: Callable[[Pipeline], T]) -> T:
@@ -185,37 +186,22 @@ class Pipeline:
         """The tensors among the arguments of its transforms, with their names."""
         return number_tensors(self.tx)
 
-    @cached_property
-    def places(self) -> tuple[Place, ...]:
-        """The places from which functions of its transforms read numbers that are no arguments."""
-        return places_behind(_functions(self.tx.members))
-
-    @cached_property
-    def numbers_at_places(self) -> tuple[Tensor, ...]:
-        """The tensors that were at these places when this was first asked for, for a graph of steps."""
-        return tuple([x for place in self.places if isinstance(x := place.read(), Tensor)])
-
     def unrecorded(self, right: str, weight: Any = None) -> dict[str, Any]:
         """Entries for the context of a step that is not recorded, by which it refuses numbers that require grad.
 
         Arguments are checked here, and rates of schedules when they are computed. Whether functions make graphs of what
-        they have from elsewhere is looked at in the first step, and in one before which such a number has begun to
-        require grad.
+        they have from elsewhere is looked at in the first step.
 
         Raises:
             RuntimeError: an argument or the weight requires grad; each is named. `right` is the right code.
         """
         if self.numbers or isinstance(weight, Tensor):
             check_numbers((*self.numbers, ("weight=...", weight)), right)
-        if not self.looked_at:
-            return {"unrecorded": right, "looks": True}
-        begun = [place for place in self.places if place.requires_grad]
-        return {"unrecorded": right, "looks": bool(begun) and not self.looked_at[-1].issuperset(begun)}
+        return {"unrecorded": right, "looks": not self.looked_at}
 
     def looked(self) -> None:
         """Note that a step has looked at what functions return, and that they have made no graphs."""
-        before = self.looked_at[-1] if self.looked_at else frozenset()
-        self.looked_at[:] = [before.union([place for place in self.places if place.requires_grad])]
+        self.looked_at[:] = [True]
 
     def context(self, **given: Any) -> Context:
         """The context that update halves get."""
@@ -246,14 +232,6 @@ class Pipeline:
             one = factor(transforms[name])
             found = one if found is None else found * one
         return found
-
-
-def _functions(members: Sequence[Transform]) -> Iterator[Callable[..., Any]]:
-    """The update halves of transforms, and of those inside of them."""
-    for t in members:
-        yield from (t.prepare_fn, t.update_fn)
-        for part in t.parts:
-            yield from _functions(part.members)
 
 
 def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformState] | None = None) -> State:
@@ -294,33 +272,9 @@ def init_transforms(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]
     for name, factor in pipe.factors:
         check_factor(name, factor, states[name])
     if pipe.reads:
-        check_reading(pipe.parts, pipe.views, pipe.stations, pipe.layout, pipe.dtypes, states)
-    # Fused neighbours share their counters from the first step on, and to a compiler a tensor that is in two places is
-    # another structure: a second graph.
-    for here in pipe.stretches:
-        states = here.spread(here.states(states), states)
+        check_reading(pipe.parts, pipe.views, pipe.stations, pipe.layout, states)
     _check_shards(pipe, stored, states)
     return states
-
-
-def check_first_views(pipe: Pipeline, tensors: Leaves) -> None:
-    """Raise a `ValueError` if a view does not fit its leaves, or the state that it reads, before anything is stored.
-
-    This uses a state without memory. A transform that cannot make one is checked when it has its first state.
-    """
-    devices = {path: x.device for path, x in tensors.items()}
-    check_forms(pipe.views, pipe.stations, pipe.layout, pipe.dtypes, devices)
-    if not pipe.reads:
-        return
-    leaves = {
-        leaf.path: torch.empty(pipe.road.stored_shape(leaf), dtype=pipe.dtypes.stored(leaf), device="meta")
-        for leaf in pipe.layout.trainable
-    }
-    try:
-        states = {p.name: p.init_fn(leaves, pipe.layout) for p in pipe.parts}
-    except Exception:
-        return
-    check_reading(pipe.parts, pipe.views, pipe.stations, pipe.layout, pipe.dtypes, states)
 
 
 def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:
@@ -511,17 +465,9 @@ def pipeline(
 
 
 def _guarded(t: Transform, paths: Set[str], where: str, checked: bool = False) -> Transform:
-    """The same transform with checks and copies of the tensors that it returns or keeps, also after fusion."""
+    """The same transform with checks and copies of the tensors that it returns or keeps."""
     check_signatures(t)
-    guarded, fuse = _guard(t, len(paths), checked), t.joins
-    if fuse is None:
-        return guarded
-
-    def joins(behind: Sequence[Transform]) -> tuple[Transform, int] | None:
-        found = fuse(behind)
-        return found and (_guard(found[0], len(paths), checked), found[1])
-
-    return replace(guarded, joins=joins)
+    return _guard(t, len(paths), checked)
 
 
 def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
@@ -540,7 +486,8 @@ def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
     prepares = Comparing(math.inf if checked else 2 * COMPARED)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return own_start([open_state(t.name, check_state(t.name, t.init_fn(leaves, layout), leaves, layout.every))])
+        made = [check_state(t.name, t.init_fn(leaves, layout), leaves, layout.every)]
+        return own_start(made) if keeps else made[0]
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         found = check_prepared(t.name, t.prepare_fn(state, grads, params, ctx))
@@ -555,7 +502,7 @@ def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
     # What does nothing is known by its functions, and is not run.
     return replace(
         t,
-        init_fn=init if keeps and t.init_fn is not no_state else t.init_fn,
+        init_fn=init if t.init_fn is not no_state else t.init_fn,
         prepare_fn=prepare if keeps and t.prepare_fn is not nothing_to_prepare else t.prepare_fn,
         update_fn=t.update_fn if t.update_fn is pass_through else update,
     )

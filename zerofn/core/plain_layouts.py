@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from .._errors import explain
 from .layout import Layout, Leaf, Placement, Within
-from .slot_forms import fixed_of
 from .tree import flatten
 
 _KINDS: tuple[type, ...] = (Leaf, Placement, Within)
@@ -45,10 +45,10 @@ def _plain(x: Any) -> Any:
 
 def _made(x: Any) -> Any:
     if type(x) is dict:
-        if "slots" in x and "fixed" not in x:
-            # Written by an older version, which wrote the form of every slot.
-            forms = [{name: form[name] for name in form if name != "kind"} for form in x["slots"]]
-            x = {**x, "fixed": fixed_of(forms)}
+        if x.get("slots"):
+            why = "it does not say how slots lie over ranks in the words of this version"
+            right = "zf.save(directory, state) with that version, and zf.load(directory, like=state) with this one"
+            raise ValueError(explain("a state that zerofn 0.2 has pickled on several ranks", why, right))
         kind = next(kind for kind in _KINDS if kind.__name__ == x["kind"])
         # A field that this version does not know is left out, and one that the file lacks has its default.
         return kind(**{name: _made(x[name]) for name in _fields(kind) if name in x})

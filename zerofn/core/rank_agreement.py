@@ -24,7 +24,7 @@ from ..ranks.backend import gather_objects
 from ..ranks.group import Group, Traffic
 from ..ranks.process_groups import reduces_nothing, together, world_size
 from .layout import Leaf, Leaves
-from .pipeline import Pipeline, check_first_views, init_transforms
+from .pipeline import Pipeline, init_transforms
 from .transform import TransformState
 from .view import View, Wire
 
@@ -195,7 +195,6 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
     Ranks that start from different random parameters would otherwise train a mixture of them without an error.
     """
     check_finite(tensors)
-    check_first_views(pipe, tensors)
     agree_on_chain(pipe, call)
     if pipe.groups:
         right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"

@@ -18,7 +18,7 @@ from .context import Context, Prepared
 from .facts import Facts
 from .layout import Layout, Leaves
 from .number_graphs import unrecorded
-from .tree import Numbers, Tree, apart, clone, flatten, moved, objects, tensors_of, tree_keys, unflatten
+from .tree import Numbers, Tree, apart, check_form, clone, flatten, moved, objects, tensors_of, tree_keys, unflatten
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions copy the tensors that a transform returns, if they share memory with something that is written later.
@@ -303,6 +303,8 @@ class CheckedUpdate:
         if ctx.looks and any([x.grad_fn is not None for x in tensors_of({"": found})]):
             raise unrecorded([f"{self.name}: what it has returned, made of a tensor from elsewhere"], ctx.unrecorded)
         numbers = self.comparing.numbers(ctx, len(grads))
+        if numbers is memories and not torch.compiler.is_compiling():
+            check_form(self.name, found[1], ctx.layout.every)
         if not self.facts.keeps:
             if not ctx.recorded:
                 self.trusted = self.comparing.left <= 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from .facts import AVERAGE
 from .layout import Layout, Leaf, Leaves
 from .plain_layouts import as_plain, from_plain
 from .transform import TransformState
-from .tree import Place, Tree, flatten, is_by_path, places, register_global, tree_keys
+from .tree import Tree, flatten, named, nested, register_global
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A mark says what has happened to the memory of a state: donated to the next one, or half written by a step that
@@ -81,7 +79,6 @@ class LeafTensors(MutableMapping[str, Any]):
 
     A name is that of the slot, `"exp_avg"`. If several transforms have a slot of that name, the transform's name comes
     first: `"adamw.average"`, `"ema.average"`. Counters of a whole transform, such as `step`, belong to no leaf.
-    Items of a tuple are listed as `slot.0`, `slot.1`; those of a NamedTuple too, and its slot's name gives all of it.
 
     Args:
         transforms: their states, by name.
@@ -98,10 +95,14 @@ class LeafTensors(MutableMapping[str, Any]):
         shown: Callable[[Any], Any] | None = None,
     ):
         self._path, self._shown = path, shown
-        found = list(_of_leaf(transforms, path, paths, ()))
-        # As they were listed once, whole.
-        self._tuples = _by_name([(keys, x) for keys, x in found if isinstance(x, tuple)])
-        self._tensors = _by_name([item for keys, x in found for item in _items(x, keys)])
+        found = [
+            ((name, *at.slot.split("/"), *filter(None, at.below.split("/"))), x)
+            for name, own in transforms.items()
+            for at, x in named(own, paths)
+            if at.path == path
+        ]
+        times = Counter(keys[-1] for keys, _ in found)
+        self._tensors = {keys[-1] if times[keys[-1]] == 1 else ".".join(keys): x for keys, x in found}
         self._own: Mapping[str, str] = {}
 
     def renamed(self, names: Mapping[str, str], more: Mapping[str, Any]) -> LeafTensors:
@@ -116,8 +117,7 @@ class LeafTensors(MutableMapping[str, Any]):
         return self
 
     def __getitem__(self, name: str) -> Any:
-        name = self._own.get(name, name)
-        x = self._tensors[name] if name in self._tensors else self._tuples[name]
+        x = self._tensors[self._own.get(name, name)]
         return x if self._shown is None else self._shown(x)
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -153,11 +153,6 @@ class LeafTensors(MutableMapping[str, Any]):
         return repr(dict(self))
 
 
-def _by_name(found: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
-    times = Counter(keys[-1] for keys, _ in found)
-    return {keys[-1] if times[keys[-1]] == 1 else ".".join(keys): x for keys, x in found}
-
-
 def entries_stay(wrong: str) -> TypeError:
     """The error for taking an entry out of a state."""
     why = "a state has the entries that its transforms have made, of every parameter"
@@ -175,52 +170,6 @@ def assign(mine: LeafTensors, given: Any) -> None:
         mine.check(name, x)
     for name, x in given.items():
         mine[name] = x
-
-
-def _of_leaf(
-    own: Any, path: str, paths: AbstractSet[str], above: tuple[str, ...]
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The entries of a transform's state under `path`, each with its keys: transform, members, slot."""
-    if isinstance(own, tuple | list):
-        for i, x in enumerate(own):
-            if isinstance(x, Mapping | tuple | list):
-                yield from _of_leaf(x, path, paths, (*above[:-1], f"{above[-1]}.{i}"))
-        return
-    # The outermost keys are slots, or labels of members, of which one may be a leaf's path as well.
-    by_path = len(above) > 1 and is_by_path(own, paths)
-    if by_path and path in own:
-        yield from _leaves(own[path], above)
-        return
-    # Beside other names a path may be a name too: of entries by path, or where another name has such.
-    named = any([k not in paths and places(x, paths, True) is not Place.SHARED for k, x in own.items()])
-    mixed = len(above) > 1 and not by_path and not named
-    leaves = {k for k, x in own.items() if mixed and k in paths and not is_by_path(x, paths)}
-    if path in leaves:
-        yield from _leaves(own[path], above)
-    for key, x in own.items():
-        # What is a tuple below a path is of that leaf.
-        if key not in leaves and (isinstance(x, Mapping) or (not by_path and isinstance(x, tuple | list))):
-            yield from _of_leaf(x, path, paths, (*above, str(key)))
-
-
-def _leaves(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The tensors of a leaf's own state, which may be a tree; items of a tuple are named `slot.0`, `slot.1`."""
-    if isinstance(x, Mapping):
-        for key, part in x.items():
-            yield from _leaves(part, (*above, str(key)))
-    elif type(x) in (tuple, list):
-        for i, part in enumerate(x):
-            yield from _leaves(part, (*above[:-1], f"{above[-1]}.{i}"))
-    else:
-        yield above, x
-
-
-def _items(x: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The items of a NamedTuple; anything else itself; nothing for `None`."""
-    if isinstance(x, tuple):
-        yield from (item for keys, y in _leaves(list(x), above) for item in _items(y, keys))
-    elif x is not None:
-        yield above, x
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -444,7 +393,8 @@ def restored(form: int, *parts: Any) -> State:
         wrong, why = f"a state saved in form {form}", f"this version of zerofn reads form {FORM}"
         raise ValueError(explain(wrong, why, "the version of zerofn that saved it, or a later one"))
     leaves, transforms, step, micro_step, layout = parts
-    return State(leaves, transforms, step, micro_step, from_plain(layout))
+    # Older versions wrote states in the containers of their transforms.
+    return State(leaves, {k: nested(own) for k, own in transforms.items()}, step, micro_step, from_plain(layout))
 
 
 def _no_replacement(x: Any, old: Tensor, leaf: Leaf, ranks: int) -> str | None:
@@ -513,173 +463,3 @@ def _averages(entries: dict[str, Any], leaves: Leaves) -> Leaves:
         elif name == AVERAGE:
             found.update(entry)
     return found
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# These functions refuse a state whose tensors are in classes that trees do not look into.
-#
-# Such tensors would not be copied, saved, loaded or moved, and a parameter that is kept in one is overwritten by the
-# next step.
-
-
-# What is not searched: it has no tensors, or is no part of a state.
-PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, Enum, type, torch.dtype, torch.device, torch.Generator),
-    *(FunctionType, BuiltinFunctionType, ModuleType),
-)
-# So many objects inside of one are looked at.
-MANY = 10_000
-
-
-def open_state(name: str, state: Tree) -> Tree:
-    """The state of the transform `name`; a `TypeError` where it has tensors in an object that is no node of a tree."""
-    if torch.compiler.is_compiling():
-        return state
-    values = flatten(state)[0]
-    if all([isinstance(x, (Tensor, *PLAIN)) for x in values]):
-        return state
-    for keys, x in zip(tree_keys(state), values, strict=True):
-        if not isinstance(x, Tensor) and (inside := _way_to_a_tensor(x)) is not None:
-            at = ".".join([*keys, *inside])
-            wrong = f"{name}, whose state is or has a {type(x).__name__}, with a tensor at {at}"
-            why = (
-                "a state is a tree of tensors, and trees do not look into this class: a parameter that is kept there\n"
-            )
-            why += "would be written by the next step, and nothing there is saved, loaded or moved"
-            raise TypeError(explain(wrong, why, _right(type(x), inside)))
-    return state
-
-
-def _way_to_a_tensor(x: Any) -> list[str] | None:
-    """The attribute names that lead from an object to a tensor in it; `None` if it has none."""
-    seen: dict[int, Any] = {}
-    todo: deque[tuple[list[str], Any]] = deque([([], x)])
-    while todo and len(seen) < MANY:
-        names, node = todo.popleft()
-        if isinstance(node, Tensor):
-            return names
-        if id(node) not in seen and not isinstance(node, PLAIN):
-            seen[id(node)] = node
-            todo += [([*names, str(name)], part) for name, part in _parts(node)]
-    return None
-
-
-def _parts(x: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(x, Mapping):
-        yield from x.items()
-    elif isinstance(x, list | tuple | set | frozenset | deque):
-        yield from enumerate(x)
-    elif isinstance(x, partial):
-        yield from enumerate([*x.args, *x.keywords.values()])
-    yield from getattr(x, "__dict__", {}).items()
-    for kind in type(x).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(x, name):
-                yield name, getattr(x, name)
-
-
-def _right(kind: type, inside: list[str]) -> str:
-    """The right code, for the error: which container to use, or how to register the class as a node."""
-    name = kind.__name__
-    if kind.__module__ in ("builtins", "collections") or issubclass(kind, Mapping):
-        return "a dict, a list, a tuple or a NamedTuple of tensors"
-    of, back = f"((s.{inside[0] if inside else '...'},), None)", f"lambda _, parts: {name}(*parts)"
-    if issubclass(kind, SimpleNamespace):
-        of, back = "(vars(s).values(), (*vars(s),))", f"lambda names, parts: {name}(**dict(zip(names, parts)))"
-    register = f"optree.register_pytree_node({name}, lambda s: {of}, {back}, namespace='zerofn')"
-    if is_dataclass(kind):
-        register = f"optree.dataclasses.dataclass({name}, namespace='zerofn')"
-    return f"a NamedTuple or a dict; or once, before:\n         {register}"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# These functions refuse a first state whose keys are ambiguous with paths of parameters.
-
-
-def check_state(name: str, state: Any, leaves: Leaves, paths: Collection[str]) -> dict[str, Any]:
-    """The first state of a hand-written transform. It is refused if its keys are ambiguous with paths of parameters.
-
-    Args:
-        name: of the transform.
-        state: the result of its `init_fn` for `leaves`.
-        leaves: by path.
-        paths: of all leaves of the model.
-    """
-    right = 'return {"value": {path: ... for path in leaves}}'
-    if not isinstance(state, dict):
-        why = "a state is a dict of entries by name; without one it is {}"
-        raise TypeError(explain(f"{name}: an init_fn that gives {kind_of(state)}", why, right))
-    if state.keys() == leaves.keys() and any(_belongs_to_leaf(x, leaves[path], paths) for path, x in state.items()):
-        why = "what belongs to leaves stands below a name: an entry may have the name of a leaf"
-        raise ValueError(explain(f"{name}: a state that is by path itself", why, right))
-    twice = [key for key, n in Counter(map("/".join, tree_keys(state))).items() if n > 1]
-    if twice:
-        why = "they are saved and loaded by that name"
-        raise ValueError(
-            explain(f"{name}: two entries of a state by the name {twice[0]!r}", why, "keys that are strings without /")
-        )
-    for slot, entry in state.items():
-        _check_no_path(name, entry, paths, repr(slot))
-    return state
-
-
-def _belongs_to_leaf(x: Any, leaf: Tensor, paths: Collection[str]) -> bool:
-    return x.shape == leaf.shape if isinstance(x, Tensor) else not is_by_path(x, paths)
-
-
-def check_at_owners(name: str, state: dict[str, Any], paths: Collection[str]) -> None:
-    """Refuse keys that owners could not assign to leaves: paths beside other names, or in other containers.
-
-    Args:
-        name: of the transform.
-        state: a state of the form that all ranks know.
-        paths: of leaves that have owners.
-    """
-    for slot, entry in state.items():
-        _check_below(name, entry, paths, repr(slot))
-
-
-def _check_below(name: str, x: Any, paths: Collection[str], where: str) -> None:
-    if isinstance(x, dict):
-        mixed = [k for k, y in x.items() if k in paths and not isinstance(y, dict | tuple | list)]
-        named = [k for k, y in x.items() if k not in paths and not _keys(y).isdisjoint(paths)]
-        if mixed and named:
-            wrong = f"{name}: a state whose entry {where} has {mixed[0]!r} beside {named[0]!r}"
-            why = (
-                f"{named[0]!r} is by path, and {mixed[0]!r} is the path of a parameter too: what has the name of one\n"
-                "is kept by the owner of that parameter alone"
-            )
-            raise ValueError(
-                explain(wrong, why, f"another name, as {'n_' + str(mixed[0])!r}, or that entry in no dict")
-            )
-    elif not isinstance(x, Tensor | tuple | list) and not _keys(x).isdisjoint(paths):
-        wrong = f"{name}: a state by path in the {type(x).__name__} of its entry {where}"
-        why = "each owner keeps the entries of its own leaves, which are found in dicts, tuples and lists"
-        raise ValueError(
-            explain(wrong, why, f"return grads, {{{where.split('[')[0]}: {{path: ... for path in grads}}}}")
-        )
-    if not is_by_path(x, paths):
-        for y, at in _inside(x, where):
-            _check_below(name, y, paths, at)
-
-
-def _check_no_path(name: str, x: Any, paths: Collection[str], where: str) -> None:
-    """Refuse dicts keyed by path whose own names are paths too."""
-    if isinstance(x, dict) and is_by_path(x, paths) and all([is_by_path(y, paths) for y in x.values()]):
-        first = next(iter(x))
-        wrong = f"{name}: a state whose entry {where} has dicts by path by the names of parameters, as {first!r}"
-        why = "that may be a name or the path of a leaf, whose own state is that dict"
-        raise ValueError(explain(wrong, why, f"another name, as {'n_' + str(first)!r}"))
-    for y, at in _inside(x, where):
-        _check_no_path(name, y, paths, at)
-
-
-def _inside(x: Any, where: str) -> list[tuple[Any, str]]:
-    """The items of a dict, tuple or list, each with its place."""
-    found = x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, tuple | list) else ()
-    return [(y, f"{where}[{key!r}]") for key, y in found]
-
-
-def _keys(tree: Any) -> set[str]:
-    return {key for keys in tree_keys(tree) for key in keys}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.group import Group
 from .layout import Within
 from .state import State
-from .tree import Tree, flatten, tree_keys, unflatten
+from .tree import Name, named, renamed
 
 # ----------------------------------------------------------------------------------------------------------------------
 # An `Entry` is one tensor of a state: its name, and how it lies over ranks.
@@ -21,7 +21,7 @@ from .tree import Tree, flatten, tree_keys, unflatten
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One tensor of a state, or a plain value in the state of a transform from another library.
+    """One tensor of a state.
 
     Attributes:
         owner: the transform, `"params"`, or `""` for the counters of the state itself.
@@ -42,7 +42,7 @@ class Entry:
     owner: str
     slot: str
     path: str
-    value: Any
+    value: Tensor
     shape: tuple[int, ...]
     offset: int | None = None
     of_leaf: bool = True
@@ -79,75 +79,6 @@ class Entry:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions find what each tensor of a transform's state belongs to: its slot, its leaf and its place in the
-# leaf's own tree. A name follows from the keys on the way to the tensor alone.
-#
-# The containers of a state stay as its transform made them. They are not flattened into slots where a state enters:
-# a state may come from a file or from another process to a pipeline that has made none, and its transform is handed the
-# containers that it knows. So they have to be in the state.
-
-
-class Name(NamedTuple):
-    """The name of one tensor in a transform's state.
-
-    Attributes:
-        slot: keys above the leaf's path, with slashes between them; all keys if it belongs to no leaf.
-        path: of the leaf, or `None`.
-        below: keys below the path, where the state of a leaf is a tree.
-    """
-
-    slot: str
-    path: str | None = None
-    below: str = ""
-
-
-def names_of(keys: Sequence[tuple[str, ...]], paths: Collection[str]) -> list[Name]:
-    """The names of a state's tensors, from the keys on the way to each (`tree_keys`) and the paths of all leaves.
-
-    A leaf's path stands below at least one key. The first key may be a leaf's path too, if all its neighbours are.
-
-    >>> keys = tree_keys({"value": {"w": {"m": 1, "w": 2}}, "step": 3})
-    >>> [tuple(name) for name in names_of(keys, {"w"})]
-    [('step', None, ''), ('value', 'w', 'm'), ('value', 'w', 'w')]
-    """
-    beside: dict[tuple[str, ...], bool] = {}
-    for here in keys:
-        for i in range(1, len(here)):
-            beside[here[:i]] = beside.get(here[:i], True) and here[i] in paths
-    return [_name(here, paths, beside) for here in keys]
-
-
-def names_in(own: Tree, paths: Collection[str]) -> list[Name]:
-    """The names of the tensors in a transform's state, in the order of `flatten`. It is not for a graph."""
-    found = _names_by_path(own, paths)
-    return names_of(tree_keys(own), paths) if found is None else found
-
-
-def _names_by_path(own: Tree, paths: Collection[str]) -> list[Name] | None:
-    """The names of the usual state, of tensors and of dicts of tensors by path; `None` of any other."""
-    if type(own) is not dict or set(map(type, own)) != {str}:
-        return None
-    found = []
-    for slot in sorted(own):
-        x = own[slot]
-        if type(x) is Tensor:
-            found.append(Name(slot))
-        elif type(x) is dict and set(map(type, x.values())) == {Tensor} and all([path in paths for path in x]):
-            found += [Name(slot, path) for path in sorted(x)]
-        else:
-            return None
-    return found
-
-
-def _name(keys: tuple[str, ...], paths: Collection[str], beside: dict[tuple[str, ...], bool]) -> Name:
-    for i in range(1, len(keys)):
-        # A name among others that are no paths, as of a leaf's own dict, is a path at the end alone.
-        if keys[i] in paths and (beside[keys[:i]] or i == len(keys) - 1):
-            return Name("/".join(keys[:i]), keys[i], "/".join(keys[i + 1 :]))
-    return Name("/".join(keys))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # `entries` lists a state as flat, named entries, for tables and checkpoints.
 
 
@@ -165,19 +96,14 @@ def entries(state: State) -> list[Entry]:
     slots: list[tuple[str, str, str, Mapping[Any, Any]]] = [("params", "", "", state.leaves)]
     for owner, own in state.transforms.items():
         found: dict[tuple[str, str], dict[str | None, Any]] = {}
-        for name, value in zip(_names(state, owner), flatten(own)[0], strict=True):
+        for name, value in named(own, state.layout.every):
             found.setdefault((name.slot, name.below), {})[name.path] = value
-        # A tree library sorts the keys of a dict; a transform has put its slots in an order of its own.
+        # A transform has put its slots in an order of its own.
         first = {slot: i for i, slot in enumerate(own)}
         order = sorted(found, key=lambda s: (first.get(s[0].split("/")[0], 0), *s))
         slots += [(owner, slot, below, found[slot, below]) for slot, below in order]
     slots += [("", "step", "", {None: state.step}), ("", "micro_step", "", {None: state.micro_step})]
     return [e for owner, slot, below, values in slots for e in _slot(state, owner, slot, below, values)]
-
-
-def _names(state: State, owner: str) -> list[Name]:
-    """The names of what a transform keeps, in the order of `flatten`."""
-    return names_in(state.transforms[owner], state.layout.every)
 
 
 def _slot(state: State, owner: str, slot: str, below: str, values: Mapping[str | None, Any]) -> list[Entry]:
@@ -204,22 +130,22 @@ def _of_pieces(state: State, owner: str, slot: str, below: str, values: Mapping[
     rows = []
     for leaf in [leaf for leaf in state.layout.leaves if leaf.path in values]:
         x, (low, high) = values[leaf.path], placement.range_of(leaf)
-        sharded = placement.size > 1 and not fixed and isinstance(x, Tensor) and tuple(x.shape) == (high - low,)
-        e = Entry(owner, slot, leaf.path, x, tuple(leaf.shape) if sharded else _shape(x), below=below)
+        sharded = placement.size > 1 and not fixed and tuple(x.shape) == (high - low,)
+        e = Entry(owner, slot, leaf.path, x, tuple(leaf.shape if sharded else x.shape), below=below)
         if sharded:
             e = replace(e, offset=low)
         within = leaf.within if leaf.within is not None and leaf.within.cut and not fixed else None
         e = e if within is None else _of_part(e, leaf.shape, within)
         cut = placement.size > 1 or within is not None
-        rows.append(replace(e, of_part=cut and e.offset is None and not fixed and _is_array(x)))
+        rows.append(replace(e, of_part=cut and e.offset is None and not fixed and x.ndim > 0))
     if None in values:
-        rows.append(Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False))
+        rows.append(Entry(owner, slot, "", values[None], tuple(values[None].shape), of_leaf=False))
     return rows
 
 
 def _of_part(e: Entry, shape: torch.Size, within: Within) -> Entry:
     """The entry of a leaf that the model itself has sharded. A value of another shape is the same on every rank."""
-    if e.offset is None and _shape(e.value) != tuple(shape):
+    if e.offset is None and e.value.shape != shape:
         return e
     return replace(e, shape=tuple(within.shape), offset=(e.offset or 0) + within.before, within=within)
 
@@ -236,17 +162,12 @@ def _at_owners(
     """The entries of a transform that runs on whole leaves: the owner has all of a leaf's state, the others none."""
     here = state.layout.placement.rank
     for path, x in [(leaf.path, values[leaf.path]) for leaf in state.layout.leaves if leaf.path in values]:
-        yield _at_owner(Entry(owner, slot, path, x, _shape(x), below=below), ranks[path] == here)
+        yield _at_owner(Entry(owner, slot, path, x, tuple(x.shape), below=below), ranks[path] == here)
     if None in values:
-        e = Entry(owner, slot, "", values[None], _shape(values[None]), of_leaf=False)
-        # Beside what belongs to no leaf, the path of one may stand anywhere.
-        path = next((part for part in slot.removeprefix(where).split("/") if part in ranks), None)
-        yield e if path is None else _at_owner(e, ranks[path] == here)
+        yield Entry(owner, slot, "", values[None], tuple(values[None].shape), of_leaf=False)
 
 
 def _at_owner(e: Entry, here: bool) -> Entry:
-    if not isinstance(e.value, Tensor):
-        return e
     if here:
         return replace(e, offset=0, at_owner=True)
     return replace(e, value=e.value.new_empty(0), offset=e.value.numel(), at_owner=True, elsewhere=True)
@@ -256,15 +177,11 @@ def held_by_owners(state: State) -> Iterator[tuple[str, str, Tensor, int]]:
     """Tensors that only the owner of their leaf has, another rank: slot, path, the placeholder here, and that rank."""
     placement = state.layout.placement
     for owner, own in state.transforms.items():
-        for name, x in zip(_names(state, owner), flatten(own)[0], strict=True):
+        for name, x in named(own, state.layout.every):
             owned = placement.owners_of(owner, name.slot)
             rank = None if owned is None or name.path is None else owned[1].get(name.path)
-            if rank is not None and name.path is not None and rank != placement.rank and isinstance(x, Tensor):
+            if rank is not None and name.path is not None and rank != placement.rank:
                 yield name.slot, name.path, x, rank
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(x.shape) if isinstance(x, Tensor) else ()
 
 
 def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -> State:
@@ -283,12 +200,9 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
         value = fn(e)
         if elsewhere or not e.elsewhere:
             new[owner, Name(e.slot, e.path if e.of_leaf else None, e.below)] = None if e.value is None else value
+    # What is elsewhere keeps its shape.
     transforms = {
-        owner: unflatten(
-            flatten(own)[1],
-            # What is elsewhere keeps its shape.
-            [new.get((owner, name), x) for name, x in zip(_names(state, owner), flatten(own)[0], strict=True)],
-        )
+        owner: renamed(own, state.layout.every, lambda name, x, owner=owner: new.get((owner, name), x))
         for owner, own in state.transforms.items()
     }
     leaves = {path: new[None, Name("", path)] for path in state.leaves}
@@ -308,8 +222,4 @@ def of_rank(rank: int) -> str:
 
 def has_unknown_leaf(e: Entry) -> bool:
     """Whether it may belong to shards of leaves that no key names, as lists of tensors in other libraries' states."""
-    return e.of_part or (not (e.of_leaf or e.at_owner) and _is_array(e.value))
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.ndim > 0
+    return e.of_part or (not (e.of_leaf or e.at_owner) and e.value.ndim > 0)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of
@@ -25,8 +24,8 @@ from .spec import (
     watches_parameters,
 )
 from .transform import Transform, TransformState
-from .tree import flatten, tree_keys, tree_map
-from .view import Dtypes, Factor, OnLeaf, View, Wire, no_view, same_tensor, summed_in
+from .tree import flatten, tree_keys
+from .view import Dtypes, Factor, View, Wire, no_view, same_tensor, summed_in
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions check the order of transforms: when a chain is built, and again when leaves and ranks are known.
@@ -384,98 +383,24 @@ def _is_range(x: Any, numel: int) -> bool:
     return 0 <= x[0] <= x[1] <= numel
 
 
-def check_forms(
-    views: Sequence[View | None],
-    stations: Sequence[Station],
-    layout: Layout,
-    dtypes: Dtypes,
-    devices: Mapping[str, torch.device],
-) -> None:
-    """Raise a `ValueError` if a view returns another shape or dtype than its argument has.
-
-    It calls each view that changes numbers once per leaf, on an expanded one: on meta tensors a mask would have another
-    device, and a tensor that a view makes once and keeps would be a meta tensor. `check_reading` checks views that read
-    a state. A view that raises here is checked when it is called.
-    """
-    for i, view in enumerate(views):
-        if view is not None and view.renumbers and not view.reads:
-            _check_forms(views, i, stations[i + 1], layout, dtypes, devices)
-
-
 def check_reading(
     parts: Sequence[Transform],
     views: Sequence[View | None],
     stations: Sequence[Station],
     layout: Layout,
-    dtypes: Dtypes,
     states: Mapping[str, TransformState],
 ) -> None:
-    """As `check_forms`, for views that read the state of their transform, which some leaves may not have.
-
-    It uses meta tensors, because the states may be meta tensors.
-    """
+    """Raise a `ValueError` if a view in front of the sharding reads state that is sharded, or that owners have."""
     for i, (part, view) in enumerate(zip(parts, views, strict=True)):
         if view is not None and view.renumbers and view.reads:
             _check_read(part, view, stations[i + 1], stations[-1], layout, states[part.name])
-            _check_forms(views, i, stations[i + 1], layout, dtypes, {}, tree_map(_without_numbers, states[part.name]))
-
-
-def _check_forms(
-    views: Sequence[View | None],
-    i: int,
-    station: Station,
-    layout: Layout,
-    dtypes: Dtypes,
-    devices: Mapping[str, torch.device],
-    *state: TransformState,
-) -> None:
-    view, bad = views[i], []
-    assert view is not None
-    # Parameters have the dtypes of the state up to the view that casts, and those of the model in front of it.
-    casts = any([later is not None and later.dtypes is not None for later in views[i + 1 :]])
-    for leaf in layout.leaves if view.of_leaves else ():
-        if not view.changes(leaf):
-            continue
-        spec, stored = station.handed[leaf.path], dtypes.seen(leaf) if casts else dtypes.stored(leaf)
-        for name, fn, dtype, more in (
-            ("view", view.view, stored, state),
-            ("pull", view.pull, spec.dtype, state),
-            ("store", view.store, leaf.dtype, ()),
-        ):
-            one = torch.ones((), dtype=dtype, device=devices.get(leaf.path, "meta"))
-            if reason := _form_of(fn, one.expand(spec.local_shape), leaf, more):
-                bad.append((leaf.path, f"`{name}` {reason}"))
-    if bad:
-        raise ValueError(_misformed(view.name, bad))
-
-
-def _form_of(fn: OnLeaf, x: Tensor, leaf: Leaf, state: tuple[TransformState, ...]) -> str | None:
-    """The fault in the shape or dtype of a view function's result, or in the state that it reads; else `None`."""
-    try:
-        fn(x, leaf, *state)
-    except OtherForm as error:
-        return f"gives {error.form}"
-    except KeyError as error:
-        return f"finds no {error} in the transform's state" if state else None
-    except Exception:
-        pass
-    return None
-
-
-class OtherForm(ValueError):
-    """A function of a view returned another shape or dtype than its argument has.
-
-    Attributes:
-        form: how it differs.
-    """
-
-    form: str = ""
 
 
 def keeping_form(view: View, name: str) -> View:
     """The same view, whose functions raise if they return another shape or dtype than their argument has.
 
-    This is checked at each call, because not every function can be called beforehand.
+    This is checked at each call, because not every function can be called beforehand. A view that casts would give the
+    model weights that are rounded.
     """
 
     def kept(function: str) -> Any:
@@ -486,9 +411,7 @@ def keeping_form(view: View, name: str) -> View:
         def checked(x: Tensor, leaf: Leaf, *state: Any) -> Tensor:
             found = fn(x, leaf, *state)
             if form := _other_form(found, x):
-                error = OtherForm(_misformed(name, [(leaf.path, f"`{function}` gives {form}")]))
-                error.form = form
-                raise error
+                raise ValueError(_misformed(name, [(leaf.path, f"`{function}` gives {form}")]))
             return found
 
         return checked
@@ -509,10 +432,6 @@ def _other_form(found: Any, x: Tensor) -> str | None:
     if found.shape != x.shape:
         return f"shape {tuple(found.shape)} of a tensor of shape {tuple(x.shape)}"
     return f"{found.dtype} of a tensor of {x.dtype}" if found.dtype != x.dtype else None
-
-
-def _without_numbers(x: Any) -> Any:
-    return x.to("meta") if isinstance(x, Tensor) else x
 
 
 def _check_read(

@@ -8,7 +8,7 @@ applied), a *micro-step* one call of `update`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from textwrap import indent
@@ -83,8 +83,6 @@ class Transform:
             run one by one, and only leaves of a member that needs whole ones are sent to owners. Any other update runs
             as it is, on whole leaves if a member needs them.
         named_fn: for a transform whose metrics contain its name: returns the same transform under another name.
-        joins: fuses it with transforms that follow. It takes those, and returns the fused transform, which does all in
-            one pass, and how many of them it replaces. The fused state has the entries of all of them, by their names.
         base: its name before a chain gave it a number; `None` if none did.
     """
 
@@ -102,7 +100,6 @@ class Transform:
     members_fn: Callable[[Layout], dict[str, tuple[Transform, set[str]]]] | None = None
     hands_out: Callable[..., tuple[Leaves, TransformState]] | None = None
     named_fn: Callable[[str], Transform] | None = None
-    joins: Callable[[Sequence[Transform]], tuple[Transform, int] | None] | None = None
     factory: Callable[..., Transform] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None

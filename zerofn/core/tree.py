@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from copy import copy
-from enum import Enum
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .._compat.functorch import pytree
 from .._compat.tensors import memories
-from .._errors import explain
+from .._errors import explain, kind_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions work on trees of tensors: their paths, flat lists of leaves, maps over them. Only this file imports
@@ -40,10 +39,7 @@ def tree_keys(tree: Tree) -> list[tuple[str, ...]]:
     """The keys on the way to every leaf."""
     if torch.compiler.is_compiling():
         return [tuple(_key(k) for k in keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
-    try:
-        accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
-    except RecursionError as error:
-        raise _endless(tree, error) from error
+    accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [tuple(_entry(e) for e in accessor) for accessor in accessors]
 
 
@@ -86,21 +82,7 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
         return pytree.tree_flatten(tree, is_leaf)
     if type(tree) is Tensor:
         return [tree], ONE_LEAF
-    try:
-        return optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    except RecursionError as error:
-        raise _endless(tree, error) from error
-
-
-def one_level(node: Tree) -> tuple[list[Any], Any]:
-    """The children of a container, with its structure for `unflatten`; for a leaf, the leaf itself."""
-
-    def below(x: Any) -> bool:
-        return x is not node
-
-    if torch.compiler.is_compiling():
-        return pytree.tree_flatten(node, below)
-    return optree.tree_flatten(node, below, none_is_leaf=True, namespace=NAMESPACE)
+    return optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def tensors_of(tree: Mapping[str, Any]) -> list[Tensor]:
@@ -145,28 +127,6 @@ def _any_requires_grad(tree: Tree) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in flatten(tree)[0])
 
 
-def _endless(tree: Tree, error: RecursionError) -> Exception:
-    found = _inside_itself(tree)
-    if found is None:
-        return error
-    why = "flattening it to its leaves would never end"
-    right = "containers of tensors, none of which contains itself"
-    return ValueError(explain(f"a tree that contains itself, at {'.'.join(found)}", why, right))
-
-
-def _inside_itself(tree: Tree) -> list[str] | None:
-    """The keys on the way to a container that holds one it lies in."""
-    # Ways down and the containers on them, instead of a recursion, which is what has failed.
-    ways: list[tuple[list[str], list[int], Any]] = [([], [], tree)]
-    while ways:
-        keys, above, node = ways.pop()
-        if id(node) in above:
-            return keys
-        below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
-        ways += [([*keys, str(k)], [*above, id(node)], x) for k, x in below]
-    return None
-
-
 def unflatten(spec: Any, leaves: list[Any]) -> Tree:
     """The inverse of `flatten`."""
     if spec is ONE_LEAF:
@@ -174,14 +134,6 @@ def unflatten(spec: Any, leaves: list[Any]) -> Tree:
     if isinstance(spec, pytree.TreeSpec):
         return pytree.tree_unflatten(leaves, spec)
     return optree.tree_unflatten(spec, leaves)
-
-
-def flatten_up_to(spec: Any, tree: Tree) -> list[Any]:
-    """The subtrees of `tree` at the leaves of a structure."""
-    try:
-        return spec.flatten_up_to(tree)
-    except RecursionError as error:
-        raise _endless(tree, error) from error
 
 
 def parted(tree: Tree) -> tuple[list[Tensor], Callable[[Iterable[Tensor]], Tree]]:
@@ -205,10 +157,7 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
         return fn(tree)
     if torch.compiler.is_compiling():
         return pytree.tree_map(fn, tree, *rests)
-    try:
-        return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
-    except RecursionError as error:
-        raise _endless(tree, error) from error
+    return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def select(pred: bool | Tensor, new: Any, old: Any) -> Any:
@@ -272,23 +221,36 @@ def register_global(cls: type, flatten_fn: Callable, unflatten_fn: Callable) -> 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# These functions take the entries of some leaves out of a transform's state, for a bucket, a leaf or an owner, and put
-# them back.
+# The state of a transform is nested dicts with tensors at their ends. These functions take the entries of some leaves
+# out of a state, for a bucket, a leaf or an owner, and put them back.
 #
-# A dict inside a state is keyed by path if all of its keys are paths of leaves. It may stand at any depth, in dicts,
-# lists, tuples and other containers that are nodes of a tree, and may have names beside paths.
+# A dict inside a state is keyed by path if all of its keys are paths of leaves. It stands below a name, at any depth.
 
 
-class Place(Enum):
-    """How a part of a state relates to the leaves."""
-
-    SHARED = "of no leaf"
-    BY_PATH = "a dict by path"
-    OF_LEAF = "of the leaf under whose path it stands, beside names"
+# By key, where a state has dicts by path: `True` for one, nothing for what belongs to no leaf.
+Places = bool | Mapping[str, "Places"]
 
 
-# In place of a tree with dicts by path in it: those of its parts that are not shared, by key or index.
-Places = Place | Mapping[Any, "Places"]
+def nested(tree: Tree) -> Any:
+    """A tree of any containers as nested dicts, by the keys on the way to its leaves.
+
+    >>> nested([{"m": 1}, (2, [])]), nested(3), nested(())
+    ({'0': {'m': 1}, '1': {'0': 2}}, 3, {})
+    """
+    return under_keys(zip(tree_keys(tree), flatten(tree)[0], strict=True))
+
+
+def under_keys(entries: Iterable[tuple[Sequence[str], Any]]) -> Any:
+    """Nested dicts of these values, each with the keys on the way to it."""
+    found: dict[str, Any] = {}
+    for keys, x in entries:
+        if not keys:
+            return x
+        at = found
+        for key in keys[:-1]:
+            at = at.setdefault(key, {})
+        at[keys[-1]] = x
+    return found
 
 
 def is_by_path(x: Any, paths: Collection[str]) -> bool:
@@ -297,7 +259,46 @@ def is_by_path(x: Any, paths: Collection[str]) -> bool:
     >>> is_by_path({"w": 1}, {"w", "b"}), is_by_path({"w": 1, "count": 2}, {"w", "b"}), is_by_path({}, {"w", "b"})
     (True, False, False)
     """
-    return isinstance(x, Mapping) and bool(x) and all([key in paths for key in x])
+    return isinstance(x, dict) and bool(x) and all([key in paths for key in x])
+
+
+class Name(NamedTuple):
+    """The name of one tensor in a transform's state.
+
+    Attributes:
+        slot: keys above the leaf's path, with slashes between them; all keys if it belongs to no leaf.
+        path: of the leaf, or `None`.
+        below: keys below the path, where a leaf has a dict of its own.
+    """
+
+    slot: str
+    path: str | None = None
+    below: str = ""
+
+
+def named(state: Mapping[str, Any], paths: Collection[str]) -> list[tuple[Name, Any]]:
+    """The tensors of a transform's state with their names, slot by slot.
+
+    >>> [tuple(name) for name, _ in named({"value": {"w": {"m": 1, "w": 2}}, "step": 3}, {"w"})]
+    [('value', 'w', 'm'), ('value', 'w', 'w'), ('step', None, '')]
+    """
+    found: list[tuple[Name, Any]] = []
+    renamed(state, paths, lambda name, x: found.append((name, x)))
+    return found
+
+
+def renamed(state: Mapping[str, Any], paths: Collection[str], fn: Callable[[Name, Any], Any]) -> dict[str, Any]:
+    """The same state with `fn(name, x)` in the place of each tensor."""
+
+    def over(x: Any, keys: tuple[str, ...], at: int) -> Any:
+        """`at`: the place of a path among the keys; 0 if there is none."""
+        if not isinstance(x, dict):
+            slot, path, below = (keys[:at], keys[at], keys[at + 1 :]) if at else (keys, None, ())
+            return fn(Name("/".join(slot), path, "/".join(below)), x)
+        at = at or (len(keys) if keys and is_by_path(x, paths) else 0)
+        return {key: over(y, (*keys, key), at) for key, y in x.items()}
+
+    return over(dict(state), (), 0)
 
 
 def places(state: Any, paths: Collection[str], below: bool = False) -> Places:
@@ -308,19 +309,12 @@ def places(state: Any, paths: Collection[str], below: bool = False) -> Places:
         paths: of all leaves.
         below: whether it stands below a name: the name of an entry may be that of a leaf.
     """
-    if isinstance(state, Tensor):
-        return Place.SHARED
+    if not isinstance(state, dict):
+        return False
     if below and is_by_path(state, paths):
-        return Place.BY_PATH
-    if isinstance(state, dict):
-        found = {key: places(x, paths, True) for key, x in state.items()}
-        # Beside entries by path it is a name, which a leaf has too.
-        if below and all([at is Place.SHARED for k, at in found.items() if k not in paths]):
-            found.update({k: Place.OF_LEAF for k, at in found.items() if at is Place.SHARED and k in paths})
-    else:
-        found = {i: places(x, paths, below) for i, x in enumerate(_parts(state)[0])}
-    found = {key: at for key, at in found.items() if at is not Place.SHARED}
-    return found or Place.SHARED
+        return True
+    found = {key: places(x, paths, True) for key, x in state.items()}
+    return {key: at for key, at in found.items() if at}
 
 
 def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
@@ -331,36 +325,11 @@ def of_leaves(state: Any, at: Places, own: Collection[str]) -> Any:
         >>> of_leaves(state, places(state, {"w", "b"}), ["b"])
         {'opt': {'m': {'b': 2}, 'count': 3}}
     """
-    if at is Place.BY_PATH:
-        return _some(state, own)
-    if not isinstance(at, dict):
+    if at is True:
+        return {path: state[path] for path in own if path in state}
+    if not isinstance(at, Mapping) or not at:
         return state
-    if not isinstance(state, dict):
-        parts, made_of = _parts(state)
-        return made_of([of_leaves(x, at.get(i, Place.SHARED), own) for i, x in enumerate(parts)])
-    found = copied(state)
-    for key, place in at.items():
-        if place is not Place.OF_LEAF:
-            found[key] = of_leaves(state[key], place, own)
-        elif key not in own:
-            del found[key]
-    return found
-
-
-def copied(entry: dict[str, Any]) -> dict[str, Any]:
-    """A dict of the same class with the same entries. The compiler cannot trace `copy.copy`."""
-    return dict(entry) if type(entry) is dict else copy(entry)
-
-
-def _some(entry: dict[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """An entry by path, with some leaves only, in a dict of the same class."""
-    if type(entry) is dict:
-        return {path: entry[path] for path in own if path in entry}
-    found = copied(entry)
-    for path in entry:
-        if path not in own:
-            del found[path]
-    return found
+    return {**state, **{key: of_leaves(state[key], part, own) for key, part in at.items()}}
 
 
 def overlaid(old: Any, new: Any) -> Any:
@@ -369,60 +338,109 @@ def overlaid(old: Any, new: Any) -> Any:
     >>> overlaid({"m": {"w": 1, "b": 2}, "count": 3}, {"m": {"b": 5}, "count": 4})
     {'m': {'w': 1, 'b': 5}, 'count': 4}
     """
-    if isinstance(new, Tensor):
+    if not isinstance(old, dict) or not isinstance(new, dict):
         return new
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = {key: x if key not in old or _same(old[key], x) else overlaid(old[key], x) for key, x in new.items()}
-        if list(found) == list(old) and all([_same(found[key], x) for key, x in new.items()]):
-            return new
-        merged = copied(old)
-        merged.update(found)
-        return merged
-    return _by_parts(overlaid, old, new)
+    found = {key: x if x is old.get(key) else overlaid(old.get(key), x) for key, x in new.items()}
+    if list(found) == list(old) and all([found[key] is x for key, x in new.items()]):
+        return new
+    return {**old, **found}
 
 
 def moved(new: Any, old: Any) -> Any:
     """The entries of nested dicts that are not the same object in `old`; other values unchanged."""
     if not isinstance(new, dict) or not isinstance(old, dict):
         return new
-    # The compiler cannot tell whether two tuples are one object, so tuples and lists are always taken.
-    return {k: moved(x, old.get(k)) for k, x in new.items() if isinstance(x, tuple | list) or x is not old.get(k)}
+    return {k: moved(x, old.get(k)) for k, x in new.items() if x is not old.get(k)}
 
 
 def map_overlaid(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
     """`fn(x, was)` over the tensors of a state, where `was` is the tensor at the same place of the state below.
 
-    An entry that has another structure there stays unchanged.
+    An entry that is not there stays unchanged.
     """
-    if isinstance(new, Tensor):
-        return fn(new, old)
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = copied(new)
-        found.update({key: map_overlaid(fn, old[key], x) for key, x in new.items() if key in old})
-        return found
-    return _by_parts(lambda was, x: map_overlaid(fn, was, x), old, new)
+    if isinstance(new, dict):
+        return {k: map_overlaid(fn, old[k], x) if isinstance(old, dict) and k in old else x for k, x in new.items()}
+    return fn(new, old)
 
 
-def _by_parts(fn: Callable[[Any, Any], Any], old: Any, new: Any) -> Any:
-    """`fn` over the children of two containers of one class and length; for anything else, `new` itself."""
-    if type(old) is not type(new):
-        return new
-    (before, _), (parts, made_of) = _parts(old), _parts(new)
-    if len(before) != len(parts) or not parts:
-        return new
-    return made_of([fn(was, x) for was, x in zip(before, parts, strict=True)])
+# ----------------------------------------------------------------------------------------------------------------------
+# `check_state` refuses a state of another form than nested dicts of tensors, and keys that are ambiguous with paths.
 
 
-def _same(x: Any, y: Any) -> bool:
-    """Whether they are one object. The compiler cannot tell for tuples, so their elements are compared."""
-    return x is y if isinstance(x, dict | Tensor) and isinstance(y, dict | Tensor) else False
+RIGHT_STATE = 'return {"value": {path: ... for path in leaves}}'
 
 
-def _parts(x: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The children of a container, and a function that makes a container of the same class; nothing for a leaf."""
-    kind = type(x)
-    if isinstance(x, tuple | list):
-        # A NamedTuple takes its fields one by one.
-        return list(x), kind if kind in (tuple, list) else lambda parts: kind(*parts)
-    parts, spec = one_level(x)
-    return ([], lambda _: x) if len(parts) == 1 and parts[0] is x else (parts, lambda made: unflatten(spec, made))
+def check_state(name: str, state: Any, leaves: Mapping[str, Tensor], paths: Collection[str]) -> dict[str, Any]:
+    """A transform's state, if it is nested dicts of tensors whose keys cannot be mistaken for paths of parameters.
+
+    Args:
+        name: of the transform.
+        state: what its `init_fn` or its update returned for `leaves`.
+        leaves: by path.
+        paths: of all leaves of the model.
+    """
+    if type(state) is not dict:
+        why = "a state is a dict of entries by name; without one it is {}"
+        raise TypeError(explain(f"{name}: an init_fn that gives {kind_of(state)}", why, RIGHT_STATE))
+    own = [isinstance(x, Tensor) and p in leaves and x.shape == leaves[p].shape for p, x in state.items()]
+    if own and all(own) and state.keys() == leaves.keys():
+        why = "what belongs to leaves stands below a name: an entry may have the name of a leaf"
+        raise ValueError(explain(f"{name}: a state that is by path itself", why, RIGHT_STATE))
+    check_entries(name, state, paths)
+    twice = [key for key, n in Counter(map("/".join, tree_keys(state))).items() if n > 1]
+    if twice:
+        wrong, why = (
+            f"{name}: two entries of a state by the name {twice[0]!r}",
+            "they are saved and loaded by that name",
+        )
+        raise ValueError(explain(wrong, why, "keys without /"))
+    return state
+
+
+def check_form(name: str, state: Mapping[str, Any], paths: Collection[str]) -> None:
+    """Refuse what an update returned as its state, if it has something else than tensors and dicts."""
+    if not _is_nested(state):
+        check_entries(name, state, paths)
+
+
+def _is_nested(x: Mapping[str, Any]) -> bool:
+    kinds = set(map(type, x.values()))
+    return kinds <= {Tensor, dict} and (
+        dict not in kinds or all([_is_nested(y) for y in x.values() if type(y) is dict])
+    )
+
+
+def check_entries(name: str, state: Mapping[str, Any], paths: Collection[str]) -> None:
+    """Refuse entries of a state that are no nested dicts of tensors, or whose keys may be taken for paths."""
+    for slot, entry in state.items():
+        _check_entry(name, entry, paths, (slot,))
+
+
+def _check_entry(name: str, x: Any, paths: Collection[str], keys: tuple[Any, ...]) -> None:
+    where = repr(keys[0]) + "".join([f"[{key!r}]" for key in keys[1:]])
+    if not isinstance(keys[-1], str):
+        wrong, why = f"{name}: a state with the key {keys[-1]!r}", "entries are saved and loaded by names"
+        raise TypeError(explain(wrong, why, "keys that are strings"))
+    if isinstance(x, Tensor):
+        return
+    if type(x) is not dict:
+        why = "a state is dicts of tensors, which every rank, file and compiler knows"
+        right = "torch.tensor(0) for a number" if isinstance(x, int | float) else '{"m": ..., "v": ...}, a dict'
+        raise TypeError(explain(f"{name}: a state whose entry {where} is {kind_of(x)}", why, right))
+    mixed = [key for key, y in x.items() if key in paths and isinstance(y, Tensor)]
+    if is_by_path(x, paths):
+        first = next(iter(x))
+        if all([is_by_path(y, paths) for y in x.values()]):
+            wrong = f"{name}: a state whose entry {where} has dicts by path by the names of parameters, as {first!r}"
+            why = "that may be a name or the path of a leaf, whose own state is that dict"
+            raise ValueError(explain(wrong, why, f"another name, as {'n_' + first!r}"))
+        # What a leaf has in a dict of its own may have any names.
+        paths = ()
+    elif mixed:
+        other = next(key for key in x if key not in mixed)
+        wrong = f"{name}: a state whose entry {where} has {mixed[0]!r} beside {other!r}"
+        why = f"{mixed[0]!r} is the path of a parameter, and a dict by path has no other names"
+        right = f"{other!r} in an entry of its own; or another name, as {'n_' + mixed[0]!r}"
+        raise ValueError(explain(wrong, why, right))
+    for key, y in x.items():
+        _check_entry(name, y, paths, (*keys, key))

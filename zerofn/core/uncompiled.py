@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,14 +15,12 @@ from .._compat.functorch import (
     exports,
     forward_level,
     functorch_active,
-    graph_under_way,
     innermost_transform,
     makes_graphs,
     makes_proxies,
     uncompiled,
-    while_traced,
 )
-from .._errors import explain, users_line
+from .._errors import explain
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -56,42 +52,6 @@ outside_of_graphs = kept_out_of_graphs(
     "step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step that is one graph;\n"
     "zf.vjp(torch.compile(fn, fullgraph=True), tx, state, x), outside of what is compiled",
 )
-
-
-# This many steps in one graph are a loop that the compiler has unrolled. A few are meant, such as MAML's inner steps.
-MANY_STEPS = 8
-
-
-def unrolled_check() -> Callable[[], bool]:
-    """Make a function that a step calls where it is traced: it warns once of a graph that has many steps.
-
-    It runs while the graph is made and is no part of it, so that no step takes longer.
-    """
-    last: weakref.ref[Any] | None = None
-    count, told = 0, False
-
-    @while_traced
-    def step_is_traced() -> bool:
-        nonlocal last, count, told
-        graph = graph_under_way()
-        same = last is not None and graph is not None and graph is last()
-        count = count + 1 if same else 1
-        if graph is not None and not same:
-            last = weakref.ref(graph)
-        if count >= MANY_STEPS and not told:
-            told = True
-            warnings.warn(
-                explain(
-                    f"torch.compile of a function that makes {MANY_STEPS} steps of zf.make_step or more",
-                    "the compiler unrolls its loop into one graph of all steps, which takes as many times as long to\n"
-                    "compile, and is compiled anew for another number of steps",
-                    "step = torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), and a plain loop around it",
-                ),
-                stacklevel=users_line(),
-            )
-        return True
-
-    return step_is_traced
 
 
 def torch_func_check() -> Callable[[], bool]:

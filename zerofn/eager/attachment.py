@@ -544,7 +544,7 @@ class Attachment:
         closes, old = window.averaged is not None and window.closes(), current.state
         record = innermost_transform() is not None or forward_level() != NO_LEVEL
         pipe = self.pipe
-        if not pipe.looked_at or numbers or pipe.numbers or pipe.places or weight is not None:
+        if not pipe.looked_at or numbers or pipe.numbers or weight is not None:
             lost = self._lost_graphs(record, numbers, weight, torch.is_grad_enabled())
         else:
             lost = {} if record or not torch.is_grad_enabled() else LOST

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from .._errors import bad_leaves
-from ..core.state import State
 from ..core.state_entries import Entry
-from ..core.tree import flatten, unflatten
 from ..ranks.backend import gather_objects
 from ..ranks.group import Group
 
@@ -38,13 +36,11 @@ class ToLoad:
 
     Attributes:
         pairs: each tensor of ours with the one that is to replace it.
-        numbers: what replaces something that is no tensor, by its transform and its place there.
         groups: for each group what it takes.
         told: how parameters were told, and which begin anew.
     """
 
     pairs: list[tuple[Tensor, Tensor]]
-    numbers: dict[tuple[str, int], Any]
     groups: list[dict[str, Any]]
     told: LoadedStates
 
@@ -52,7 +48,7 @@ class ToLoad:
 def form_of(x: Any) -> str:
     """Shape and dtype of a tensor or of an entry's tensor, for a message; anything else as it prints."""
     if isinstance(x, Entry):
-        return f"{tuple(x.shape)} {x.value.dtype}" if isinstance(x.value, Tensor) else repr(x.value)
+        return f"{tuple(x.shape)} {x.value.dtype}"
     return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
 
 
@@ -114,43 +110,3 @@ def on_all_ranks(read: Callable[[], T], control: Group | None) -> list[T]:
         _, right, wrong = failures[0].args
         raise Misfit([row for x in failures if isinstance(x, Misfit) for row in x.args[0]], right, wrong)
     raise failures[0]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# State of a transform that is no tensor, such as a count in Python, cannot be written in place: it is put where it
-# was.
-
-
-@dataclass(frozen=True)
-class NoTensor:
-    """Stands for something in the state of a transform that is no tensor.
-
-    Attributes:
-        at: the transform, and where it is among what that has.
-        value: what is there.
-    """
-
-    at: tuple[str, int]
-    value: Any
-
-
-def with_marks(state: State) -> State:
-    """The same state with a `NoTensor` for all that is no tensor."""
-    found = {}
-    for name, own in state.transforms.items():
-        values, spec = flatten(own)
-        if not all([isinstance(x, Tensor) for x in values]):
-            own = unflatten(
-                spec, [x if isinstance(x, Tensor) else NoTensor((name, i), x) for i, x in enumerate(values)]
-            )
-        found[name] = own
-    return replace(state, transforms=found)
-
-
-def with_numbers(state: State, numbers: Mapping[tuple[str, int], Any]) -> State:
-    """The same state with these in the places that they are keyed by."""
-    found = dict(state.transforms)
-    for name in dict.fromkeys(name for name, _ in numbers):
-        values, spec = flatten(found[name])
-        found[name] = unflatten(spec, [numbers.get((name, i), x) for i, x in enumerate(values)])
-    return replace(state, transforms=found) if numbers else state

@@ -19,7 +19,7 @@ from .._interrupts import interrupts_held, take_back
 from ..core import rank_agreement
 from ..core.context import Context
 from ..core.layout import Leaves
-from ..core.pipeline import Pipeline, check_first_views, first_state
+from ..core.pipeline import Pipeline, first_state
 from ..core.rank_agreement import agree_on_chain, agree_on_start, check_finite
 from ..core.state import State, averages_of
 from ..core.transform import TransformState
@@ -302,7 +302,6 @@ def from_rows(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[st
     """A `Start` for parameters of which each rank has its shards already."""
     check_memory(params)
     check_finite(params)
-    check_first_views(pipe, params)
     agree_on_chain(pipe, "zf.attach(model, tx)")
     return lambda: {path: p.detach() for path, p in params.items()}
 

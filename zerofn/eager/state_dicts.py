@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .._compat.tensors import memories
 from .._errors import explain, kind_of
@@ -15,7 +14,7 @@ from ..core.state import LeafTensors, State
 from ..core.state_entries import Entry, entries
 from ..ranks.group import Group
 from ..ranks.process_groups import together
-from .loading import LoadedStates, Misfit, NoTensor, ToLoad, on_all_ranks, with_marks, with_numbers
+from .loading import LoadedStates, Misfit, ToLoad, on_all_ranks
 from .param_groups import ParamGroups, packed
 from .resident_params import ResidentParams
 from .torch_form import Names, as_state_dict, group_form, is_torch_form, open_windows
@@ -112,7 +111,7 @@ class StateDicts:
         self._meet("opt.load_state_dict(...)", "opt.load_state_dict(...) on every rank")
         control = self.home.channels.control
         on_all_ranks(lambda: check_form(given), control)
-        names = Names(self.pipe, with_marks(state), self.groups, self.paths)
+        names = Names(self.pipe, state, self.groups, self.paths)
         return Loading(names, given, control, self._open_groups()).run()
 
     def read_state(self, given: State, groups: list[dict[str, Any]] | None = None) -> ToLoad:
@@ -123,15 +122,13 @@ class StateDicts:
         """
         own = self.groups.to_save()
         saved = [packed(g) for g in (own if groups is None else self._own_groups(groups))]
-        mine, theirs = (sorted(entries(x), key=lambda e: e.key) for x in (with_marks(self.home.state_now()), given))
+        mine, theirs = (sorted(entries(x), key=lambda e: e.key) for x in (self.home.state_now(), given))
         bad = [(f"param_groups/{i}/lr", "missing") for i, g in enumerate(saved) if "lr" not in g]
         bad += [("param_groups", f"{len(saved)} instead of {len(own)}")] if len(saved) != len(own) else []
         _check_entries(mine, theirs, bad)
         self.groups.check(saved)
-        both = [(a, b.value) for a, b in zip(mine, theirs, strict=True) if not a.elsewhere]
-        tensors = [(a.value, x) for a, x in both if isinstance(a.value, Tensor)]
-        numbers = {a.value.at: x for a, x in both if isinstance(a.value, NoTensor)}
-        return ToLoad(tensors, numbers, saved, LoadedStates("name"))
+        tensors = [(a.value, b.value) for a, b in zip(mine, theirs, strict=True) if not a.elsewhere]
+        return ToLoad(tensors, saved, LoadedStates("name"))
 
     def _open_groups(self) -> list[Group]:
         """The groups over which a DTensor can be gathered: first those over which leaves are cut."""
@@ -154,7 +151,7 @@ class StateDicts:
         for mine, theirs in found.pairs:
             # A dict that torch has loaded in place may have our own memory, seen in another order of dimensions.
             mine.copy_(theirs.clone() if memories([mine]) & memories([theirs]) else theirs)
-        current.state = with_numbers(state, found.numbers)
+        current.state = state
         self.home.refresh()
         self.groups.load(found.groups)
         rest()
@@ -171,27 +168,21 @@ def _check_entries(mine: list[Entry], theirs: list[Entry], bad: list[tuple[str, 
     if not bad:
         return
     right = "a state of this pipeline on this model"
-    if any(a.value.shape != b.value.shape for a, b in pairs if _is_tensor(a) and _is_tensor(b)):
+    if any(a.value.shape != b.value.shape for a, b in pairs):
         right += ", on as many ranks. Between other ranks:\n"
         right += "         zf.save(directory, opt) and zf.load(directory, like=opt)"
-    if any(a.value.dtype != b.value.dtype for a, b in pairs if _is_tensor(a) and _is_tensor(b)):
+    if any(a.value.dtype != b.value.dtype for a, b in pairs):
         right += "; dtypes are never changed silently. To go on in others, with the moments begun anew:\n"
         right += "         old = zf.attach(model, old_tx); old.load_state(state); old.detach()\n"
         right += "         opt = zf.attach(model, tx)"
     raise Misfit(bad, right)
 
 
-def _is_tensor(e: Entry) -> bool:
-    return isinstance(e.value, Tensor)
-
-
 def _kind(e: Entry) -> Any:
     """What two entries have in common of which one replaces the other."""
-    return (e.value.shape, e.value.dtype, tuple(e.shape)) if isinstance(e.value, Tensor) else None
+    return e.value.shape, e.value.dtype, tuple(e.shape)
 
 
 def _shown(e: Entry) -> str:
-    if not isinstance(e.value, Tensor):
-        return repr(e.value.value if isinstance(e.value, NoTensor) else e.value)
     part = "" if e.value.shape == tuple(e.shape) else f", of which this rank has {tuple(e.value.shape)}"
     return f"{tuple(e.shape)} {e.value.dtype}{part}"

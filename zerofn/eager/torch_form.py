@@ -32,7 +32,6 @@ from ..core.tree import flatten, tree_keys
 from ..ranks.collectives import all_reduce_
 from ..ranks.dtensor import as_dtensors
 from ..ranks.group import Group
-from .loading import NoTensor
 from .param_groups import ParamGroups, packed, plain_values
 
 # The key beside `state` and `param_groups`.
@@ -119,7 +118,7 @@ class Names:
         self.numbers = {OWN_ENTRY + STEP: made.step, OWN_ENTRY + "micro_step": made.micro_step}  # type: ignore[dict-item]
         for owner, tree in made.transforms.items():
             for keys, x in zip(tree_keys(tree), flatten(tree)[0], strict=True):
-                if isinstance(x, NamedEntry) and id(x) not in of_leaves:
+                if id(x) not in of_leaves:
                     self.numbers[OWN_ENTRY + "/".join(_of_owner(self.rank, x, owner, keys))] = x
         rates = any(callable(o.transform.facts.rate) for o in self.groups.optimizers)
         holds = any(part.facts.holds for part in self.pipe.parts)
@@ -197,12 +196,10 @@ def has_value(x: Any) -> bool:
 
 def _shown(name: str, x: NamedEntry) -> Any:
     """The value in a state dict: `torch.optim` counts in float32."""
-    value = x.value.value if isinstance(x.value, NoTensor) else x.value
-    return value.float() if name == STEP and isinstance(value, Tensor) else value
+    return x.value.float() if name == STEP and isinstance(x.value, Tensor) else x.value
 
 
 def _copy(x: Any) -> Any:
-    x = x.value if isinstance(x, NoTensor) else x
     return x.clone() if isinstance(x, Tensor) else x
 
 

@@ -19,7 +19,7 @@ from ..core.state_entries import Entry, before, entries
 from ..core.wrapper_names import remedy
 from ..ranks.dtensor import as_local, in_full, is_distributed, mesh_of, of_this_rank
 from ..ranks.group import Group
-from .loading import ON_EACH_RANK, LoadedStates, Misfit, NoTensor, ToLoad, form_of, on_all_ranks, with_marks
+from .loading import ON_EACH_RANK, LoadedStates, Misfit, ToLoad, form_of, on_all_ranks
 from .param_groups import HYPERPARAMETERS, same_value
 from .torch_form import (
     APART,
@@ -45,7 +45,7 @@ class Loading:
     """Reads one state dict in the form of `torch.optim`; nothing is written.
 
     Args:
-        names: of our state, whose values that are no tensors are marked.
+        names: of our state.
         given: the state dict.
         control: the ranks that load it together; `None` on one process.
         groups: over which a DTensor of the same ranks can be gathered.
@@ -64,7 +64,6 @@ class Loading:
         self.told: dict[str, Any] = {}
         self.fits: list[tuple[Entry, Tensor]] = []
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.values: dict[tuple[str, int], Any] = {}
         self.anew: list[NamedEntry] = []
         cutting = names.pipe.road.cutting
         placement = names.state.layout.placement
@@ -79,7 +78,7 @@ class Loading:
             raise Misfit(told, ON_EACH_RANK, "load_state_dict: ranks have state dicts of other steps")
         self._fit_all()
         self._make_anew()
-        return ToLoad(self.pairs, self.values, self.own_groups, LoadedStates(self.by, self.made_anew))
+        return ToLoad(self.pairs, self.own_groups, LoadedStates(self.by, self.made_anew))
 
     def _compare(self) -> dict[str, float]:
         """Find what is to be written of each entry, and refuse what does not fit. The counts that ranks have alike."""
@@ -235,12 +234,6 @@ class Loading:
 
     def _take(self, place: str, x: NamedEntry, given: Any) -> None:
         e = x.entry
-        if isinstance(e.value, NoTensor):
-            if isinstance(given, Tensor):
-                self.bad.append((place, f"{form_of(given)} instead of {e.value.value!r}"))
-            else:
-                self.values[e.value.at] = given
-            return
         if not isinstance(given, Tensor | int | float | bool):
             self.bad.append((place, f"{given!r} instead of {form_of(e)}"))
             return
@@ -269,17 +262,14 @@ class Loading:
                 self._number(name, x, given)
             elif e.owner in self.absent:
                 self.anew.append(x)
-            elif ours and not isinstance(e.value, NoTensor) and (first := before(e)) is not None:
+            elif ours and (first := before(e)) is not None:
                 self.pairs.append((e.value, torch.full_like(e.value, first)))
-            elif ours and not e.elsewhere and not (isinstance(e.value, NoTensor) and e.value.value is None):
-                # A `None` of ours is no entry of a file.
+            elif ours and not e.elsewhere:
                 self.bad.append((name, "missing"))
 
     def _number(self, name: str, x: NamedEntry, given: Any) -> None:
         e = x.entry
-        if isinstance(e.value, NoTensor) or not isinstance(e.value, Tensor):
-            self._take(name, x, given)
-        elif not isinstance(given, Tensor | int | float) or torch.as_tensor(given).shape != e.shape:
+        if not isinstance(given, Tensor | int | float) or torch.as_tensor(given).shape != e.shape:
             self.bad.append((name, f"{form_of(given)} instead of {form_of(e)}"))
         else:
             # An optimizer of torch may have given it the dtype of its parameter.
@@ -321,11 +311,9 @@ class Loading:
             return
         state = self.names.state
         made = init_transforms(self.names.pipe, state.leaves)
-        fresh = with_marks(State(state.leaves, made, state.step, state.micro_step, state.layout))
+        fresh = State(state.leaves, made, state.step, state.micro_step, state.layout)
         for x, e in zip(entries(state), entries(fresh), strict=True):
-            if x.key in anew and isinstance(x.value, NoTensor):
-                self.values[x.value.at] = e.value.value
-            elif x.key in anew and isinstance(x.value, Tensor):
+            if x.key in anew:
                 self.pairs.append((x.value, e.value))
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from ..core.pipeline import Pipeline, pipeline, resolve_for
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, apart, flatten, parted, tree_map
-from ..core.uncompiled import check_not_exported, outside_of_graphs, torch_func_check, unrolled_check
+from ..core.uncompiled import check_not_exported, outside_of_graphs, torch_func_check
 from ..core.update import Metrics, apply, check_vmap
 from ..core.view import leave
 from ..core.weights import shared_weight
@@ -100,15 +100,11 @@ def make_step(
 def _checked_step(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
     """Check a state, then `run` on it; uncompiled if the compiler cannot have a step in its graph."""
 
-    step_is_traced = unrolled_check()
-
     def checked(state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
         check_not_exported()
         tracing = torch.compiler.is_compiling()
         if tracing and not COMPILES_STATES:
             return step_before_torch_2_13(checked, state, batch, weight)
-        if tracing:
-            step_is_traced()
         pipe = pipes.of(state, tracing)
         if tracing and not pipe.layout.readable:
             return step_of_other_containers(checked, state, batch, weight)
@@ -124,8 +120,7 @@ def _checked_step(pipes: PipelineCache, run: Any, create_graph: bool | None) -> 
             if not numbers_alone:
                 return step_over_ranks(checked, state, batch, weight)
         if numbers_alone:
-            numbers = (*[x for _, x in pipe.numbers], *pipe.numbers_at_places)
-            if create_graph is None and any([x.requires_grad for x in numbers]):
+            if create_graph is None and any([x.requires_grad for _, x in pipe.numbers]):
                 return step_of_numbers_that_require_grad(checked, state, batch, weight)
             # As in an uncompiled step, a batch that requires grad does not make a graph from step to step.
             with torch.no_grad():

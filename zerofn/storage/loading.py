@@ -110,8 +110,7 @@ class PartialLoad:
         """The state of the entries that were read and those that the pipeline makes anew for these parameters."""
         if not self.anew:
             return rebuild(like, read)
-        kept = lambda e: e.value.clone() if isinstance(e.value, Tensor) else e.value  # noqa: E731
-        start = rebuild(like, lambda e: kept(e) if e.key in self.anew else read(e))
+        start = rebuild(like, lambda e: e.value.clone() if e.key in self.anew else read(e))
         made = {e.key: e.value for e in entries(replace(start, transforms=init_transforms(pipe, start.leaves)))}
         return rebuild(like, lambda e: made[e.key] if e.key in self.anew else read(e))
 
@@ -247,7 +246,7 @@ class _Reading:
         self.read: list[Entry] = []
         self.wholes: list[tuple[Entry, Tensor, Any]] = []
         every = [*self.entries, *self.buffers]
-        self.new = {e.key: _empty(e.value) for e in every if isinstance(e.value, Tensor)}
+        self.new = {e.key: _empty(e.value) for e in every}
         self.flat = {key: x.view(-1) if x.is_contiguous() else x.new_empty(x.numel()) for key, x in self.new.items()}
 
     def saved_entries(self) -> list[Entry]:
@@ -263,8 +262,11 @@ class _Reading:
         if bad and self.strict:
             raise ValueError(misfit_message(self.directory, bad))
         self.partial.note(bad, wanted)
-        # Entries that older checkpoints do not have, with the value that they had then.
-        defaults = {e.key: x for e in self.entries if e.key not in manifest["tensors"] and (x := before(e)) is not None}
+        # Entries that older checkpoints do not have, with the value that they had then, or have as a number of Python.
+        old = {
+            e.key: manifest["values"].get(e.key, before(e)) for e in self.entries if e.key not in manifest["tensors"]
+        }
+        defaults = {key: x for key, x in old.items() if x is not None}
         for key, x in defaults.items():
             self.flat[key].fill_(x)
         skipped = defaults.keys() | self.partial.anew.keys()
@@ -312,8 +314,8 @@ class _Reading:
             if not x.is_contiguous():
                 x.copy_(self.flat[key].view(x.shape))
 
-    def value(self, e: Entry) -> Any:
-        return self.new[e.key] if e.key in self.new else self.manifest["values"][e.key]
+    def value(self, e: Entry) -> Tensor:
+        return self.new[e.key]
 
 
 def _pipe(like: State, opt: Optimizer | None, strict: bool, tx: Transform | None) -> Pipeline | None:

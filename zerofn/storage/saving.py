@@ -103,7 +103,7 @@ def check_replicas(state: State, group: Group) -> None:
     compared = {
         e.key: (e.shape, zlib.crc32(row_major(e.value).view(torch.uint8).cpu().numpy().tobytes()))
         for e in entries(state)
-        if isinstance(e.value, Tensor) and e.offset is None and e.owner not in placement.apart
+        if e.offset is None and e.owner not in placement.apart
         if 0 < e.value.numel() <= MAX_COMPARED or placement.size > 1 or e.of_part
     }
     answers = gather_objects(compared, group)
@@ -360,22 +360,17 @@ def name_to_read(e: Entry, manifest: dict[str, Any], placement: Placement) -> st
 def differences(wanted: list[Entry], manifest: dict[str, Any]) -> list[tuple[str, str]]:
     """Every path in which the checkpoint and the state differ, with the difference."""
     saved = {_base(name, manifest): about for name, about in manifest["tensors"].items()}
-    found = {**dict.fromkeys(manifest["values"]), **saved}
     bad = []
     for e in wanted:
-        if e.key not in found:
-            if before(e) is None:
+        about = saved.pop(e.key, None)
+        if about is None:
+            if before(e) is None and (e.key not in manifest["values"] or e.shape):
                 bad.append((e.key, "missing: the checkpoint does not have it"))
             continue
-        about = found.pop(e.key)
-        if (about is None) == isinstance(e.value, Tensor):
-            there, here = ("a plain value", "a tensor") if about is None else ("a tensor", "a plain value")
-            bad.append((e.key, f"{there} in the checkpoint, {here} here"))
-        elif about is not None:
-            bad += [(e.key, reason) for reason in _misfits(e, about)]
-            if in_other_order(e, about) and e.key not in manifest["tensors"]:
-                bad.append((e.key, "sums that are not reduced yet, of a model that was cut otherwise; end the window"))
-    return bad + [(key, "unexpected: only the checkpoint has it") for key in found]
+        bad += [(e.key, reason) for reason in _misfits(e, about)]
+        if in_other_order(e, about) and e.key not in manifest["tensors"]:
+            bad.append((e.key, "sums that are not reduced yet, of a model that was cut otherwise; end the window"))
+    return bad + [(key, "unexpected: only the checkpoint has it") for key in saved]
 
 
 def _base(name: str, manifest: dict[str, Any]) -> str:
@@ -415,10 +410,6 @@ def misfit_message(directory: Any, bad: list[tuple[str, str]]) -> str:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `save` writes a state to disk, each tensor by its path, so that any number of ranks can load it.
-
-
-# Types besides tensors that a transform of another library may have in its state.
-PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 @overload
@@ -540,7 +531,6 @@ def _pieces(state: State, buffers: list[Entry]) -> dict[str, Any]:
             row_major(e.value), e.offset or 0, e.shape
         )
         for e in [*entries(state), *buffers]
-        if isinstance(e.value, Tensor)
     }
 
 
@@ -552,30 +542,25 @@ def _header(state: State, buffers: list[Entry]) -> dict[str, Any]:
     """
     placement = state.layout.placement
     tensors: dict[str, Any] = {}
-    values: dict[str, Any] = {}
     own = entries(state)
-    sparse = [e for e in own if isinstance(e.value, Tensor) and e.value.layout is not torch.strided]
+    sparse = [e for e in own if e.value.layout is not torch.strided]
     bad = [(e.key, f"is of layout {e.value.layout}; keep x.to_dense()") for e in sparse]
     for e in [*own, *buffers]:
-        if e.key in tensors or e.key in values:
+        if e.key in tensors:
             bad.append((e.key, "two entries have this name; give the transform another: tx.named('other')"))
-        elif isinstance(e.value, Tensor) and e.value.is_meta:
+        elif e.value.is_meta:
             bad.append((e.key, "is on the meta device and has no data"))
-        elif isinstance(e.value, Tensor):
+        else:
             about = {"dtype": dtype_name(e.value.dtype), "shape": list(e.shape), **box_order(e)}
             copies = range(placement.copies) if e.owner in placement.apart else [None]
             tensors.update({saved_name(e, copy): about for copy in copies})
-        elif isinstance(e.value, PLAIN_TYPES):
-            values[e.key] = e.value
-        else:
-            bad.append((e.key, f"a {type(e.value).__name__} cannot be saved"))
     if bad:
         right = "a state of tensors, numbers and text, each under a name of its own"
         raise TypeError(bad_leaves("zf.save: this state cannot be saved", bad, right))
     head = {"zerofn": _version(), "torch": torch.__version__, "ranks": placement.together, "copies": placement.copies}
     if not any("boxes" in about for about in tensors.values()):
         head["version"] = ROW_MAJOR
-    return {**head, "values": values, "tensors": tensors}
+    return {**head, "values": {}, "tensors": tensors}
 
 
 def _as_json(group: dict[str, Any]) -> dict[str, Any]:

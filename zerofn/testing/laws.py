@@ -266,7 +266,7 @@ def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_
             wrong.setdefault(part.name, {}).update(_wrong_dtypes(says[part.name], {} if out is None else out))
             return out, new
 
-        return part if part.idle else replace(part, update_fn=update, joins=None)
+        return part if part.idle else replace(part, update_fn=update)
 
     pipe = pipeline(chain(*map(recording, tx.members)), layout, "check_transform")
     state = start(pipe, tensors)
@@ -670,9 +670,6 @@ def _ensemble(case: Case) -> None:
     step = make_step(loss, case.pipe)
     seeds = (1, 2)
     states = [init(case.pipe, random_like(case.params, seed=s)) for s in seeds]
-    if not all([isinstance(x, Tensor) for x in flatten(states[0])[0]]):
-        # `None` and Python numbers cannot be stacked.
-        return
     together = _stack(states)
     for i in range(case.steps):
         batches = [random_like(case.params, seed=10 * s + i) for s in seeds]

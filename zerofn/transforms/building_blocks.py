@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from ..extend import (
     plus_product,
     transform,
 )
-from .adam import adam_of, check_adam, with_moment_check
+from .adam import check_adam, with_moment_check
 
 
 @transform
@@ -53,9 +52,9 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
         tensor([-0.0500])
 
     Notes:
-        `chain(scale_by_adam(), add_decayed_weights(d), scale_by_lr(lr))` is `adamw(lr, weight_decay=d)` to the last
-        bit, and without the decay it is `adam`: the chain fuses such neighbours and runs the same kernel. With a
-        transform in between (a clip, one of your own) each is computed by itself.
+        `chain(scale_by_adam(), add_decayed_weights(d), scale_by_lr(lr))` is the formula of `adamw(lr, weight_decay=d)`,
+        and without the decay that of `adam`. Each part makes its own pass over the leaves and rounds once more, so an
+        update differs by two units in the last place. `adamw` makes one pass, by torch's fused kernel.
     """
     check_adam("scale_by_adam", 0.0, betas, eps, 0.0)
 
@@ -73,16 +72,10 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
         return size * m / (moment_root(v) / spread + small), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
-    built = direction("scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers, corrections)
-
-    def joins(rest: Sequence[Transform]) -> tuple[Transform, int] | None:
-        decayed = bool(rest) and rest[0].factory is add_decayed_weights
-        if len(rest) <= decayed or rest[decayed].factory is not scale_by_lr:
-            return None
-        end, decay = rest[decayed], rest[0].config["weight_decay"] if decayed else 0.0
-        return adam_of(end.name, end.config["lr"], betas, eps, decay, decoupled=True), 1 + decayed
-
-    return replace(with_moment_check(built), joins=joins)
+    built = direction(
+        "scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers, corrections, of_lists=True
+    )
+    return with_moment_check(built)
 
 
 @transform
@@ -118,7 +111,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         m = slots["momentum"] * beta + g
         return plus(g, beta, m) if nesterov else m, {"momentum": m}
 
-    return direction("trace", {"momentum": like}, formula, {"decay": decay})
+    return direction("trace", {"momentum": like}, formula, {"decay": decay}, of_lists=True)
 
 
 @transform
@@ -146,15 +139,8 @@ def add_decayed_weights(weight_decay: float) -> Transform:
         decay = ctx.replicated(weight_decay)
         return {path: plus(g, decay, params[path].to(g.dtype)) for path, g in grads.items()}, state
 
-    def joins(rest: Sequence[Transform]) -> tuple[Transform, int] | None:
-        if len(rest) < 2 or rest[0].factory is not scale_by_adam or rest[1].factory is not scale_by_lr:
-            return None
-        inner, end = rest[0].config, rest[1]
-        return adam_of(end.name, end.config["lr"], inner["betas"], inner["eps"], weight_decay, decoupled=False), 2
-
-    return Transform(
-        "add_decayed_weights", needs="element", facts=Facts(directs=True, keeps=False), update_fn=update, joins=joins
-    )
+    facts = Facts(directs=True, keeps=False)
+    return Transform("add_decayed_weights", needs="element", facts=facts, update_fn=update)
 
 
 @transform
@@ -182,4 +168,4 @@ def scale_by_lr(lr: ScalarOrSchedule) -> Transform:
         dtype = torch.promote_types(p.dtype, u.dtype)
         return plus(p.to(dtype), -at.scalar(at.lr, u), u.to(dtype)).to(p.dtype), {}
 
-    return optimizer("scale_by_lr", lr, {}, formula)
+    return optimizer("scale_by_lr", lr, {}, formula, of_lists=True)

@@ -94,7 +94,7 @@ def muon(
         return p * (1 - rate * decay) - on_stacks(direction, u), {"momentum": m}
 
     numbers, decays = {"momentum": momentum, "weight_decay": weight_decay}, {"weight_decay": weight_decay}
-    torch_form: Any = dict(counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
+    torch_form: Any = dict(of_lists=True, counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
     built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays, **torch_form)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:

@@ -94,5 +94,5 @@ def rmsprop(
     numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
     # `momentum` can be set later only if the state has a buffer for it.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
-    torch_form: Any = dict(counterpart=torch.optim.RMSprop, torch_names={"momentum": "momentum_buffer"})
+    torch_form: Any = dict(of_lists=True, counterpart=torch.optim.RMSprop, torch_names={"momentum": "momentum_buffer"})
     return optimizer("rmsprop", lr, slots, formula, numbers=numbers, settable=settable, **torch_form)
