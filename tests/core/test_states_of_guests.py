@@ -178,3 +178,10 @@ def test_the_state_of_another_guest_is_refused_by_name():
     state = zf.init(chained("tuple"), PARAMS)
     with pytest.raises(ValueError, match=r"Averages with a state of 0/a, 0/b, 1/a, 1/b(?s:.*)of m/a, m/b, n/a, n/b"):
         zf.update(chained("dict"), PARAMS, state)
+
+
+def test_keys_of_one_text_are_refused():
+    guest = Averages("tuple")
+    guest.put = lambda m, n: {0: m, "0": n}
+    with pytest.raises(ValueError, match=r"Averages: two tensors of a state under the keys '0.a'"):
+        zf.init(zf.chain(guest, zf.sgd(0.1)), PARAMS)

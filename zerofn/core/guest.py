@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -227,6 +228,10 @@ class _Door:
             what = f"{self.name}: a state in classes that are no nodes of a tree, in which tensors would not be found"
             raise TypeError(bad_leaves(what, [(".".join(at) or "its root", kind_of(x)) for at, x in bad], right))
         names = [at if isinstance(x, Tensor) else None for at, x in zip(keys, values, strict=True)]
+        twice = [".".join(at) for at, n in Counter(names).items() if at is not None and n > 1]
+        if twice:
+            what = f"{self.name}: two tensors of a state under the keys {twice[0]!r}"
+            raise ValueError(explain(what, "they are saved and loaded by their keys", "keys of different texts"))
         return _Form(tuple(names), plain, spec, unflatten(spec, list(range(len(values)))))
 
 

@@ -105,7 +105,7 @@ def followed(trees: Iterable[Mapping[str, Any]]) -> bool:
     """Whether a tensor of nested dicts requires grad; by `map` over C functions, since there are many.
 
     >>> w = torch.ones(2, requires_grad=True)
-    >>> followed([{"a": torch.ones(2)}, {"b": {"c": 1.0, "d": (w, w)}}]), followed([{"a": w.detach()}])
+    >>> followed([{"a": torch.ones(2)}, {"b": {"c": w}}]), followed([{"a": w.detach()}])
     (True, False)
     """
     todo = list(trees) if torch.is_grad_enabled() else []
@@ -114,17 +114,13 @@ def followed(trees: Iterable[Mapping[str, Any]]) -> bool:
         try:
             if any(map(_REQUIRES_GRAD, values)):
                 return True
-        except AttributeError:  # of a dict, or of a container of a user's
+        except AttributeError:  # of a dict
             for x in values:
                 if isinstance(x, dict):
                     todo.append(x)
-                elif x.requires_grad if type(x) is Tensor else _any_requires_grad(x):
+                elif x.requires_grad:
                     return True
     return False
-
-
-def _any_requires_grad(tree: Tree) -> bool:
-    return any(isinstance(x, Tensor) and x.requires_grad for x in flatten(tree)[0])
 
 
 def unflatten(spec: Any, leaves: list[Any]) -> Tree:
@@ -232,12 +228,14 @@ Places = bool | Mapping[str, "Places"]
 
 
 def nested(tree: Tree) -> Any:
-    """A tree of any containers as nested dicts, by the keys on the way to its leaves.
+    """The tensors of a tree of any containers in nested dicts, by the keys on the way to each.
 
-    >>> nested([{"m": 1}, (2, [])]), nested(3), nested(())
-    ({'0': {'m': 1}, '1': {'0': 2}}, 3, {})
+    >>> one = torch.tensor(1)
+    >>> nested([{"m": one}, (one, [], None, "word")]), nested(one), nested(())
+    ({'0': {'m': tensor(1)}, '1': {'0': tensor(1)}}, tensor(1), {})
     """
-    return under_keys(zip(tree_keys(tree), flatten(tree)[0], strict=True))
+    both = zip(tree_keys(tree), flatten(tree)[0], strict=True)
+    return under_keys([(keys, x) for keys, x in both if isinstance(x, Tensor)])
 
 
 def under_keys(entries: Iterable[tuple[Sequence[str], Any]]) -> Any:
