@@ -224,37 +224,6 @@ def test_fp32_states_do_not_slip_into_a_bf16_pipeline_and_the_way_shown_works(tm
     assert scope["opt"].state.leaves["weight"].dtype == BF16
 
 
-def allocate_under_a_limit(wrapped: bool) -> str:
-    """A real shortage: address space for 2 bytes of each parameter in the state, not for 8 more."""
-    import resource
-
-    params = {"w": torch.zeros(32 << 20, dtype=BF16)}
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))
-    adam = zf.low_precision_adam(1e-3, state_dtype=F32)
-    try:
-        zf.init(zf.offload(adam) if wrapped else adam, params)
-    except (MemoryError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    return "it fitted"
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is that of Linux")
-def test_offload_into_too_little_memory_names_the_transform_and_the_bytes():
-    (text,) = zf.launch(allocate_under_a_limit, 1, True, timeout=limit())
-    size = 8 * (32 << 20) + 24  # two fp32 moments, two counters and the format of the draws
-    assert text.startswith("MemoryError: offload(low_precision_adam(...)): cpu has not enough memory for the"), text
-    assert f"{size:,} bytes of its state" in text and "8 bytes for each of 33,554,432 parameters" in text
-    assert "zf.shard()" in text
-
-
-def test_an_error_that_is_no_shortage_passes_through_offload():
-    with pytest.raises(ValueError, match="nothing to round"):
-        zf.init(zf.offload(zf.low_precision_adam(1e-3, rounding="kahan")), {"w": torch.ones(2)})
-
-
 # ---- fp16: overflow ----
 
 

@@ -13,7 +13,7 @@ from .context import Context
 from .executor import BUCKET_BYTES
 from .layout import Leaves
 from .transform import TransformState
-from .tree import flatten, map_overlaid, tree_keys, unflatten
+from .tree import map_overlaid
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `CopyQueue` copies between a device and the host in one direction. On CUDA it has its own stream beside the
@@ -185,22 +185,24 @@ def _beside(entry: Any, params: Leaves) -> Any:
     if type(entry) is dict and all(isinstance(x, Tensor) for x in entry.values()):
         return {p: _to(params[p].device, x) if p in params else x for p, x in entry.items()}
     devices = {x.device for x in params.values()}
-    common = devices.pop() if len(devices) == 1 else None
-    values, spec = flatten(entry)
-    ends = [keys[-1] if keys else "" for keys in tree_keys(entry)]
-    there = [params[p].device if p in params else common for p in ends]
-    return unflatten(spec, [_to(device, x) for device, x in zip(there, values, strict=True)])
+
+    def over(x: Any, device: torch.device | None) -> Any:
+        if not isinstance(x, dict):
+            return _to(device, x)
+        return {k: over(y, params[k].device if k in params else device) for k, y in x.items()}
+
+    return over(entry, devices.pop() if len(devices) == 1 else None)
 
 
-def _to(device: torch.device | None, x: Any) -> Any:
-    return x.to(device) if device is not None and isinstance(x, Tensor) and x.ndim else x
+def _to(device: torch.device | None, x: Tensor) -> Tensor:
+    return x.to(device) if device is not None and x.ndim else x
 
 
 def _home(entry: Any, home: Any, ctx: Context, pairs: list[tuple[Tensor, Tensor]]) -> Any:
     """An entry of the state with every tensor on its home device; pairs of tensors to copy are added to `pairs`."""
 
     def back(x: Any, old: Any) -> Any:
-        if not isinstance(x, Tensor) or not isinstance(old, Tensor) or x.device == old.device:
+        if not isinstance(old, Tensor) or x.device == old.device:
             return x
         if ctx.recorded:
             return x.to(old.device)

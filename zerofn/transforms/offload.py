@@ -20,7 +20,6 @@ from ..extend import (
     TransformState,
     as_transform,
     chain,
-    flatten,
     no_view,
     of_members,
     transform,
@@ -44,7 +43,6 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
 
     Raises:
         ValueError: the transform has a view, such as `precision`, or there is no such device.
-        MemoryError: when the state is made and does not fit on the device; names the transform and the bytes.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -66,14 +64,9 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         on_gpu = any(x.device.type == "cuda" for x in leaves.values())
-        try:
-            # Made where it will live: if it were moved there, it would first have to fit beside the parameters.
-            state = inner.init_fn({p: _place(x, where, False) for p, x in leaves.items()}, layout)
-            return tree_map(lambda x: _place(x, where, on_gpu), state)
-        except (RuntimeError, MemoryError) as error:
-            if not _is_shortage(error):
-                raise
-            raise MemoryError(_shortage(inner, leaves, layout, where)) from error
+        # Made where it will live: if it were moved there, it would first have to fit beside the parameters.
+        state = inner.init_fn({p: _place(x, where, False) for p, x in leaves.items()}, layout)
+        return tree_map(lambda x: _place(x, where, on_gpu), state)
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         prepared = inner.prepare_fn(state, grads, params, ctx)
@@ -97,9 +90,8 @@ def _device(given: Any) -> torch.device:
         raise ValueError(explain(f"offload(device={given!r})", why, "offload(transform, device='cpu')")) from error
 
 
-def _place(x: Any, device: torch.device, pin: bool) -> Any:
-    # The state of another library may contain numbers and None.
-    if not isinstance(x, Tensor) or x.ndim == 0 or x.is_meta:
+def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
+    if x.ndim == 0 or x.is_meta:
         return x
     moved = x if _is_on(x.device, device) else x.to(device)
     # `zf.plan` makes tensors without memory: nothing to pin.
@@ -117,23 +109,3 @@ def _is_on(here: torch.device, device: torch.device) -> bool:
     """
     one = device.index is None or device.type == "cpu"
     return here.type == device.type and (one or here.index == device.index)
-
-
-def _is_shortage(error: Exception) -> bool:
-    """Whether memory ran out. torch's host allocators raise a plain RuntimeError, which only its text tells apart."""
-    text = str(error).lower()
-    return (
-        isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text or "out of memory" in text
-    )
-
-
-def _shortage(inner: Transform, leaves: Leaves, layout: Layout, device: torch.device) -> str:
-    meta = inner.init_fn({p: torch.empty_like(x, device="meta") for p, x in leaves.items()}, layout)
-    size = sum(x.nbytes for x in flatten(meta)[0])
-    count = sum(x.numel() for x in leaves.values())
-    return explain(
-        f"offload({inner.name}(...)): {device} has not enough memory for the {size:,} bytes of its state",
-        f"the state takes {size / max(count, 1):.3g} bytes for each of {count:,} parameters; for GPUs it is pinned",
-        "zf.low_precision_adam(state_dtype=torch.bfloat16), half of fp32 moments; zf.shard() over more ranks; "
-        "or raise the limit of (locked) memory",
-    )
