@@ -21,7 +21,7 @@ from .facts import AVERAGE
 from .layout import Layout, Leaf, Leaves
 from .plain_layouts import as_plain, from_plain
 from .transform import TransformState
-from .tree import Tree, named, nested, register_global
+from .tree import Tree, flatten, named, nested, register_global
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A mark says what has happened to the memory of a state: donated to the next one, or half written by a step that
