@@ -67,6 +67,31 @@ def test_the_dict_of_one_rank_alone(kind: str, then: str, rank: int):
     told = zf.launch(alone, 2, kind, then, rank, timeout=limit())[rank]
     if kind in WHOLE:
         assert told == ""
+    elif "open window" in kind:
+        assert told.startswith("opt.state_dict() in the middle of a window whose sums are each rank's own\n")
+        assert "accumulate" in told and "opt.is_boundary" in told and "zf.save(directory, opt)" in told
     else:
         assert told.startswith(f"opt.state_dict() on rank {rank} and not on every rank\n")
         assert "zf.save(directory, opt)" in told and "TrainerMixin" in told and "full_state_dict=True" in told
+
+
+def whole_into_parts(given: dict[str, Any]) -> str:
+    torch.manual_seed(0)
+    opt = zf.attach(nn.Linear(4, 2), zf.chain(zf.accumulate(2), zf.all_reduce(), zf.adamw(0.1)))
+    try:
+        opt.load_state_dict(given)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook")
+def test_an_open_window_of_one_process_is_refused_where_ranks_have_sums_of_their_own():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    opt = zf.attach(model, zf.chain(zf.accumulate(2), zf.adamw(0.1)))
+    for told in ("accumulate/count: 1: in the middle of a window", ""):
+        model(torch.ones(2, 4)).sum().backward()
+        opt.step()
+        for found in zf.launch(whole_into_parts, 2, opt.state_dict(), timeout=limit()):
+            assert told in found and bool(told) == bool(found), found

@@ -201,7 +201,7 @@ def test_behind_a_reduce_scatter_nodes_talk_in_every_backward_and_the_plan_says_
 # ------------------------------------------------------------------------------- checkpoints between all
 
 
-SAVED = 2 * EVERY - 1  # in the middle of a window: nodes have sums of their own
+SAVED = 2 * EVERY  # at the end of a window: in the middle nodes have sums of their own
 
 
 def trained(tx, first, last, state=None):

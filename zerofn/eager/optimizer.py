@@ -158,11 +158,12 @@ class Optimizer(torch.optim.Optimizer):
         scale, the count of a window) are among those of the first parameter, under names that begin with `zerofn/`.
         Parameters, counters and names are under the key `"zerofn"`, which torch's optimizers ignore. Shards are
         DTensors of the full shapes, sharded by rows. A number, and a leaf that has an owner, is gathered
-        for this. `zf.save` keeps the module's buffers too. Every rank must call it where leaves are sharded, or where
-        an open window has sums of gradients that differ between ranks: one rank has a part of the state there.
+        for this. `zf.save` keeps the module's buffers too. Every rank must call it where leaves are sharded: one
+        rank has a part of the state there.
 
         Raises:
-            RuntimeError: in the middle of a step; or only some ranks came where every rank is to.
+            RuntimeError: in the middle of a step, or of a window whose sums differ between ranks; or only some ranks
+                came where every rank is to.
 
         >>> import torch, zerofn as zf
         >>> opt = zf.attach(torch.nn.Linear(2, 2), zf.adamw(0.1))

@@ -75,7 +75,12 @@ class StateDicts:
     def to_save(self) -> dict[str, Any]:
         """What `opt.state_dict()` returns."""
         state = self.home.state_now()
-        if self.pipe.road.cutting or open_windows(state):
+        if held := open_windows(state):
+            wrong = "opt.state_dict() in the middle of a window whose sums are each rank's own"
+            why = f"{', '.join(held)} is before the reduction, and one dict for all ranks has no place for them"
+            right = "opt.state_dict() after a step that ends a window (opt.is_boundary); zf.save(directory, opt)"
+            raise RuntimeError(explain(wrong, why, right))
+        if self.pipe.road.cutting:
             # What one rank has is a part: a file of it alone could be loaded by no other.
             right = "zf.save(directory, opt) on every rank. A Trainer does it on every rank by its mixin,\n"
             right += "class Trainer(zf.integrations.TrainerMixin, transformers.Trainer). For one file of\n"

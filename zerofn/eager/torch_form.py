@@ -46,8 +46,6 @@ STEP = "step"
 COUNTED = (STEP, "micro_step")
 # The most updates that a leaf has had: where leaves say another number, another library has gone on from these entries.
 UPDATES = OWN_ENTRY + "updates"
-# How many ranks have sums of an open window that are not reduced: each its own, under its own name.
-APART = OWN_ENTRY + "apart"
 # Hyperparameters that torch keeps in groups beside the rate. Here they are the chain's.
 BESIDE = ("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
 
@@ -132,14 +130,8 @@ class Names:
         out = {path: {name: _shown(name, x) for name, x in own.items()} for path, own in has.items()}
         most = max([float(x) for own in out.values() for name, x in own.items() if name == STEP], default=0.0)
         if not self.plain and out:
-            held = open_windows(self.state)
-            ranks = self.state.layout.placement.copies if held else 0
             more = {name: _copy(x.value) for name, x in self.numbers.items()}
-            more |= {UPDATES: torch.tensor(int(most)), APART: torch.tensor(ranks)}
-            out[next(iter(out))] |= more
-            for path, own in self.leaves.items() if held else ():
-                mine = {f"{self.rank}.{name}": x.entry.value for name, x in own.items() if x.entry.owner in held}
-                out[path] |= mine
+            out[next(iter(out))] |= more | {UPDATES: torch.tensor(int(most))}
         return out
 
     def listed(self, path: str, kept: LeafTensors) -> LeafTensors:
@@ -148,7 +140,7 @@ class Names:
         names = {name: x for (name, _), x in zip(own.items(), _in_order(kept, self.optimizer_of(path)), strict=True)}
         first = not self.plain and path == next(iter(self.leaves))
         more = {name: x.entry.value for name, x in self.numbers.items()} if first else {}
-        return kept.renamed(names, more | ({UPDATES: 0, APART: 0} if first else {}))
+        return kept.renamed(names, more | ({UPDATES: 0} if first else {}))
 
     def optimizer_of(self, path: str) -> Transform:
         """The transform that makes a parameter from a gradient of this leaf."""
@@ -267,8 +259,8 @@ def as_state_dict(
 def placed(state: State, cutting: Sequence[Group]) -> list[Any]:
     """What each entry of a state is in a state dict, in the order of `entries`.
 
-    Sums of gradients that are each rank's own are zeros, with the shape of the leaf: those of an open window have an
-    entry of their own. Where leaves are cut, all ranks call it together.
+    Sums of gradients that are each rank's own are zeros, with the shape of the leaf: no window is open. Where leaves
+    are cut, all ranks call it together.
 
     Args:
         state: over several ranks, or of one process.

@@ -22,7 +22,6 @@ from ..ranks.group import Group
 from .loading import ON_EACH_RANK, LoadedStates, Misfit, ToLoad, form_of, on_all_ranks
 from .param_groups import HYPERPARAMETERS, same_value
 from .torch_form import (
-    APART,
     BESIDE,
     COUNTED,
     OWN_ENTRY,
@@ -109,10 +108,6 @@ class Loading:
         right = "a state dict of the same model and optimizer; of another chain zf.save(directory, opt), and\n"
         right += "         zf.load(directory, like=opt, strict=False), which makes anew what is missing"
         right += remedy(name for name, _ in self.bad)
-        if int(self.told.get(APART, 0)):
-            right += ";\n         in the middle of a window zf.save(directory, opt) and zf.load(directory, like=opt),\n"
-            right += "         or on each rank what that rank has saved, torch.save(opt.state_dict(), f'{rank}.pt');\n"
-            right += "         dcp.save, and a full state dict, of what is saved after an update"
         if self.of_other_ranks:
             right = ON_EACH_RANK
         if self.other_dtypes:
@@ -194,11 +189,9 @@ class Loading:
         return found
 
     def _leaf(self, path: str, own: dict[str, NamedEntry], there: dict[str, Any]) -> None:
-        label, apart = self.labels[path], int(self.told.get(APART, 0))
-        mine = {name: x for name, x in own.items() if x.entry.owner in self.names.apart} if apart else {}
+        label = self.labels[path]
         for name in there:
-            of_window = apart and name.partition(".")[0].startswith("rank") and name.partition(".")[2] in mine
-            if name not in own and not name.startswith(OWN_ENTRY) and not of_window:
+            if name not in own and not name.startswith(OWN_ENTRY):
                 self.bad.append((f"{label}: {name}", "unexpected"))
         optimizer = self.names.optimizer_of(path)
         for _, name in optimizer.facts.torch_names if float(there.get(STEP, 1)) == 0 else ():
@@ -207,9 +200,8 @@ class Loading:
                 self.bad.append((f"{label}: {STEP}", why))
         for name, x in own.items():
             place = f"{label}: {name}"
-            if name in mine:
-                self._of_window(place, x, there.get(f"{self.names.rank}.{name}"), apart)
-            elif x.entry.owner in self.names.apart:
+            if x.entry.owner in self.names.apart:
+                # At the end of a window they are not used.
                 self.pairs += [(x.entry.value, torch.zeros((), dtype=x.entry.value.dtype))]
             elif x.entry.owner in self.absent:
                 self.anew.append(x)
@@ -221,16 +213,6 @@ class Loading:
                     self.bad.append((place, "missing"))
             elif has_value(x):
                 self._take(place, x, there[name])
-        if apart and not mine:
-            why = f"missing: it is of {apart} ranks in the middle of a window, each of which has sums of its own"
-            self.bad.append((f"{label}: sums of gradients", why))
-
-    def _of_window(self, place: str, x: NamedEntry, given: Any, apart: int) -> None:
-        copies = self.names.state.layout.placement.copies
-        if not isinstance(given, Tensor) or apart != copies:
-            self.bad.append((place, f"missing: each of {apart} ranks has its own in the middle of a window"))
-        else:
-            self._take(place, x, given)
 
     def _take(self, place: str, x: NamedEntry, given: Any) -> None:
         e = x.entry
@@ -251,7 +233,7 @@ class Loading:
             self.fits.append((e, here))
 
     def _numbers(self) -> None:
-        known = self.names.numbers.keys() | {UPDATES, APART, OWN_ENTRY + STEP, OWN_ENTRY + "micro_step"}
+        known = self.names.numbers.keys() | {UPDATES, OWN_ENTRY + STEP, OWN_ENTRY + "micro_step"}
         self.bad += [(name, "unexpected") for name in self.told if name not in known]
         ours = any(name not in (OWN_ENTRY + STEP, OWN_ENTRY + "micro_step") for name in self.told)
         for name, x in self.names.numbers.items():
@@ -259,6 +241,9 @@ class Loading:
             if is_counted(name, x) and (given is None or self.stale or _is_coarse(given)):
                 self.pairs.append((e.value, torch.tensor(self.most)))
             elif given is not None:
+                if e.owner in self.names.apart and _is_number(given) and float(given):
+                    why = f"{float(given):g}: in the middle of a window, where each rank here has sums of its own"
+                    self.bad.append((name, why))
                 self._number(name, x, given)
             elif e.owner in self.absent:
                 self.anew.append(x)
