@@ -218,29 +218,3 @@ def test_a_bad_value_for_auto_is_told_in_one_line():
 def test_values_for_auto_are_a_mapping():
     with pytest.raises(TypeError, match="it is a list"):
         of({}, [3e-4])  # type: ignore[arg-type]
-
-
-FORMER = {
-    "a mapping": ({"optimizer": ADAMW, **ONE}, RATES),
-    "no values": ({"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, **ONE}, {}),
-    "nested": ({"optimizer": ADAMW, **ONE}, KINDS["nested values"][1]),
-    "beside an optimizer": (ONE, {}),
-}
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_values_under_their_former_name_warn_once_and_do_the_same(name: str):
-    config, values = FORMER[name]
-    maker = zf.adamw if "optimizer" not in config else None
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = zf.from_deepspeed(config, auto=values, optimizer=maker)
-    (warning,) = said
-    assert warning.category is DeprecationWarning and warning.filename == __file__
-    assert "write: from_deepspeed(config, values=...)" in str(warning.message)
-    assert found == zf.from_deepspeed(config, values=values, optimizer=maker)
-
-
-def test_both_names_of_the_values_are_refused():
-    with pytest.raises(TypeError, match="former name of values"):
-        zf.from_deepspeed({"optimizer": ADAMW}, values=RATES, auto=RATES)

@@ -101,21 +101,6 @@ def test_a_whole_library_that_does_not_load_is_built_once_more(fresh_kernels):
 
 
 @needs_compiler
-def test_it_is_on_disk_before_it_has_its_name(fresh_kernels, monkeypatch):
-    seen = []
-    fsync, replace = os.fsync, os.replace
-
-    def note(descriptor):
-        seen.append("directory" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append("name"), replace(a, b)))
-    build(copier(fresh_kernels))
-    assert seen == ["file", "name", "directory"]
-
-
-@needs_compiler
 def test_what_builds_have_left_that_were_killed(fresh_kernels):
     where = _native_cache.directory()
     old, new = where / "building-old.so", where / "building-new.so"

@@ -745,8 +745,6 @@ def from_deepspeed(
     config: Mapping[str, Any] | str | os.PathLike[str],
     values: Any = None,
     optimizer: Callable[..., Transform] | None = None,
-    *,
-    auto: Any = None,
 ) -> Transform:
     """The chain for a DeepSpeed configuration; `print` it to see what to write by hand.
 
@@ -776,15 +774,11 @@ def from_deepspeed(
         optimizer: if the configuration has no such block, a function that makes the optimizer, such as `zf.adamw` or
             `functools.partial(zf.lion, weight_decay=0.1)`. It is called with `lr=` the schedule of the `scheduler`
             block, or without arguments if there is none. With `offload_optimizer` its result is wrapped in `offload`.
-        auto: the former name of `values`.
 
     Raises:
-        TypeError: `config`, `values` or `optimizer` is of another kind; both `values` and `auto` are given.
+        TypeError: `config`, `values` or `optimizer` is of another kind.
         ValueError: unknown or unsupported keys, each with its path and what to write instead; batch sizes that
             contradict each other; an "auto" without a value, or a value where there is no "auto".
-
-    Warns:
-        DeprecationWarning: `auto` is given.
 
     Examples:
         >>> import zerofn as zf
@@ -801,8 +795,6 @@ def from_deepspeed(
         why = "it is a function that makes the optimizer, because its lr is the configuration's schedule"
         right = "from_deepspeed(config, optimizer=zf.adamw), or functools.partial(zf.adamw, weight_decay=0.1)"
         raise TypeError(explain(f"from_deepspeed(config, optimizer={optimizer!r})", why, right))
-    if auto is not None:
-        values = _former_values(auto, values)
     reader = ConfigReader(config, values)
     every = _batches(reader)
     stage = reader.take("zero_optimization.stage", 0, one_of(0, 1, 2, 3))
@@ -823,18 +815,6 @@ def from_deepspeed(
     }
     clip = clip_by_global_norm(clipping) if clipping else None
     return chain(*(t for t in (*orders[stage], clip, built) if t is not None))
-
-
-def _former_values(auto: Any, values: Any) -> Any:
-    """The values, given as `auto`, their former name."""
-    right = "from_deepspeed(config, values=...)"
-    if values is not None:
-        wrong, why = "from_deepspeed(config, values=..., auto=...)", "auto is the former name of values"
-        raise TypeError(explain(wrong, why, f"{right}, with the values of both"))
-    why = "auto was renamed to values; it still works, and will be removed in a later release"
-    message = explain("from_deepspeed(config, auto=...)", why, right)
-    warnings.warn(message, DeprecationWarning, stacklevel=users_line())
-    return auto
 
 
 def _batches(reader: ConfigReader) -> int:

@@ -146,23 +146,10 @@ def keep(where: Path, key: str, build: Callable[[str], T]) -> T:
         os.chmod(temporary, 0o700)
         with open(temporary, "rb") as built:
             library = where / f"adam-{key}-{_checksum(built.read())}.so"
-            # Else the file could be empty after a crash of the machine: the rename may reach the disk first.
-            os.fsync(built.fileno())
         os.replace(temporary, library)
-        _sync(where)
         return loaded
     finally:
         remove(Path(temporary))
-
-
-def _sync(where: Path) -> None:
-    # Not all file systems can do this. There the checksum shows that a file was lost.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _tidy(where: Path, key: str) -> None:
