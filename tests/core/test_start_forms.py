@@ -41,6 +41,8 @@ def train(stage, kind, folder, before, after):
     opt = zf.attach(model, zf.chain(*first, TRANSFORMS[kind](), zf.sgd(0.1)))
     if before:
         zf.load(f"{folder}/{before}", like=opt)
+    # In one order on all ranks, whichever leaves each owns.
+    assert list(opt.state.transforms[TRANSFORMS[kind]().name]["value"]) == list(opt.state.leaves)
     start = {path: x.clone() for path, x in zf.full_params(opt.tx, opt.state).items()}
     for step in range(3):
         model(torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3) + step).square().sum().backward()

@@ -99,6 +99,18 @@ def test_a_later_form_is_refused():
         state_from(99, {})
 
 
+def test_containers_in_states_of_older_versions_are_dicts_by_their_keys():
+    from zerofn._compat.saved_states import state_from  # inside
+
+    function, (form, leaves, transforms, *rest) = zf.init(zf.sgd(0.1), {"w": torch.ones(2)}).__reduce__()
+    assert function is state_from
+    m, n = torch.ones(2), torch.zeros(2)
+    old = {**transforms, "mine": {"x": Pair({"w": m}, {"w": n}), "value": {"w": (m, [n])}, "words": ("text", None)}}
+    found = state_from(form, leaves, old, *rest).transforms
+    assert_trees_equal(found["sgd"], transforms["sgd"])
+    assert_trees_equal(found["mine"], {"x": {"a": {"w": m}, "b": {"w": n}}, "value": {"w": {"0": m, "1": {"0": n}}}})
+
+
 @pytest.mark.parametrize("optimizer", [zf.adamw(zf.schedules.cosine(0.1, 10)), zf.low_precision_adam(0.1)])
 def test_what_an_optimizer_gives_is_loaded_with_the_defaults(optimizer, tmp_path):
     models, opts = [torch.nn.Linear(3, 2) for _ in range(2)], []

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict import (
 from trees import flat
 
 import zerofn as zf
-from zerofn.extend import entries
+from zerofn.extend import Transform, entries
+from zerofn.storage import saving  # inside
 
 # How two moments are put into the state of a leaf, and taken out of it.
 FORMS = {
@@ -164,3 +165,28 @@ def test_formats_of_torch(forms, tmp_path):
                 if of == form:
                     assert found.keys() == truth.keys(), (form, how)
                     assert [k for k, x in truth.items() if not torch.equal(found[k], x)] == [], (form, how)
+
+
+def counting(counts):
+    """It keeps a sum, and the number of its updates where `counts`."""
+
+    def init(leaves, layout):
+        kept = {"sum": {path: torch.zeros_like(x) for path, x in leaves.items()}}
+        return {**kept, "n": torch.tensor(0)} if counts else kept
+
+    def update(grads, state, params, carry, ctx):
+        own = {"sum": {path: g + state["sum"][path] for path, g in grads.items()}}
+        return grads, {**own, "n": state["n"] + 1} if counts else own
+
+    return zf.chain(Transform("mine", needs="element", init_fn=init, update_fn=update), zf.sgd(0.5))
+
+
+def test_numbers_of_python_in_older_checkpoints_are_read(tmp_path, monkeypatch):
+    """There a count was a value of the manifest, and so was what is no tensor in a state of another library."""
+    made = saving._header
+    values = {"mine/n": 7, "mine/word": "text", "mine/nothing": None}
+    monkeypatch.setattr(saving, "_header", lambda *given: {**made(*given), "values": values})
+    tx, params = counting(False), {"w": torch.ones(2)}
+    zf.save(tmp_path / "c", zf.update(tx, params, zf.init(tx, params))[0])
+    found = zf.load(tmp_path / "c", like=zf.init(counting(True), params)).transforms["mine"]
+    assert found["n"].dtype == torch.int64 and int(found["n"]) == 7 and found["sum"]["w"].tolist() == [1.0, 1.0]
