@@ -11,9 +11,9 @@ from refusals import check_form_of_all
 from time_limits import limit
 from uninitialized_memory import NO_OTHER_KERNEL, fill, fill_in_ranks
 
-from zerofn.kernels import adam as _kernels  # inside
-from zerofn.kernels import native as _native  # inside
-from zerofn.ranks import fork_server as _fork_server  # inside
+from zerofn.kernels import adam as _kernels  # inside: which kernel is taken, and a kernel by itself
+from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
+from zerofn.ranks import fork_server as _fork_server  # inside: what ranks have before they begin
 
 # Numbers are compared to the last bit in places, and a sum over threads is another sum.
 torch.set_num_threads(1)

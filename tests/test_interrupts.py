@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from zerofn import _interrupts  # inside
-from zerofn._interrupts import interrupts_held  # inside
+from zerofn import _interrupts  # inside: how interrupts are held, of which nothing is public
+from zerofn._interrupts import interrupts_held  # inside: how interrupts are held, of which nothing is public
 
 
 def come() -> None:

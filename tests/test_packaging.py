@@ -15,7 +15,7 @@ import torch
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.contrib import doctor  # inside
+from zerofn.contrib import doctor  # inside: what it says is compared with what is there
 
 ROOT = Path(zf.__file__).parent.parent
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
 from zerofn import curvature
-from zerofn.contrib.curvature import Hessian  # inside
+from zerofn.contrib.curvature import Hessian  # inside: its draws are replaced
 
 DTYPE = torch.float64
 TX = zf.sgd(0.1)

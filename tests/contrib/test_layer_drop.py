@@ -129,7 +129,7 @@ def test_an_attached_model_trains_as_by_hand_and_resumes(tmp_path, repeats):
 
 def gathers():
     """Numbers gathered in forward with all blocks and without any, and parameters after six steps."""
-    from zerofn.ranks.group import Traffic  # inside
+    from zerofn.ranks.group import Traffic  # inside: counts what is sent
 
     sizes, plain = [], Traffic.sent
 

@@ -13,7 +13,13 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import zerofn as zf
-from zerofn.contrib.deepspeed import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR  # inside
+from zerofn.contrib.deepspeed import (  # inside: the schedules that a config names
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
-from zerofn.contrib import profile as profile_instruments  # inside
+from zerofn.contrib import profile as profile_instruments  # inside: its clocks and counters are replaced
 from zerofn.testing import assert_trees_equal, clone
 
 WIDTH, LAYERS, VOCABULARY, BATCH, LENGTH = 64, 3, 48, 2, 16

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerofn as zf
-from zerofn.core.offload import CopyQueue  # inside
+from zerofn.core.offload import CopyQueue  # inside: its copies are replaced by late ones, or counted
 
 HERE = torch.device("cuda", 0)
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zerofn as zf
 import zerofn.core.executor as executor  # inside: how large a bucket is
-from zerofn._compat.functorch import COMPILES_STATES  # inside
-from zerofn.core.tree import of_leaves, overlaid, places  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this torch makes one graph of a step
+from zerofn.core.tree import of_leaves, overlaid, places  # inside: how parts of states are laid over each other
 from zerofn.extend import Facts, Prepared, Scope, Transform, flatten
 
 # Of parameters in one bucket, where the tests make them small: the wide model below has several.

@@ -119,7 +119,7 @@ def trained(stage, kind, route):
 
 
 def on_ranks(kind, several):
-    from zerofn.core import executor  # inside
+    from zerofn.core import executor  # inside: how large a bucket is, and which transforms run together
 
     whole, done = executor.BUCKET_BYTES, 0
     if several:  # buckets of a leaf or two

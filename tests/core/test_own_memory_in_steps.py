@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofn as zf
-from zerofn._compat.functorch import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this torch makes one graph of a step
 from zerofn._compat.tensors import memories  # inside: what compares addresses
 from zerofn.core import returned_values  # inside: when addresses are compared
 from zerofn.extend import Facts, Prepared, Scope, Transform

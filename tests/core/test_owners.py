@@ -12,10 +12,10 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
-from zerofn.core.layout import Leaf  # inside
-from zerofn.core.owners import assign_owners  # inside
+from zerofn.core.layout import Leaf  # inside: layouts of leaves that no model has
+from zerofn.core.owners import assign_owners  # inside: who owns which leaf
 from zerofn.extend import span
-from zerofn.transforms import muon as module  # inside
+from zerofn.transforms import muon as module  # inside: its iteration is replaced
 
 F64 = torch.float64
 
@@ -159,14 +159,14 @@ def test_leaves_may_have_the_names_of_what_transforms_keep():
 
 def counted(stage):
     """Shapes that the iteration has seen in one step; bytes of the exchanges; elements of states of this rank."""
-    from zerofn.ranks.group import Traffic  # inside
+    from zerofn.ranks.group import Traffic  # inside: counts what is sent
 
     seen, real, sent, count = [], module.orthogonal, [], Traffic.sent
     Traffic.sent = lambda self, op, n: sent.append(n if op == "all_to_all" else 0) or count(self, op, n)
     module.orthogonal = lambda u, *rest: seen.append(tuple(u.shape)) or real(u, *rest)
     tx = chain(stage, "muon", 1)
     _, state = train(tx, "pure", lambda i: batch(0, i), 1)
-    from zerofn.core.state_entries import entries  # inside
+    from zerofn.core.state_entries import entries  # inside: every tensor of a state with the key of a checkpoint
 
     held = {(e.slot, e.path): e.value.numel() for e in entries(state) if e.slot.endswith("momentum")}
     return seen, held, sum(sent)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import zerofn as zf
-from zerofn._compat.tensors import shape_only  # inside
-from zerofn.kernels import native as _native  # inside
-from zerofn.kernels.adam import adam_  # inside
-from zerofn.kernels.norms import squared_norm  # inside
+from zerofn._compat.tensors import shape_only  # inside: what torch makes of shapes without numbers
+from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
+from zerofn.kernels.adam import adam_  # inside: which kernel is taken, and a kernel by itself
+from zerofn.kernels.norms import squared_norm  # inside: a kernel by itself
 from zerofn.testing import assert_trees_equal, clone
 
 BF16 = torch.bfloat16

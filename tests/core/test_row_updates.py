@@ -52,8 +52,8 @@ def trained(front, batches):
 def on_ranks():
     import torch.distributed as dist
 
-    from zerofn.core.state_entries import entries  # inside
-    from zerofn.ranks.group import Traffic  # inside
+    from zerofn.core.state_entries import entries  # inside: every tensor of a state with the key of a checkpoint
+    from zerofn.ranks.group import Traffic  # inside: counts what is sent
 
     sent, count = [], Traffic.sent
     Traffic.sent = lambda self, op, n: sent.append(n if op == "all_to_all" else 0) or count(self, op, n)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn.core import executor  # inside
-from zerofn.core.executor import stretch, stretches  # inside
-from zerofn.core.layout import make_layout  # inside
-from zerofn.core.pipeline import pipeline  # inside
+from zerofn.core import executor  # inside: how large a bucket is, and which transforms run together
+from zerofn.core.executor import stretch, stretches  # inside: how large a bucket is, and which transforms run together
+from zerofn.core.layout import make_layout  # inside: layouts of leaves that no model has
+from zerofn.core.pipeline import pipeline  # inside: a chain resolved for leaves that are given
 from zerofn.testing import assert_trees_equal
 
 SHAPES = {"a.weight": (3, 4), "a.bias": (4,), "b.weight": (4, 2), "b.bias": (2,), "none": (2,), "empty.bias": (0,)}

@@ -93,7 +93,7 @@ def test_containers_of_ones_own_are_named_by_torch(tmp_path):
 
 
 def test_a_later_form_is_refused():
-    from zerofn._compat.saved_states import state_from  # inside
+    from zerofn._compat.saved_states import state_from  # inside: a form that there is not yet
 
     with pytest.raises(ValueError, match="saved in form 99"):
         state_from(99, {})

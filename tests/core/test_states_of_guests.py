@@ -12,7 +12,7 @@ from torch import nn
 from trees import flat
 
 import zerofn as zf
-from zerofn._compat.functorch import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this torch makes one graph of a step
 
 Pair = namedtuple("Pair", "m n")
 

@@ -8,9 +8,9 @@ import torch
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.core.layout import make_layout  # inside
-from zerofn.core.pipeline import pipeline  # inside
-from zerofn.core.wires import Sharding  # inside
+from zerofn.core.layout import make_layout  # inside: layouts of leaves that no model has
+from zerofn.core.pipeline import pipeline  # inside: a chain resolved for leaves that are given
+from zerofn.core.wires import Sharding  # inside: a wire by itself
 from zerofn.extend import (
     Facts,
     Flat,

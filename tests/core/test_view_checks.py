@@ -10,9 +10,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.core.layout import make_layout  # inside
-from zerofn.core.pipeline import pipeline  # inside
-from zerofn.core.wires import Sharding  # inside
+from zerofn.core.layout import make_layout  # inside: layouts of leaves that no model has
+from zerofn.core.pipeline import pipeline  # inside: a chain resolved for leaves that are given
+from zerofn.core.wires import Sharding  # inside: a wire by itself
 from zerofn.extend import Dtypes, Group, Scope, Shard, Transform, View, as_it_is, over_ranks
 from zerofn.testing import check_transform
 

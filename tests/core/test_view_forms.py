@@ -8,7 +8,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn._compat.functorch import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this torch makes one graph of a step
 from zerofn.extend import Transform, View, as_it_is
 from zerofn.testing import check_transform
 

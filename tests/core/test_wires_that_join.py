@@ -8,10 +8,10 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.core.layout import make_layout  # inside
-from zerofn.core.pipeline import pipeline  # inside
-from zerofn.core.rank_agreement import misjoined, wires_over  # inside
-from zerofn.core.wires import Sharding  # inside
+from zerofn.core.layout import make_layout  # inside: layouts of leaves that no model has
+from zerofn.core.pipeline import pipeline  # inside: a chain resolved for leaves that are given
+from zerofn.core.rank_agreement import misjoined, wires_over  # inside: what ranks ask each other
+from zerofn.core.wires import Sharding  # inside: a wire by itself
 from zerofn.extend import Group, Transform, as_it_is, over_ranks, transform
 from zerofn.testing import check_transform
 

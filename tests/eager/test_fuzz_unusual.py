@@ -23,7 +23,7 @@ import torch
 import unusual_programs as U
 
 import zerofn as zf
-from zerofn.ranks.launch import RankError, RankTimeout  # inside
+from zerofn.ranks.launch import RankTimeout  # inside: which error a time limit is
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "60"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
@@ -110,7 +110,7 @@ def run(seeds: list[int], limit: float = LIMIT) -> dict[int, Verdict]:
                 zf.launch(ranks_run, U.draw(batch[0]).size, batch, folder, timeout=limit)
             except RankTimeout as error:
                 hung, died = True, str(error)
-            except RankError as error:
+            except zf.RankError as error:
                 died = str(error)
             begun = [s for s in batch if any(Path(folder).glob(f"{s}.*.begun"))]
             last = begun[-1] if begun else batch[0]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from trees import flat
 
 import zerofn as zf
-import zerofn.core.bucketed_views  # inside
+import zerofn.core.bucketed_views  # inside: how large a bucket is
 
 BF16 = torch.bfloat16
 STEPS = 5

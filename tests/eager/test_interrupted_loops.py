@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trees import flat
 
 import zerofn as zf
-from zerofn import _interrupts  # inside
+from zerofn import _interrupts  # inside: how interrupts are held, of which nothing is public
 from zerofn.extend import Transform
 
 BF16 = torch.bfloat16

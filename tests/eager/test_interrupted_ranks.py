@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from trees import flat
 
 import zerofn as zf
-from zerofn import _interrupts  # inside
+from zerofn import _interrupts  # inside: how interrupts are held, of which nothing is public
 
 CHAINS: dict[str, Callable[[], Any]] = {
     "data parallel": lambda: zf.chain(zf.all_reduce(), zf.adamw(1e-2)),

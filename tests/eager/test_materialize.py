@@ -12,7 +12,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.core.rank_agreement import seeded  # inside
+from zerofn.core.rank_agreement import seeded  # inside: what ranks ask each other
 
 IN_BF16 = {"ZeRO-3 in bf16": lambda: around("ZeRO-3", zf.precision(store_dtype=torch.bfloat16))}
 # On ranks the first is one of each rank's own, and means it.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn.sharded.reducer  # inside
+import zerofn.sharded.reducer  # inside: its patience and its buckets are made small
 
 SGD = {"lr": 0.3, "momentum": 0.8}
 # ZeRO-1 whose gradients do not wait for the end of a window.

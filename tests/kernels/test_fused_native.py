@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn.kernels import fused_adam as fused_native  # inside
-from zerofn.kernels import native  # inside
-from zerofn.kernels.fused_adam import fused_update  # inside
+from zerofn.kernels import fused_adam as fused_native  # inside: a kernel by itself
+from zerofn.kernels import native  # inside: how kernels are built, loaded and kept
+from zerofn.kernels.fused_adam import fused_update  # inside: a kernel by itself
 
 LARGE = fused_native.LARGE
 

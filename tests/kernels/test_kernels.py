@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerofn.kernels import native as _native  # inside
-from zerofn.kernels import native as _native_compiler  # inside
-from zerofn.kernels.adam import adam_  # inside
-from zerofn.kernels.rounding import known_formats  # inside
+from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
+from zerofn.kernels import native as _native_compiler  # inside: how kernels are built, loaded and kept
+from zerofn.kernels.adam import adam_  # inside: which kernel is taken, and a kernel by itself
+from zerofn.kernels.rounding import known_formats  # inside: rounding by itself, and its formats
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROUNDINGS = ("nearest", "stochastic", "kahan")

@@ -12,9 +12,9 @@ from compilers import REAL, build, calls, copier, gone, kept, script
 from test_kernels import assert_same_bits, needs_compiler, state, update
 from time_limits import limit
 
-from zerofn.kernels import native as _native  # inside
-from zerofn.kernels import native as _native_compiler  # inside
-from zerofn.kernels.adam import implementation_for  # inside
+from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
+from zerofn.kernels import native as _native_compiler  # inside: how kernels are built, loaded and kept
+from zerofn.kernels.adam import implementation_for  # inside: which kernel is taken, and a kernel by itself
 
 BF16 = torch.bfloat16
 

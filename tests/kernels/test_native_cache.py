@@ -13,7 +13,7 @@ import pytest
 from compilers import REAL, build, calls, copier, kept
 from test_kernels import needs_compiler, state, update
 
-from zerofn.kernels import native as _native_cache  # inside
+from zerofn.kernels import native as _native_cache  # inside: how kernels are built, loaded and kept
 
 # ---- what is never loaded ----
 

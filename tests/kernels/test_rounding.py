@@ -11,8 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn.core.state import counter  # inside
-from zerofn.kernels.rounding import block_ranges, known_formats, leaf_key, random_bits, stochastic_round  # inside
+from zerofn.core.state import counter  # inside: a count as states have it
+from zerofn.kernels.rounding import (  # inside: rounding by itself, and its formats
+    block_ranges,
+    known_formats,
+    leaf_key,
+    random_bits,
+    stochastic_round,
+)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DROPPED = {BF16: 16, F16: 13}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from time_limits import limit
 
-from zerofn.kernels.rounding import known_formats  # inside
+from zerofn.kernels.rounding import known_formats  # inside: rounding by itself, and its formats
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -232,7 +232,7 @@ def test_changing_the_scale_between_forward_and_backward(kind, seed):
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_law_tests_fail_where_the_boundary_is_open(dtype, monkeypatch):
     """With an exit that does not multiply, gradients are off by the scale, and the tests above see it."""
-    import zerofn.module.scaled_checks as leaving  # inside
+    import zerofn.module.scaled_checks as leaving  # inside: counts how often what leaves is looked at
 
     monkeypatch.setattr(leaving, "multiplied", lambda g, scale, dtype: g.clone())
     net = module(1, 0)

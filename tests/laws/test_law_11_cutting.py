@@ -16,9 +16,9 @@ import zerofn as zf
 from zerofn.extend import Prepared, Scope, Transform
 from zerofn.testing import check_transform, random_like, sample_params
 from zerofn.testing import cutting as _cutting
-from zerofn.testing.cutting import Case, completed  # inside
-from zerofn.testing.laws import _cut_anywhere  # inside
-from zerofn.testing.trees import difference  # inside
+from zerofn.testing.cutting import Case, completed  # inside: the search that check_transform makes is itself tested
+from zerofn.testing.laws import _cut_anywhere  # inside: the search that check_transform makes is itself tested
+from zerofn.testing.trees import difference  # inside: the search that check_transform makes is itself tested
 
 element = functools.partial(zf.leafwise, needs="element")
 

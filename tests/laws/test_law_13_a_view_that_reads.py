@@ -14,7 +14,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn as zf
-from zerofn._compat.functorch import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this torch makes one graph of a step
 from zerofn.extend import Transform, View, as_it_is, transform
 
 RATE, FIRST, STEPS = 0.1, 0.5, 8

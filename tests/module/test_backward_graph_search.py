@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import zerofn as zf
-from zerofn._compat.autograd import backward_call  # inside
+from zerofn._compat.autograd import backward_call  # inside: where a backward is
 
 SCALED: dict[str, list[zf.Transform]] = {
     "fp32": [],

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn.module.boundary  # inside
+import zerofn.module.boundary  # inside: how often outputs are searched
 
 
 class Out(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofn as zf
-from zerofn.core.view import divided  # inside
+from zerofn.core.view import divided  # inside: the arithmetic of views on numbers of any kind
 
 S = 2.0**7
 WIDE = 96

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import zerofn as zf
-from zerofn._compat.functorch import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this torch makes one graph of a step
 
 pytestmark = pytest.mark.skipif(
     not COMPILES_STATES, reason="before torch 2.13 a step runs uncompiled inside of torch.compile"

@@ -13,7 +13,7 @@ from support.time_limits import limit
 from torch.utils._pytree import tree_leaves
 
 import zerofn as zf
-from zerofn._compat.functorch import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this torch makes one graph of a step
 
 BF16 = torch.bfloat16
 pytestmark = [

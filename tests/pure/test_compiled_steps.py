@@ -12,7 +12,7 @@ from models import Dot
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofn as zf
-from zerofn._compat.functorch import COMPILES_STATES  # inside
+from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this torch makes one graph of a step
 
 BF16 = torch.bfloat16
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")

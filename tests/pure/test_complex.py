@@ -16,7 +16,7 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofn as zf
-from zerofn.core.view import divided, multiplied  # inside
+from zerofn.core.view import divided, multiplied  # inside: the arithmetic of views on numbers of any kind
 from zerofn.testing import assert_trees_close, assert_trees_equal
 
 F32, F64, C64, C128 = torch.float32, torch.float64, torch.complex64, torch.complex128

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerofn.ranks import backend  # inside
+from zerofn.ranks import backend  # inside: the collectives below, of one process and of several
 
 
 @pytest.fixture

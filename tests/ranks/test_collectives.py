@@ -18,6 +18,7 @@ from time_limits import limit
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+import zerofn as zf
 from zerofn.collectives import (
     all_gather,
     all_gather_tree,
@@ -30,12 +31,15 @@ from zerofn.collectives import (
     replicate_tree,
     world_group,
 )
-from zerofn.core.rank_agreement import agree_on_all  # inside
-from zerofn.ranks.backend import barrier, gather_objects  # inside
-from zerofn.ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into  # inside
-from zerofn.ranks.group import Traffic  # inside
-from zerofn.ranks.launch import RankError, launch  # inside
-from zerofn.ranks.process_groups import shutdown  # inside
+from zerofn.core.rank_agreement import agree_on_all  # inside: what ranks ask each other
+from zerofn.ranks.backend import barrier, gather_objects  # inside: the collectives below, of one process and of several
+from zerofn.ranks.collectives import (  # inside: collectives on tensors that are given, and works under way
+    all_gather_into,
+    all_reduce_,
+    reduce_scatter_into,
+)
+from zerofn.ranks.group import Traffic  # inside: counts what is sent
+from zerofn.ranks.process_groups import shutdown  # inside: which groups are open, and what a process tells the others
 
 WORLDS = [1, 2, 3, 4]
 
@@ -440,7 +444,7 @@ def everything():
 
 @pytest.mark.parametrize("nproc", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in WORLDS[2:])])
 def test_collectives(nproc):
-    assert launch(everything, nproc, timeout=limit()) == [True] * nproc
+    assert zf.launch(everything, nproc, timeout=limit()) == [True] * nproc
 
 
 # ------------------------------------------------------------------------------------------------ meshes
@@ -514,7 +518,7 @@ def meshes():
 
 
 def test_meshes():
-    assert launch(meshes, 4, timeout=limit()) == [True] * 4
+    assert zf.launch(meshes, 4, timeout=limit()) == [True] * 4
 
 
 # --------------------------------------------------------------------------------------------- one process
@@ -591,5 +595,5 @@ def disagree():
 
 
 def test_a_disagreement_reaches_the_caller():
-    with pytest.raises(RankError, match=r"disagree on the parameters: rank 0 has '0', rank 1 has '1'"):
-        launch(disagree, 2, timeout=limit())
+    with pytest.raises(zf.RankError, match=r"disagree on the parameters: rank 0 has '0', rank 1 has '1'"):
+        zf.launch(disagree, 2, timeout=limit())

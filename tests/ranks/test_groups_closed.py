@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-import zerofn.eager.over_ranks  # inside
+import zerofn.eager.over_ranks  # inside: what is opened at attach
 from zerofn.collectives import all_gather, world_group
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from time_limits import limit
 
-from zerofn.ranks.launch import RankError, RankTimeout, launch  # inside
+from zerofn.ranks.launch import RankError, RankTimeout, launch  # inside: which error a time limit is
 
 
 def alive(pid):

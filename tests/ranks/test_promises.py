@@ -9,8 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-from zerofn.ranks.ordered_collectives import LONGEST, MOST_PASSES, TRUSTED, Habits  # inside
-from zerofn.sharded.gather_on_use import ALIVE  # inside
+from zerofn.ranks.ordered_collectives import (  # inside: when ranks trust each other, and what they exchange
+    LONGEST,
+    MOST_PASSES,
+    TRUSTED,
+    Habits,
+)
+from zerofn.sharded.gather_on_use import ALIVE  # inside: how many units may be full
 
 LAYERS = 10
 

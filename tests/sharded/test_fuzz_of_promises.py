@@ -20,8 +20,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-from zerofn.ranks.ordered_collectives import TRUSTED, Rounds  # inside
-from zerofn.sharded.gather_on_use import ALIVE  # inside
+from zerofn.ranks.ordered_collectives import (  # inside: when ranks trust each other, and what they exchange
+    TRUSTED,
+    Rounds,
+)
+from zerofn.sharded.gather_on_use import ALIVE  # inside: how many units may be full
 
 COUNT = int(os.environ.get("ZEROFN_PROMISES", "6"))
 FIRST = int(os.environ.get("ZEROFN_PROMISES_FIRST", "0"))

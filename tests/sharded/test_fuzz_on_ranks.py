@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn.sharded.reducer  # inside
+import zerofn.sharded.reducer  # inside: its patience and its buckets are made small
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "60"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))

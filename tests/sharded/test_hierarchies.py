@@ -10,7 +10,7 @@ from time_limits import limit
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-from zerofn.ranks.process_groups import registry  # inside
+from zerofn.ranks.process_groups import registry  # inside: which groups are open, and what a process tells the others
 
 SGD = {"lr": 0.3, "momentum": 0.8}
 EVERY = 2

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import zerofn as zf
-from zerofn.core.layout import Leaf  # inside
-from zerofn.core.wires import Sharding  # inside
-from zerofn.ranks.process_groups import group_for  # inside
+from zerofn.core.layout import Leaf  # inside: layouts of leaves that no model has
+from zerofn.core.wires import Sharding  # inside: a wire by itself
+from zerofn.ranks.process_groups import group_for  # inside: which groups are open, and what a process tells the others
 
 # Uneven rows; fewer rows than ranks; one element; a number; a vector.
 SHAPES = [(5, 3), (2, 3), (1, 1), (), (4,)]
@@ -25,13 +25,13 @@ def of_shape(shape):
 
 def gathering():
     mesh = init_device_mesh("cpu", (rank_and_size()[1],))
-    from zerofn.sharded.face import Gathering  # inside
+    from zerofn.sharded.face import Gathering  # inside: a face without a model
 
     return Gathering(Sharding(group_for("law", mesh)), lambda asked: "", lambda: False)
 
 
 def face_of(full, by, requires_grad=False):
-    from zerofn.sharded.face import Face, Origin, rows_of, wrap  # inside
+    from zerofn.sharded.face import Face, Origin, rows_of, wrap  # inside: a face without a model
 
     of = Origin("x", Leaf("w", full.shape, full.dtype, "cpu"), by)
     return wrap(rows_of(full, of).clone(), of, Face, requires_grad)

@@ -14,10 +14,10 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import zerofn as zf
-import zerofn.pure.linearize  # inside
-from zerofn.pure.linearize import Blocks, units_by_prefix  # inside
-from zerofn.sharded.lazy_tensor import Lazy  # inside
-from zerofn.sharded.units import UnitPlans  # inside
+import zerofn.pure.linearize  # inside: which units there are, and when they are planned
+from zerofn.pure.linearize import Blocks, units_by_prefix  # inside: which units there are, and when they are planned
+from zerofn.sharded.lazy_tensor import Lazy  # inside: what stands for a parameter that is not there
+from zerofn.sharded.units import UnitPlans  # inside: how often units are planned
 
 F64 = torch.float64
 WIDTH, LAYERS = Z.WIDTH, Z.LAYERS

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerofn.sharded.forward_writes import FEW, same  # inside
+from zerofn.sharded.forward_writes import FEW, same  # inside: a comparison by itself
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from units_alive import UnitsAlive
 
 import zerofn as zf
-import zerofn.eager.resident_params  # inside
-import zerofn.sharded.reducer  # inside
+import zerofn.eager.resident_params  # inside: what is asked at attach is left out, or counted
+import zerofn.sharded.reducer  # inside: its patience and its buckets are made small
 
 WIDTH, LAYERS = 64, 6
 

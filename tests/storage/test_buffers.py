@@ -12,9 +12,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.ranks.launch import launch  # inside
-from zerofn.ranks.process_groups import world_group  # inside
-from zerofn.storage import files as _manifest  # inside
+from zerofn.storage import files as _manifest  # inside: its locks and files are looked at and broken
 
 TX = zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-2))
 
@@ -259,7 +257,7 @@ def test_extra_state_is_told_of(tmp_path):
 
 def on_ranks(directory, save):
     """Each rank has statistics of its own data; what is resumed has those of the first."""
-    rank, found = world_group("test").rank, {}
+    rank, found = zf.collectives.world_group("test").rank, {}
     for stage, first in FIRST.items():
         model = net(0 if save else 1)
         opt = zf.attach(model, zf.chain(first(), zf.adamw(1e-2)))
@@ -276,8 +274,8 @@ def on_ranks(directory, save):
 
 
 def test_buffers_of_the_first_rank(tmp_path):
-    saved = launch(on_ranks, 2, str(tmp_path), True, timeout=limit())
-    resumed = launch(on_ranks, 3, str(tmp_path), False, timeout=limit())
+    saved = zf.launch(on_ranks, 2, str(tmp_path), True, timeout=limit())
+    resumed = zf.launch(on_ranks, 3, str(tmp_path), False, timeout=limit())
     for stage in FIRST:
         first, second = (answer[stage] for answer in saved)
         assert not torch.equal(first["1.running_mean"], second["1.running_mean"])

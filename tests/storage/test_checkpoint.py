@@ -20,9 +20,8 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.ranks.launch import launch  # inside
-from zerofn.storage import files as _lock  # inside
-from zerofn.storage import files as _manifest  # inside
+from zerofn.storage import files as _lock  # inside: its locks and files are looked at and broken
+from zerofn.storage import files as _manifest  # inside: its locks and files are looked at and broken
 
 BF16 = torch.bfloat16
 LOW = (zf.precision(store_dtype=BF16, grad_dtype=torch.float32), zf.accumulate(3))
@@ -423,7 +422,7 @@ def test_a_leaf_without_a_key(kind, optimizer, tmp_path):
 
 
 def test_a_leaf_without_a_key_over_ranks(tmp_path):
-    answers = launch(alone_on_ranks, 2, str(tmp_path), timeout=limit())
+    answers = zf.launch(alone_on_ranks, 2, str(tmp_path), timeout=limit())
     for kind in ALONE:
         tx, state, step = alone(kind, over_ranks=False)
         loaded = zf.load(tmp_path / kind, like=zf.init(tx, ALONE[kind](0.0)))

@@ -17,11 +17,9 @@ import torch
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.ranks.launch import launch  # inside
-from zerofn.ranks.process_groups import world_group  # inside
-from zerofn.storage import files as _lock  # inside
-from zerofn.storage import files as _manifest  # inside
-from zerofn.storage import pieces as writing  # inside
+from zerofn.storage import files as _lock  # inside: its locks and files are looked at and broken
+from zerofn.storage import files as _manifest  # inside: its locks and files are looked at and broken
+from zerofn.storage import pieces as writing  # inside: a save is stopped while it writes
 
 TX = zf.adamw(1e-2)
 IN_PLACE, AS_IT_WAS = "the new checkpoint is in place", "a checkpoint that was there is as it was"
@@ -155,7 +153,7 @@ def test_a_directory_that_may_not_be_durable(directory, monkeypatch):
 def after_the_commit(directory):
     """Of two ranks one loses the other, or is interrupted, once the first has put the new table in its place."""
     zf.save(directory, state(1, zf.chain(zf.shard(), TX)))
-    rank, new = world_group("test").rank, state(2, zf.chain(zf.shard(), TX))
+    rank, new = zf.collectives.world_group("test").rank, state(2, zf.chain(zf.shard(), TX))
     real, calls = writing.gather_objects, []
 
     def gather_objects(mine, group):
@@ -197,7 +195,7 @@ def elsewhere(directory):
     """Ranks that see other file systems."""
     tx = zf.chain(zf.shard(), TX)
     zf.save(directory, state(1, tx))
-    mine = directory if world_group("test").rank == 0 else directory + "/node"
+    mine = directory if zf.collectives.world_group("test").rank == 0 else directory + "/node"
     try:
         zf.save(mine, state(2, tx))
     except OSError as error:
@@ -209,7 +207,7 @@ def two_ranks(root):
 
 
 def test_two_ranks(tmp_path):
-    (one, other), late, (first, second) = zip(*launch(two_ranks, 2, str(tmp_path), timeout=limit()), strict=True)
+    (one, other), late, (first, second) = zip(*zf.launch(two_ranks, 2, str(tmp_path), timeout=limit()), strict=True)
     assert first == ("RuntimeError", [IN_PLACE])
     kind, said = second
     assert kind == "KeyboardInterrupt" and "it cannot be told here" in said[0]

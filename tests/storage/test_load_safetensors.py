@@ -13,7 +13,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import safetensors as module  # inside
+from zerofn.storage import safetensors as module  # inside: how much is read at once
 
 BF16 = torch.bfloat16
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import zerofn as zf
-from zerofn.core import wrapper_names  # inside
+from zerofn.core import wrapper_names  # inside: names by themselves
 
 # The compiler looks whether a view has a .grad, and would hide the warning if warnings were no errors here.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

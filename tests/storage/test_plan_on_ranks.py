@@ -8,7 +8,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.ranks.process_groups import opened  # inside
+from zerofn.ranks.process_groups import opened  # inside: which groups are open, and what a process tells the others
 
 BF16 = torch.bfloat16
 WINDOW = 3

@@ -17,9 +17,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.core.state_entries import entries  # inside
-from zerofn.ranks.launch import RankError, launch  # inside
-from zerofn.ranks.process_groups import world_group  # inside
+from zerofn.core.state_entries import entries  # inside: every tensor of a state with the key of a checkpoint
 
 BF16 = torch.bfloat16
 BATCH = 12  # divides by 1, 2, 3 and 4
@@ -74,7 +72,7 @@ def named(seed=0):
 def batch(i):
     """This rank's part of the batch of a step."""
     whole = torch.randn(BATCH, 3, generator=torch.Generator().manual_seed(i))
-    group = world_group("test")
+    group = zf.collectives.world_group("test")
     return whole.view(group.size, -1, 3)[group.rank]
 
 
@@ -159,7 +157,7 @@ def saved(tmp_path_factory, request):
     (directory / "1").mkdir()
     answers = {1: [save_and_go_on(directory / "1", request.param)]}
     for n in (2, 3):
-        answers[n] = launch(save_and_go_on, n, str(directory / str(n)), request.param, timeout=limit())
+        answers[n] = zf.launch(save_and_go_on, n, str(directory / str(n)), request.param, timeout=limit())
     return directory, answers, request.param
 
 
@@ -192,7 +190,7 @@ def test_what_was_saved_before_there_were_formats_goes_on_by_the_first(saved, n)
 def test_any_world_to_any_other(saved, n, m, tmp_path):
     """Read by m ranks and saved by them, it is bit for bit what n ranks saved; they go on as one process does."""
     directory, answers, names = saved
-    again = launch(load_and_go_on, m, str(directory / str(n)), str(tmp_path), names, timeout=limit())
+    again = zf.launch(load_and_go_on, m, str(directory / str(n)), str(tmp_path), names, timeout=limit())
     for name in names:
         tx, like, step = pure(name, seed=1)
         first = zf.load(directory / str(n) / f"{name}4", like=like)
@@ -241,7 +239,7 @@ def load_open(directory):
 @pytest.mark.parametrize("n, m", [(1, 2), (2, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_a_window_whose_sums_are_each_ranks_own_is_of_as_many_ranks(saved, n, m):
     directory, *_ = saved
-    for told, report, *both in launch(load_open, m, str(directory / str(n)), timeout=limit()):
+    for told, report, *both in zf.launch(load_open, m, str(directory / str(n)), timeout=limit()):
         assert f"on {m} ranks in the middle of a window" in told and f"{n} ranks saved it" in told, told
         assert "opt.is_boundary" in told and "strict=False" in told
         assert f"accumulate/count (in the middle of a window of {n} ranks, here are {m})" in report, report
@@ -253,13 +251,13 @@ def unused_on_first(directory):
     tx = zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0))
     state = zf.init(tx, {"a": torch.zeros(5)})
     # Rank 0, whose sums are read on another number of ranks, has no gradient in this window.
-    grads = {"a": None if world_group("test").rank == 0 else torch.ones(5)}
+    grads = {"a": None if zf.collectives.world_group("test").rank == 0 else torch.ones(5)}
     state, _ = zf.update(tx, grads, state)
     zf.save(directory, state)
 
 
 def test_a_window_without_a_gradient_on_the_first_rank_is_open(tmp_path):
-    launch(unused_on_first, 2, str(tmp_path), timeout=limit())
+    zf.launch(unused_on_first, 2, str(tmp_path), timeout=limit())
     tx = zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0))
     with pytest.raises(ValueError, match="in the middle of a window"):
         zf.load(tmp_path, like=zf.init(tx, {"a": torch.zeros(5)}))
@@ -276,14 +274,15 @@ def tables(names):
         opt = zf.attach(model(), tx)
         assert zf.describe(opt.state) == zf.describe(state)
         found[name] = zf.describe(state)
-        assert zf.plan(tx, model(), world_size=world_group("test").size, rank=world_group("test").rank) == found[name]
+        group = zf.collectives.world_group("test")
+        assert zf.plan(tx, model(), world_size=group.size, rank=group.rank) == found[name]
     return found
 
 
 @pytest.mark.parametrize("n", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_plan_is_describe_on_every_rank(n):
     """Planned in one process, which has no ranks."""
-    for rank, found in enumerate(launch(tables, n, list(PIPELINES), timeout=limit())):
+    for rank, found in enumerate(zf.launch(tables, n, list(PIPELINES), timeout=limit())):
         for name, table in found.items():
             planned = zf.plan(PIPELINES[name](), model(), world_size=n, rank=rank)
             assert planned == table
@@ -367,9 +366,9 @@ def through_torch(directory, names):
 def test_attached_models_and_export(tmp_path, names):
     from safetensors.torch import load_file
 
-    launch(attached, 3, str(tmp_path), names, timeout=limit())
+    zf.launch(attached, 3, str(tmp_path), names, timeout=limit())
     names = [name for name in names if name != "zero1"]  # the middle of a window, each rank has its own sum
-    for found in launch(through_torch, 2, str(tmp_path), names, timeout=limit()):
+    for found in zf.launch(through_torch, 2, str(tmp_path), names, timeout=limit()):
         for name in names:
             exported = load_file(tmp_path / f"{name}.safetensors")
             assert set(exported) == set(found[name]) - {"tied.weight"}
@@ -383,13 +382,13 @@ def hybrid(directory):
     state = run(step, zf.init(tx, named()), range(3))
     zf.save(directory, state)
     same(zf.load(directory, like=zf.init(tx, named(1))), state)
-    rank = world_group("test").rank
+    rank = zf.collectives.world_group("test").rank
     assert zf.plan(tx, named(), world_size=4, rank=rank) == zf.describe(state)
     return full(tx, state)
 
 
 def test_hybrid_sharding(tmp_path):
-    answers = launch(hybrid, 4, str(tmp_path), timeout=limit())
+    answers = zf.launch(hybrid, 4, str(tmp_path), timeout=limit())
     tx = zf.adamw(1e-2)
     state = zf.load(tmp_path, like=zf.init(tx, named()))
     for answer in answers:
@@ -416,7 +415,7 @@ def raises(kind, text, fn, *args, **kwargs):
 
 def failures(directory):
     directory = Path(directory)
-    group = world_group("test")
+    group = zf.collectives.world_group("test")
     tx, state, step = pure("zero3")
     old = run(step, state, range(2))
     zf.save(directory, old)
@@ -434,7 +433,7 @@ def failures(directory):
     said = raises(OSError, "No space left on device", zf.save, directory, new)
     os.fsync = real
     assert f"rank {group.size - 1}" in said
-    world_group("test")
+    zf.collectives.world_group("test")
     same(zf.load(directory, like=state), old)
     assert sorted(p.name for p in directory.iterdir()) == before
 
@@ -477,28 +476,28 @@ def failures(directory):
 
 
 def group_barrier(group):
-    from zerofn.ranks.backend import barrier  # inside
+    from zerofn.ranks.backend import barrier  # inside: the collectives below, of one process and of several
 
     barrier(group)
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_failures_reach_every_rank(n, tmp_path):
-    assert launch(failures, n, str(tmp_path / "checkpoint"), timeout=limit()) == [True] * n
+    assert zf.launch(failures, n, str(tmp_path / "checkpoint"), timeout=limit()) == [True] * n
 
 
 def die_while_saving(directory):
     _, state, step = pure("zero3")
     zf.save(directory, state)
     state = run(step, state, range(2))
-    if world_group("test").rank == 1:
+    if zf.collectives.world_group("test").rank == 1:
         os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
     zf.save(directory, state)
 
 
 def test_a_rank_that_dies_while_saving(tmp_path):
-    with pytest.raises(RankError, match="rank 1"):
-        launch(die_while_saving, 2, str(tmp_path), timeout=limit())
+    with pytest.raises(zf.RankError, match="rank 1"):
+        zf.launch(die_while_saving, 2, str(tmp_path), timeout=limit())
     tx, like, _ = pure("zero3", seed=1)
     state = zf.load(tmp_path, like=like)
     assert all(torch.equal(x, named()[k]) for k, x in zf.full_params(tx, state).items())
@@ -519,5 +518,5 @@ def save_with_nothing(directory):
 
 
 def test_a_leaf_without_elements_fits_whatever_its_shape(tmp_path):
-    launch(save_with_nothing, 2, str(tmp_path), timeout=limit())
+    zf.launch(save_with_nothing, 2, str(tmp_path), timeout=limit())
     assert zf.load(tmp_path, like=with_a_leaf_of_nothing(False)).leaves["empty"].shape == (2, 0, 3)

@@ -11,7 +11,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import pieces as writing  # inside
+from zerofn.storage import pieces as writing  # inside: a save is stopped while it writes
 
 SAID = "zf.save(directory, opt) in another thread while opt makes a step"
 HALF = "with in_backward=True, where backward is the step"

@@ -13,9 +13,9 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import files as manifest  # inside
-from zerofn.storage import pieces as writing  # inside
-from zerofn.storage import saving as saves_of  # inside
+from zerofn.storage import files as manifest  # inside: its locks and files are looked at and broken
+from zerofn.storage import pieces as writing  # inside: a save is stopped while it writes
+from zerofn.storage import saving as saves_of  # inside: a save is stopped while it writes
 from zerofn.testing import assert_trees_equal
 
 TX = zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.adamw(0.1))

@@ -8,7 +8,7 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.storage import pieces as writing  # inside
+from zerofn.storage import pieces as writing  # inside: a save is stopped while it writes
 
 
 @pytest.fixture

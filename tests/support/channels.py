@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import zerofn.eager.channels  # inside
-import zerofn.eager.resident_params  # inside
-import zerofn.ranks.process_groups  # inside  # inside
+import zerofn.eager.channels  # inside: channels are kept open from one model to the next
+import zerofn.eager.resident_params  # inside: what is asked at attach is left out, or counted
+import zerofn.ranks.process_groups  # inside: which groups are open, and what a process tells the others
 
 
 class Channels:

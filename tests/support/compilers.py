@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from zerofn.kernels import native as _native  # inside
-from zerofn.kernels import native as _native_compiler  # inside
+from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
+from zerofn.kernels import native as _native_compiler  # inside: how kernels are built, loaded and kept
 
 REAL = _native_compiler.of_system(os.environ.get("PATH"))
 

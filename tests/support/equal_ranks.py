@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from virtual_cuda import LOG, places
 
 import zerofn as zf
-from zerofn.ranks import backend  # inside
+from zerofn.ranks import backend  # inside: the collectives below, of one process and of several
 
 
 class Done:

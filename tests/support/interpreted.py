@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import zerofn as zf
-from zerofn.kernels import adam  # inside
+from zerofn.kernels import adam  # inside: which kernel is taken, and a kernel by itself
 
 # Numbers at the edges of every format: infinities, NaN, zeros, subnormals, the largest, squares that underflow.
 SPECIAL = [
@@ -119,7 +119,7 @@ def compare_shards(rounding: str) -> list[str]:
 
 def compare_numbers() -> list[str]:
     """What differs if the step, the seed, the format and all scalars come as tensors of the device."""
-    from zerofn.kernels import triton_adam  # inside
+    from zerofn.kernels import triton_adam  # inside: a kernel by itself, and its launches
 
     step, seed, stride = 2**33 + 5, -3, 0x9E3779B9
     scalars = adam.scalars(step, 0.1, 0.9, 0.999, 1e-8, 0.1)
@@ -149,7 +149,7 @@ class Blocks(nn.Module):
 
 def train(rounding: str, triton: bool, form: str) -> tuple[dict[str, Tensor], list[float], list[int]]:
     """Parameters and states, norms of gradients, and launches of kernels, of a few steps of an attached model."""
-    from zerofn.kernels import triton_adam  # inside
+    from zerofn.kernels import triton_adam  # inside: a kernel by itself, and its launches
 
     os.environ["ZEROFN_NATIVE"] = "0" if triton else "1"
     torch.manual_seed(0)
@@ -221,7 +221,7 @@ def instructions(kinds: Sequence[int], roundings: Sequence[bool], target: str = 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zerofn.kernels import triton_adam  # inside
+    from zerofn.kernels import triton_adam  # inside: a kernel by itself, and its launches
 
     names = triton_adam.adam_kernel.arg_names
     given: dict[str, Any] = {name: "*i64" for name in names[:6]} | {

@@ -239,7 +239,9 @@ def two_ranks(save: Callable[[zf.State], None], n: int, store: Path, cuts: dict[
     def rank(number: int) -> Callable[[Callable[..., None]], None]:
         def work(tell: Callable[..., None]) -> None:
             os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo")
-            from zerofn.ranks.process_groups import initialize  # inside
+            from zerofn.ranks.process_groups import (
+                initialize,  # inside: which groups are open, and what a process tells the others
+            )
 
             initialize("gloo", str(store))
             new = state(n)
@@ -262,9 +264,8 @@ def two_ranks(save: Callable[[zf.State], None], n: int, store: Path, cuts: dict[
 
 def save_for_ever(directory: str, n: int, diary: str) -> None:
     """A rank of `zf.launch` that saves one number after the other, and writes down which it has saved."""
-    from zerofn.ranks.process_groups import world_group  # inside
 
-    rank = world_group("test").rank
+    rank = zf.collectives.world_group("test").rank
     (Path(diary) / f"pid{rank}").write_text(str(os.getpid()))
     while True:
         zf.save(directory, state(n))

@@ -12,8 +12,8 @@ import pytest
 from other_device import Elsewhere, compare, inside
 from torch import Tensor
 
-import zerofn.core.executor  # inside
-import zerofn.core.offload  # inside
+import zerofn.core.executor  # inside: how large a bucket is, and which transforms run together
+import zerofn.core.offload  # inside: its copies are replaced by late ones, or counted
 
 SMALL = 64  # bytes in a bucket: two or three leaves of the models here
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from zerofn.ranks import launch as _launch  # inside
-from zerofn.ranks.fork_server import pack  # inside
+from zerofn.ranks import launch as _launch  # inside: what is sent to ranks is wrapped
+from zerofn.ranks.fork_server import pack  # inside: what ranks have before they begin
 
 NO_OTHER_KERNEL = ".* does not have a deterministic implementation"
 

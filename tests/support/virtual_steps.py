@@ -17,7 +17,7 @@ from virtual_cuda import LOG, Row
 
 import zerofn as zf
 from zerofn.extend import optimizer
-from zerofn.kernels import adam, triton_adam  # inside
+from zerofn.kernels import adam, triton_adam  # inside: which kernel is taken, and a kernel by itself
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

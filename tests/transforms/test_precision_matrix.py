@@ -19,7 +19,7 @@ from precision_matrix import AXES, BYTES, DTYPES, STEPS, Cell
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.core.tree import flatten  # inside
+from zerofn.core.tree import flatten  # inside: states in the order of the layout
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
@@ -318,7 +318,7 @@ def test_a_static_scale_that_overflows_for_ever_is_an_error_too():
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_norms_of_leaves_longer_than_a_piece(dtype, bad, native, monkeypatch):
     """All ways through `norms`: the C kernel, leaves cut into pieces and whole ones; nothing bad is lost at an end."""
-    from zerofn.kernels.norms import CHUNK, not_finite, squared_norm  # inside
+    from zerofn.kernels.norms import CHUNK, not_finite, squared_norm  # inside: a kernel by itself
 
     monkeypatch.setenv("ZEROFN_NATIVE", native)
     torch.manual_seed(0)
@@ -341,7 +341,7 @@ def test_norms_of_leaves_longer_than_a_piece(dtype, bad, native, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_the_largest_finite_numbers_are_no_overflow(dtype):
-    from zerofn.kernels.norms import not_finite  # inside
+    from zerofn.kernels.norms import not_finite  # inside: a kernel by itself
 
     leaves = {"a": torch.full((70_000,), torch.finfo(dtype).max, dtype=dtype), "b": torch.zeros(3, dtype=dtype)}
     assert float(not_finite(leaves)) == 0.0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from public_names import NAMES
 
 import zerofn as zf
-from zerofn.core.chain import as_transform  # inside
+from zerofn.core.chain import as_transform  # inside: what a chain makes of what it is given
 from zerofn.testing import assert_trees_close, assert_trees_equal, check_transform, random_like
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
