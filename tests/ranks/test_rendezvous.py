@@ -18,9 +18,7 @@ from torch import nn
 import zerofn as zf
 import zerofn.ranks.collectives  # inside: collectives on tensors that are given, and works under way
 import zerofn.ranks.process_groups  # inside: which groups are open, and what a process tells the others
-from zerofn.ranks import (
-    process_groups as _presence,  # inside: which groups are open, and what a process tells the others
-)
+from zerofn.ranks import process_groups as _presence  # inside: what a process tells the others
 from zerofn.ranks.collectives import Work  # inside: collectives on tensors that are given, and works under way
 from zerofn.ranks.group import Group  # inside: a group of its own
 from zerofn.ranks.process_groups import (  # inside: which groups are open, and what a process tells the others

@@ -239,9 +239,7 @@ def two_ranks(save: Callable[[zf.State], None], n: int, store: Path, cuts: dict[
     def rank(number: int) -> Callable[[Callable[..., None]], None]:
         def work(tell: Callable[..., None]) -> None:
             os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number), GLOO_SOCKET_IFNAME="lo")
-            from zerofn.ranks.process_groups import (
-                initialize,  # inside: which groups are open, and what a process tells the others
-            )
+            from zerofn.ranks.process_groups import initialize  # inside: ranks without zf.launch
 
             initialize("gloo", str(store))
             new = state(n)
