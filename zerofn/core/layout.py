@@ -416,13 +416,6 @@ class Layout:
             raise ValueError(_structure_message(self, tree, what, right)) from error
         return [(i, p, e) for i, p, e in zip(self.places, self.paths, entries, strict=True) if i >= 0]
 
-    def split(self, tree: Tree) -> Leaves:
-        """Path to tensor for a tree of parameters; of a tied tensor the first place counts."""
-        found: Leaves = {}
-        for i, _, entry in self.match(tree, "these are not the parameters of this state", "state.params"):
-            found.setdefault(self.leaves[i].path, entry)
-        return found
-
     def only(self, paths: Set[str]) -> Layout:
         """The layout of only these leaves, for a member of a group, which does not see leaves of others."""
         if paths >= self.every:
