@@ -234,21 +234,20 @@ class Segment:
             # A transform without state, such as the norm among the metrics, may have no entry.
             seen = before if before is not None and part.facts.compares else params
             given = self.old.get(part.name, {}), look, seen, ctx if comes is True else self._context_of(part, comes)
-            self.prepared.append(
-                _ranged(part, ctx, part.prepare_fn, *given) if self.listened else part.prepare_fn(*given)
-            )
-            if not isinstance(self.prepared[-1], Prepared) or not isinstance(self.prepared[-1].emit, bool):
-                check_prepared(part.name, self.prepared[-1])
-            if ctx.donate_to_kernels and not isinstance(self.prepared[-1].emit, bool):
-                # What follows is chosen between old and new values, for each member of the batch.
-                self.ctx = ctx = replace(ctx, donate_to_kernels=False)
-            if self.prepared[-1].close is not None:
-                self.closing.append(self.prepared[-1].close)
-            self.held = self.prepared[-1].emit is False
-            if self.held:
+            made = _ranged(part, ctx, part.prepare_fn, *given) if self.listened else part.prepare_fn(*given)
+            if not isinstance(made, Prepared) or not isinstance(made.emit, bool):
+                check_prepared(part.name, made)
+                if ctx.donate_to_kernels:
+                    # What follows is chosen between old and new values, for each member of the batch.
+                    self.ctx = ctx = replace(ctx, donate_to_kernels=False)
+            self.prepared.append(made)
+            if made.close is not None:
+                self.closing.append(made.close)
+            if made.emit is False:
+                self.held = True
                 break
-            if self.prepared[-1].emit is not True:
-                comes = both(comes, self.prepared[-1].emit)
+            if made.emit is not True:
+                comes = both(comes, made.emit)
         self.parts = parts.parts[: len(self.prepared)]
         self.changed: dict[str, TransformState] = {}
         self.places: dict[str, Places] = {}
