@@ -247,7 +247,7 @@ def half_way() -> bool:
     except ZeroDivisionError:
         opt.zero_grad()
     handle.remove()
-    return not opt._own.home.gradients.hooks.held and not opt._own.home.units.rounds.partial
+    return not opt._own.home.gradients.hooks.held and not opt._own.home.units.schedule.partial
 
 
 def test_a_backward_that_is_given_up_leaves_no_parts():

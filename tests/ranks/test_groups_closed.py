@@ -102,7 +102,7 @@ def shared():
     zf.attach(net(), tx).detach()
     gathered = all_gather(torch.tensor([float(rank)]), group).tolist()
     try:
-        opt._own.home.units.collectives.wire.group.pg.group_name  # noqa: B018
+        opt._own.home.units.plans.wire.group.pg.group_name  # noqa: B018
         used = "no error"
     except RuntimeError as error:
         used = str(error)

@@ -15,7 +15,7 @@ from zerofn.ranks.ordered_collectives import (  # inside: when ranks trust each 
     TRUSTED,
     Habits,
 )
-from zerofn.sharded.gather_on_use import ALIVE  # inside: how many units may be full
+from zerofn.sharded.schedule import ALIVE  # inside: how many units may be full
 
 LAYERS = 10
 
@@ -64,26 +64,31 @@ class Counted:
     """Counts what an attached model sends from now on: messages, all-gathers, and those that were begun early."""
 
     def __init__(self, opt):
-        self.units = opt._own.home.units
-        self.rounds = self.units.rounds.protocol
+        schedule = opt._own.home.units.schedule
+        self.rounds = schedule.protocol
         self.messages = self.gathers = self.early = self.most = 0
-        exchange, gather, early = self.rounds._exchange, self.units.collectives.begin_gather, self.rounds.early
+        exchange, early = self.rounds._exchange, self.rounds.early
 
         def exchanged(*args):
             self.messages += 1
             return exchange(*args)
-
-        def gathered(*args):
-            self.gathers += 1
-            self.most = max(self.most, len(self.units.gathered.live) + len(self.units.gathered.coming) + 1)
-            return gather(*args)
 
         def began_early(kind, unit):
             begun = early(kind, unit)
             self.early += begun
             return begun
 
-        self.rounds._exchange, self.units.collectives.begin_gather, self.rounds.early = exchanged, gathered, began_early
+        def count(gather):
+            def gathered(*args):
+                self.gathers += 1
+                self.most = max(self.most, len(schedule.live) + (schedule.coming is not None) + 1)
+                return gather(*args)
+
+            return gathered
+
+        self.rounds._exchange, self.rounds.early = exchanged, began_early
+        for unit in schedule.units:
+            unit.gather = count(unit.gather)
 
     def since(self):
         """What there was since the last call: messages, all-gathers, and those of them that were begun early."""

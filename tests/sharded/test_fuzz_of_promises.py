@@ -24,7 +24,7 @@ from zerofn.ranks.ordered_collectives import (  # inside: when ranks trust each 
     TRUSTED,
     Rounds,
 )
-from zerofn.sharded.gather_on_use import ALIVE  # inside: how many units may be full
+from zerofn.sharded.schedule import ALIVE  # inside: how many units may be full
 
 COUNT = int(os.environ.get("ZEROFN_PROMISES", "6"))
 FIRST = int(os.environ.get("ZEROFN_PROMISES_FIRST", "0"))

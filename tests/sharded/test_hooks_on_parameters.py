@@ -47,7 +47,7 @@ def in_place(g, p):
 
 
 def there_and_back(g, p):
-    return (g.unsqueeze(-1) * 2).clone().reshape(g.shape)
+    return (g.reshape(g.shape) * 2).clone().view_as(g)
 
 
 def in_a_list(g, p):

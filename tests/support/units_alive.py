@@ -8,12 +8,13 @@ class UnitsAlive:
         self.most = 0
         if opt._own.home.units is None:
             return
-        gathered = opt._own.home.units.gathered
-        put = gathered.put
+        schedule = opt._own.home.units.schedule
+        put = schedule.put
 
         def counted(i, fulls):
             put(i, fulls)
-            alive = {unit for storage, unit, _ in gathered.known.values() if storage() is not None}
-            self.most = max(self.most, len(alive | gathered.coming.keys()))
+            alive = {unit for storage, unit, _ in schedule.known.values() if storage() is not None}
+            coming = set() if schedule.coming is None else {schedule.coming[0]}
+            self.most = max(self.most, len(alive | coming))
 
-        gathered.put = counted
+        schedule.put = counted

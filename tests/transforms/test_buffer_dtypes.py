@@ -198,7 +198,7 @@ def test_of_a_model_from_the_meta_device():
     assert model[1].running_var.dtype == BF16 and torch.equal(model[1].running_var, torch.ones(6, dtype=BF16))
 
 
-def test_what_meets_in_two_dtypes_is_told_with_the_module():
+def test_what_meets_in_two_dtypes_is_told():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -213,7 +213,6 @@ def test_what_meets_in_two_dtypes_is_told_with_the_module():
     with pytest.raises(RuntimeError) as error:
         model(torch.ones(1, 4))
     (told,) = error.value.__notes__
-    assert "raised in 0.last (Linear), with 0.last.weight torch.bfloat16, 0.last.bias torch.bfloat16" in told
     assert "0.table torch.float32" in told and "precision(..., buffer_dtype=torch.bfloat16)" in told
     # As it says.
     opt.detach()

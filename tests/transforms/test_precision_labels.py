@@ -166,16 +166,6 @@ def test_one_label_for_all_is_no_label():
         assert all(map(torch.equal, *outs)) and outs[0][0].dtype == BF16
 
 
-def test_what_meets_in_two_dtypes_is_told_by_leaf():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    labels = lambda path: "narrow" if path[0] == "0" else "wide"  # noqa: E731
-    zf.attach(model, zf.chain(zf.precision({"narrow": BF16, "wide": F32}, labels=labels), zf.sgd(0.1)))
-    with pytest.raises(RuntimeError) as error:
-        model(torch.ones(1, 3, dtype=BF16))
-    told = "\n".join(error.value.__notes__)
-    assert "torch.bfloat16: 0.weight, 0.bias" in told and "torch.float32: 1.weight, 1.bias" in told
-
-
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
 
 

@@ -176,6 +176,10 @@ def set_local(x: Any, local: Tensor) -> None:
     x._local_tensor = local
 
 
+# The mesh and the placements of a DTensor, and its sizes.
+spec_of: Callable[[Any], Any] = attrgetter("_spec")
+
+
 def set_spec(x: Any, spec: Any) -> None:
     """Change the mesh and the placements of a DTensor."""
     x._spec = spec
@@ -231,10 +235,6 @@ def has_ended(frame: Any) -> bool:
     return True
 
 
-# The code with which containers wrap a tensor into an `nn.Parameter`, and the file of their other methods.
-_PUTTING = {nn.ParameterList.__setitem__.__code__, nn.ParameterDict.__setitem__.__code__}
-_CONTAINERS = nn.ParameterList.__setitem__.__code__.co_filename
-
 # The attribute of a model that lists the parameters that DistributedDataParallel ignores.
 IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 
@@ -251,22 +251,6 @@ def reset_of(module: nn.Module) -> Callable[[], Any] | None:
     """The method that initialises a module's parameters, by torch's convention; private in some of torch's modules."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
-
-
-def put_into_container() -> list[Any] | None:
-    """The arguments of the container method that is registering a parameter, up to one tuple deep; for hooks.
-
-    The container itself keeps only the parameter that it has made of the argument. `None` if no method of the
-    container's is running, as in `module.rows[0] = x`, whose `x` nobody keeps.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code not in _PUTTING:
-        frame = frame.f_back
-    frame = frame and frame.f_back
-    if frame is None or frame.f_code.co_filename != _CONTAINERS:
-        return None
-    found = list(frame.f_locals.values())
-    return [*found, *(x for several in found if isinstance(several, (tuple, list)) for x in several)]
 
 
 def register_in(module: nn.Module, parameters: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def _steps(home: ResidentParams) -> list[Callable[[], object]]:
     steps.append(home.gradients.forget_all)
     if home.units is not None:
         # A gather that was begun for nobody ends before its channel is closed.
-        steps.append(home.units.gathered.drop)
+        steps.append(home.units.schedule.reshard)
     if home.fully_sharded is not None:
         return [*steps, functools.partial(take_back, home.undo)]
     whole = functools.partial(make_whole, home.pipe, home.params, home.current.state.leaves, "opt.detach()")

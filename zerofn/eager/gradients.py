@@ -146,7 +146,7 @@ class GradientHooks:
         write_grad(p, None)
         grad = self.local(path, grad).detach()
         check_readable({path: grad}, {path: self.params[path]})
-        if self.in_backward is not None and self.units is not None and path in self.units.rounds.partial:
+        if self.in_backward is not None and self.units is not None and path in self.units.schedule.partial:
             self._hold(path, grad)
         else:
             self._pass_on(path, grad)
@@ -160,7 +160,7 @@ class GradientHooks:
         if self.faces is not None:
             g = self.faces.gradient(leaf, g)  # type: ignore[assignment]
         if self.in_backward is not None and self.units is not None:
-            self.units.rounds.partial.add(leaf.path)
+            self.units.schedule.partial.add(leaf.path)
         _with_hooks(p, g)
 
     def release(self) -> None:
@@ -169,13 +169,13 @@ class GradientHooks:
             if leaf.path in self.held:
                 self._pass_on(leaf.path, self.held.pop(leaf.path))
         if self.units is not None:
-            self.units.rounds.partial.clear()
+            self.units.schedule.partial.clear()
 
     def forget(self) -> None:
         """Drop gradients that are here. The stream drops those that are being reduced."""
         if self.units is not None:
-            self.units.rounds.partial.clear()
-            self.units.rounds.late.clear()
+            self.units.schedule.partial.clear()
+            self.units.schedule.late.clear()
         self.held.clear()
         self.reduced.clear()
         self.taken = {}
@@ -282,7 +282,7 @@ class MicroStep(OwnGradients):
             marks = marks_with()
         else:
             rows, marks, grads = self._at_rest(units, marks_with)
-            if stream is None and units.rounds.protocol.control.ranks == agreement.control.ranks:
+            if stream is None and units.schedule.protocol.control.ranks == agreement.control.ranks:
                 # All ranks that step together were in that exchange.
                 return agreement.checked(rows, marks, grads)
             marks = agreement.shared(rows, marks)
@@ -302,11 +302,11 @@ class MicroStep(OwnGradients):
         def told() -> list[int]:
             # Called again after each collective that this rank joins meanwhile, since it may bring gradients.
             nonlocal grads, marks
-            grads, marks = self.grads(), marks_with(units.rests.marks())
+            grads, marks = self.grads(), marks_with(units.schedule.marks())
             return self.agreement.numbers(grads, marks)
 
-        rows = units.rests.at_step(told)
-        if self.hooks.held or units.rounds.partial:
+        rows = units.schedule.at_step(told)
+        if self.hooks.held or units.schedule.partial:
             self.hooks.release()
         return rows, marks, grads
 
@@ -358,15 +358,15 @@ class MicroStep(OwnGradients):
     def cleared(self, to_none: bool = True) -> None:
         """Record that the user has cleared gradients by hand, or by `model.zero_grad()`."""
         if self.hooks.units is not None:
-            self.hooks.units.rounds.kept = 0
+            self.hooks.units.schedule.kept = 0
         self.uncleared.clear(to_none)
 
     def give_up_backward(self) -> None:
         """Leave a backward that an exception has stopped on this rank; other ranks may still be in theirs."""
         units = self.hooks.units
         if units is not None:
-            units.rests.after_failed_backward()
-            units.rounds.kept = 0
+            units.schedule.after_failed_backward()
+            units.schedule.kept = 0
 
     def forget_all(self) -> None:
         """Forget the gradients of this micro-step, also those that another rank reduces."""

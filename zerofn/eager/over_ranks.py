@@ -74,7 +74,7 @@ def _faces(home: ResidentParams, late: list[weakref.ref[Units]]) -> ModelFaces |
     # Who writes into the rows of a DTensor writes what is stored.
     seen = [view for view in uncast(home.pipe.road) if view.renumbers]
     other = [leaf.path for leaf in home.pipe.layout.leaves if any([view.changes(leaf) for view in seen])]
-    by = Gathering(wire, lambda asked: _there(late).rounds.meet(asked), lambda: (of := late[0]()) is None or of.left)
+    by = Gathering(wire, lambda asked: _there(late).schedule.meet(asked), lambda: (of := late[0]()) is None or of.left)
     faces = ModelFaces(by, lambda path: _there(late).gather_alone(path), home.pipe.layout, home.params, other)
     faces.put(home.model, home.undo)
     home.shown, home.faces = faces.shown, faces

@@ -417,7 +417,7 @@ class ResidentParams:
             # Of a step under way when a state was loaded nothing is left in what is stored.
             self.refreshing.append(self.in_backward.forget)
         if self.units is not None:
-            self.refreshing.append(self.units.gathered.renew)
+            self.refreshing.append(self.units.schedule.renew)
         if self.fully_sharded is not None:
             self.refreshing.append(self.fully_sharded.reshard)
         if self.stored_params.buckets:
@@ -440,12 +440,14 @@ class ResidentParams:
             return
         from ..module.boundary import ModelBoundary
         from ..module.forward_hooks import install
-        from ..module.state_dicts import hook_seen_state_dicts
+        from ..module.state_dicts import hook_state_dicts
 
         self.boundary = ModelBoundary(self.pipe, self.scale, self.units, self.model, self.unchanged)
         self.undo.append(functools.partial(take_back, self.boundary.undo))
         install(self.model, self.boundary, {id(p): path for path, p in self.shown.items()}, blocks)
-        hook_seen_state_dicts(self.model, self.boundary, self.shown, self.undo)
+        if self.units is None:
+            views = self.boundary.views
+            hook_state_dicts(self.model, self.shown, self.pipe, None, lambda: views.suspended, self.undo)
 
     def lie_elsewhere(self) -> None:
         """Parameters have other memory from now on: what was prepared for compiled calls has the old one."""
@@ -546,5 +548,5 @@ def _suspended(home: ResidentParams) -> Iterator[None]:
         for x in views:
             x.suspended = False
         if home.units is not None:
-            home.units.gathered.drop()
+            home.units.schedule.reshard()
         home.lie_elsewhere()

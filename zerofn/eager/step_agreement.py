@@ -13,8 +13,8 @@ from ..core.layout import Leaves
 from ..ranks.collectives import all_gather_into, gather_numbers
 from ..ranks.group import Group
 from ..sharded.forward_writes import WRITTEN, checksum
-from ..sharded.gather_on_use import KEPT
 from ..sharded.reducer import check_marks
+from ..sharded.schedule import KEPT
 from .current_state import CurrentState
 
 # ----------------------------------------------------------------------------------------------------------------------

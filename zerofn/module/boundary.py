@@ -32,9 +32,10 @@ from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
 from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, multiplied
 from ..sharded.compiled import CompiledCalls
-from ..sharded.gather_on_use import Units, Walks, outside_inference_mode
+from ..sharded.gather_on_use import Units, Walks
+from ..sharded.unit import outside_inference_mode
 from .crossing import Crossing, Edge, crossing_of
-from .nested_tensors import map_outputs
+from .nested_tensors import map_outputs, tensors_in
 from .scaled_checks import LeftOutputs, check_closed
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -43,7 +44,7 @@ from .scaled_checks import LeftOutputs, check_closed
 
 # A tensor's address, shape and strides.
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
-Seen = dict[str, tuple[Tensor, Tensor, Region | None]]
+Seen = dict[str, tuple[Tensor, Tensor]]
 
 
 class ThreadState(threading.local):
@@ -52,7 +53,7 @@ class ThreadState(threading.local):
     Attributes:
         calls: running calls of modules, the outermost first.
         walks: replace gathered parameters that graphs of calls have saved by notes.
-        seen: by path, for the current call: the stored tensor, its view, and the address of the view.
+        seen: by path, for the current call: the stored tensor, and its view.
         crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
         last_views: by path, the last view of a parameter, and the stored tensor that it is a view of.
         scales: the loss scale of the last backward and of those inside of it, by its number.
@@ -247,7 +248,7 @@ class ParameterViews:
             else:
                 with outside_inference_mode(), torch.enable_grad():
                     seen = self._through(view, stored)
-            found = self.local.seen[path] = (stored, seen, address(seen))
+            found = self.local.seen[path] = (stored, seen)
         return found[1]
 
     def _handed(self, path: str) -> Tensor | None:
@@ -403,9 +404,6 @@ class ModelBoundary:
 
     def leave(self, y: Tensor) -> Tensor:
         """Let an output leave."""
-        if self.units is not None and y.grad_fn is not None:
-            # Each backward ends with an exchange between ranks, whether or not this rank has to gather anything in it.
-            y.grad_fn.register_prehook(self.units.rests.after_backward)
         dtype = cast_to(y, self.pipe.dtypes.output_dtype)
         if not crosses(y):
             return y
@@ -417,8 +415,13 @@ class ModelBoundary:
 
     def leave_all(self, output: Any) -> Any:
         """Let the outputs of a call leave."""
-        if self.local.left is None and self.units is None:
-            # Without a boundary.
+        if self.units is not None:
+            # Each backward ends with an exchange between ranks, whether or not this rank has to gather anything in it.
+            for y in tensors_in(output):
+                if y.grad_fn is not None:
+                    y.grad_fn.register_prehook(self.units.schedule.after_backward)
+        if self.local.left is None:
+            # Nothing is copied.
             return output
         return map_outputs(self.leave, output, "the output of the model", self._viewed)
 

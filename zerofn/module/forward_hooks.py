@@ -29,7 +29,6 @@ from .._compat.tensors import (
     CALL,
     frame_of_call,
     has_backward_hooks,
-    put_into_container,
     register_in,
     registered,
     set_flat_weights,
@@ -38,7 +37,7 @@ from .._compat.tensors import (
 from .._errors import bad_leaves, explain
 from ..core.pipeline import Pipeline
 from ..core.view import is_linear_map
-from ..core.wrapper_names import buffers_in, modules_of
+from ..core.wrapper_names import buffers_in
 from ..sharded.compiled import CompiledCalls
 from ..sharded.forward_writes import carried
 from ..sharded.gather_on_use import noting
@@ -135,8 +134,7 @@ def _seen(parameters: ParameterViewDict, name: str, stored: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `ContainerHook` puts views into containers of parameters that forward builds, such as a slice of an
-# `nn.ParameterList`.
+# `ContainerHook` refuses containers of parameters that forward builds, such as a slice of an `nn.ParameterList`.
 #
 # torch's containers turn every tensor that is no parameter into an `nn.Parameter`. Made of a view, it would be a leaf
 # on the view's memory, and the model's parameter would get no gradient from it. torch asks a hook what to register.
@@ -153,25 +151,22 @@ class ContainerHook:
         self.boundary = weakref.ref(boundary)
 
     @uncompiled
-    def __call__(self, module: nn.Module, name: str, param: Any) -> Any:
-        """The view to register in the place of an `nn.Parameter` made of it; `None` for any other parameter."""
+    def __call__(self, module: nn.Module, name: str, param: Any) -> None:
         boundary = self.boundary()
         if boundary is None or not isinstance(module, CONTAINERS) or not isinstance(param, Tensor):
-            return None
-        if not boundary.calls() and not boundary.repeating():
-            return None
-        found = _view_of(boundary, param)
-        if found is None:
-            return None
-        given = put_into_container()
-        if given is None:
-            raise _refused(module, name)
-        # Given a detached tensor on the same memory, the container has a leaf, as in plain PyTorch.
-        return found if any(x is found for x in given) else None
+            return
+        if (boundary.calls() or boundary.repeating()) and _is_view(boundary, param):
+            why = "there it is a view of the parameter, of which the container would make a new parameter without a "
+            why += "gradient"
+            right = "a list or dict: [*self.rows][1:] for self.rows[1:], dict(self.named) for self.named.copy(), "
+            right += "[*self.rows, self.extra];\nor the container is filled before zf.attach"
+            kind = type(module).__name__
+            wrong = f"a parameter, or what shares its memory, was put into an nn.{kind} in forward, at {name!r}"
+            raise RuntimeError(explain(wrong, why, right))
 
 
 def hook_containers(boundary: ModelBoundary) -> None:
-    """Make containers that forward builds keep views; `boundary.undo` undoes it."""
+    """Refuse containers that forward builds of views; `boundary.undo` undoes it."""
     handle = nn.modules.module.register_module_parameter_registration_hook(ContainerHook(boundary))
     hooks = handle.hooks_dict_ref() or {}
     # Remove hooks of models that were dropped without `detach`. A finalizer could run while torch walks the hooks.
@@ -181,25 +176,14 @@ def hook_containers(boundary: ModelBoundary) -> None:
     boundary.undo.append(handle.remove)
 
 
-def _view_of(boundary: ModelBoundary, param: Tensor) -> Tensor | None:
-    """The live view that shares its memory with a new parameter; `None` if there is none."""
+def _is_view(boundary: ModelBoundary, param: Tensor) -> bool:
+    """Whether a new parameter shares its memory with a live view."""
     here = address(param)
     for view, stored in boundary.local.last_views.values():
         x = view()
         if x is not None and stored is not param and x is not param and x.shape == param.shape and address(x) == here:
-            return x
-    return None
-
-
-def _refused(module: nn.Module, name: str) -> RuntimeError:
-    kind = type(module).__name__
-    return RuntimeError(
-        explain(
-            f"a parameter, or what shares its memory, was put into an nn.{kind} in forward, at {name!r}",
-            "there it is a view of the parameter, of which the container would make a new parameter without a gradient",
-            "a list or dict instead, rows = [*self.rows, self.extra]; or the container is filled before zf.attach",
-        )
-    )
+            return True
+    return False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,9 +219,6 @@ def add_notes(error: BaseException, model: nn.Module, pipe: Pipeline, check_unch
 
 def _add_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
     seen = pipe.dtypes.inputs
-    where = _where_raised(error, model, pipe)
-    if pipe.dtypes.by_path and seen is None:
-        _add_several(error, pipe, where)
     if seen is None:
         return
     named = [(n, b.dtype) for n, b in buffers_in(model) if b.is_floating_point() and b.dtype != seen]
@@ -246,47 +227,9 @@ def _add_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
     buffers = f"buffers have their own dtypes: {shown}{rest}; " if named else ""
     error.add_note(
         f"zerofn: the pipeline has {seen} parameters and inputs in forward (precision)\n"
-        f"  why:   {where}{buffers}a tensor made in forward is {torch.get_default_dtype()} unless it says otherwise\n"
+        f"  why:   {buffers}a tensor made in forward is {torch.get_default_dtype()} unless it says otherwise\n"
         "  write: self.buffer.to(x.dtype) and torch.zeros(n, dtype=x.dtype) in forward, or torch.zeros_like(x);\n"
         f"         buffers that may lose bits: precision(..., buffer_dtype={seen})"
-    )
-
-
-def _where_raised(error: BaseException, model: nn.Module, pipe: Pipeline) -> str:
-    """The innermost module of the model in whose code torch raised, with the dtypes of its own tensors."""
-    names = {id(m): name for name, m in modules_of(model)}
-    at, trace = None, error.__traceback__
-    while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
-        at = owner if isinstance(owner, nn.Module) and id(owner) in names else at
-        trace = trace.tb_next
-    if at is None:
-        return ""
-    prefix = f"{names[id(at)]}." if names[id(at)] else ""
-    leaves = {leaf.path: pipe.dtypes.seen(leaf) for leaf in pipe.layout.leaves}
-    own = {name: leaves[prefix + name] for name, _ in at.named_parameters(recurse=False) if prefix + name in leaves}
-    own |= {name: b.dtype for name, b in at.named_buffers(recurse=False) if b.is_floating_point()}
-    has = ", ".join(f"{prefix}{name} {dtype}" for name, dtype in own.items())
-    return f"raised in {names[id(at)] or 'the model itself'} ({type(at).__name__}){f', with {has}' if has else ''}; "
-
-
-def _add_several(error: BaseException, pipe: Pipeline, where: str) -> None:
-    """Add a list of leaves by the dtype that forward sees. The rarest dtype, most likely at fault, is first."""
-    groups: dict[torch.dtype, list[str]] = {}
-    for leaf in pipe.layout.leaves:
-        groups.setdefault(pipe.dtypes.seen(leaf), []).append(leaf.path)
-    if len(groups) < 2:
-        return
-    lines = [where.removesuffix("; ")] if where else []
-    for dtype, paths in sorted(groups.items(), key=lambda group: len(group[1])):
-        rest = f" and {len(paths) - MOST_NAMED} more" if len(paths) > MOST_NAMED else ""
-        lines.append(f"{dtype}: {', '.join(paths[:MOST_NAMED])}{rest}")
-    told = "\n         ".join(lines)
-    error.add_note(
-        f"zerofn: precision(..., labels=...) gives the model parameters in several dtypes\n"
-        f"  why:   {told}\n"
-        "  write: x.to(self.weight.dtype) in forward where what one computes goes into another; inputs of the model "
-        "stay as they are"
     )
 
 
@@ -302,8 +245,8 @@ _VIEW, _NODE = itemgetter(1), attrgetter("grad_fn")
 def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     """Store what forward wrote into views of parameters in another dtype, which are copies.
 
-    A write that changes the version is stored, in every call. Writes of NumPy and through `w.data` do not, and are
-    lost.
+    A write that changes the version is stored, in every call. Writes of NumPy, through `w.data` and
+    `w.data = x` do not, and are lost.
 
     Args:
         boundary: of the model.
@@ -315,23 +258,20 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
     _check_leaves(seen)
     bad: dict[str, str] = {}
     inexact, suspended = boundary.views.inexact, boundary.views.suspended
-    for path, (stored, view, begin) in seen.items():
-        exact, exchanged = path not in inexact, address(view) != begin
-        if not exchanged and view.dtype == stored.dtype and (exact or suspended):
+    for path, (stored, view) in seen.items():
+        exact = path not in inexact
+        if view.dtype == stored.dtype and (exact or suspended):
             continue
         # `foreach` and `.data` count writes in the tensor inside of a wrapper of torch.func, and not in the wrapper.
         inner = innermost(view)
         # A view half that returns its argument makes no copy: a write into it is stored, and counted there.
         copied = exact or address(inner) != address(stored)
-        counted = copied and not inner.is_inference() and max(version(view), version(inner)) > 0
-        if not (exchanged or counted):
+        if not copied or inner.is_inference() or not max(version(view), version(inner)):
             continue
         if not exact:
             bad[path] = "seen through a view half of the pipeline, which has no way back from here"
         elif is_wrapped(view):
             bad[path] = "inside of a transform of torch.func"
-        elif view.shape != stored.shape:
-            bad[path] = f"its .data was exchanged for {tuple(view.shape)}"
         else:
             new, old = view.detach(), stored.detach()
             stored.copy_(carried(new, old.to(new.dtype), old))
@@ -352,7 +292,7 @@ def _check_leaves(seen: Seen) -> None:
         return
     bad = [
         (path, f"changed by {view.grad_fn.name()}")
-        for path, (stored, view, _) in seen.items()
+        for path, (stored, view) in seen.items()
         if view.grad_fn is not None and view is not stored and not is_linear_map(view.grad_fn)
     ]
     if bad:
@@ -501,6 +441,7 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
     boundary.blocks = {id(m) for m in blocks}
     boundary.compiled = _compiled_calls(boundary, model, paths)
     hook_containers(boundary)
+    _add_end_hook(boundary, model)
     for module in model.modules():
         plain = registered(module)[0]
         names = {n: paths[id(p)] for n, p in plain.items() if id(p) in paths}
@@ -512,8 +453,8 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
         boundary.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
         if id(module) in boundary.blocks:
             hook = _EndHook(boundary, _end_block)
-            boundary.undo.append(module.register_forward_hook(hook).remove)
-    _add_end_hook(boundary, model)
+            # Before that of the model's call.
+            boundary.undo.append(module.register_forward_hook(hook, prepend=True).remove)
 
 
 def _compiled_calls(boundary: ModelBoundary, model: nn.Module, paths: dict[int, str]) -> CompiledCalls | None:
@@ -601,7 +542,7 @@ def _begin_call(
         call.undo.enter_context(lock)
         call.undo.callback(_reset_flat_weights, module)
         _fill_flat_weights(module)
-    if not outermost:
+    if not outermost or not (boundary.scaled or boundary.input_dtype is not None):
         return None
     return (
         tuple(map_tensors(boundary.enter, a, f"argument {i} of the model") for i, a in enumerate(args)),
@@ -634,7 +575,8 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
             if boundary.units is not None:
                 boundary.units.end_of_call()
             # Last, since it may refuse what the model wrote.
-            carry_written(boundary, seen)
+            if seen:
+                carry_written(boundary, seen)
 
 
 def _fill_flat_weights(module: Any) -> None:

@@ -46,7 +46,6 @@ class OpaqueParameter(GuardedParameter):
             if name in ("__repr__", "__format__"):
                 return printed(p, p.told("the values"), p.full)
             if name == "detach":
-                p._check_new(frame)
                 return opaque(func(p), p.told("p.detach()"), p.full)
             if name == "register_hook":
                 return func(p, handed(args[1], p.told("what a hook is given"), p.full))
@@ -63,8 +62,6 @@ class OpaqueParameter(GuardedParameter):
                 call(func, name, tuple(map(part, args)), {k: part(x) for k, x in kwargs.items()})
                 return args[0]
             return func(*map(_whole, args), **{k: _whole(x) for k, x in kwargs.items()})
-
-    detach = Tensor.detach
 
     def told(self, how: str) -> str:
         """What a part of it is called in messages."""

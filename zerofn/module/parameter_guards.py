@@ -14,7 +14,7 @@ from .._errors import explain
 from ..core.layout import Leaves
 from ..core.pipeline import Pipeline
 from ..sharded.gather_on_use import Units
-from ..sharded.guarded_parameter import Asks, Replica, tell
+from ..sharded.guarded_parameter import Asks, GuardedParameter, tell
 from .opaque_parameter import OpaqueParameter
 from .state_dicts import hook_state_dicts
 
@@ -59,7 +59,7 @@ def label(
         _put(undo, model, PREPARED, Prepared())
     if units is None or faces is None:
         for path, p in params.items():
-            tell(undo, p, Replica, path=path, **guard)
+            tell(undo, p, GuardedParameter, path=path, **guard)
         return
     for path in params:
         if path in faces.origins:
@@ -69,7 +69,7 @@ def label(
             shape = next(leaf.shape for leaf in pipe.layout.leaves if leaf.path == path)
             in_parts = lambda: not units.suspended  # noqa: E731
             tell(undo, params[path], OpaqueParameter, path=path, whole=whole, full=shape, in_parts=in_parts, **guard)
-    hook_state_dicts(model, params, pipe, units, undo)
+    hook_state_dicts(model, params, pipe, units, lambda: units.suspended, undo)
     # DistributedDataParallel is to ignore all parameters: it would copy the first rank's shards to all ranks. It then
     # refuses a model that has no parameters for it. Not a list: `scaled_checks` would look for tensors in it.
     _put(undo, model, IGNORED_BY_DDP, frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .._compat.autograd import gradient_hooks, hooks_after, share_hooks
 from .._compat.functorch import uncompiled
-from .._compat.tensors import local_of, locals_of, read_grad, registered, set_local, set_spec, write_grad
+from .._compat.tensors import local_of, locals_of, read_grad, registered, set_local, set_spec, spec_of, write_grad
 from .._errors import explain
 from ..core.layout import Layout, Leaf, Leaves, span
 from ..sharded.face import (
@@ -231,7 +231,7 @@ class ModelFaces:
             mine = self.params[path].detach()
             p = wrap(mine, of)
             set_local(self.shown[path], local_of(p))
-            set_spec(self.shown[path], p._spec)
+            set_spec(self.shown[path], spec_of(p))
 
     def gradient(self, leaf: Leaf, g: Tensor | None) -> Tensor | None:
         """This rank's elements of a gradient, flat, as autograd takes it to the parameter."""

@@ -262,7 +262,7 @@ class LazyParameters(Function):
         check_alone(blocks.units[i], gs)
         for leaf, g in zip(blocks.units[i], blocks.gradients(i, gs), strict=True):
             if g is not None and leaf.trainable:
-                blocks.rounds.accept(leaf, g)
+                blocks.schedule.accept(leaf, g)
         return None, None, None
 
 
@@ -310,13 +310,13 @@ class Blocks(Units):
         try:
             yield
         except Exception:
-            self.gathered.drop()
+            self.schedule.reshard()
             if self.open:
                 # Other ranks may still be in their evaluation.
-                self.rounds.rest()
+                self.schedule.rest()
             raise
         else:
-            self.rounds.rest()
+            self.schedule.rest()
         finally:
             self.open = False
 
@@ -360,7 +360,7 @@ class Blocks(Units):
             return self._averaged(self.found), result
         finally:
             self.found.clear()
-            self.gathered.drop()
+            self.schedule.reshard()
 
     def _averaged(self, grads: Leaves) -> Leaves:
         """Gradients of shards, averaged over the replicas of hybrid sharding too, in the dtype they accumulate in."""

@@ -189,7 +189,7 @@ class CompiledCalls:
         zero = torch.zeros((), dtype=self.pipe.road.resident_grad_dtype(leaf), device=shard.device)
         taker = zero.expand(shard.shape).requires_grad_(leaf.trainable)
         if leaf.trainable:
-            taker.register_post_accumulate_grad_hook(partial(_hand_on, units.rounds.accept, leaf, p))
+            taker.register_post_accumulate_grad_hook(partial(_hand_on, units.schedule.accept, leaf, p))
         return taker
 
     def begins(self) -> bool:

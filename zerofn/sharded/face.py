@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -25,11 +24,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Partial as Unsummed
-from torch.nn.utils import parametrizations
 
 from .._compat.autograd import arguments_of_functions, in_backward, increment_versions
 from .._compat.functorch import asked_by_compiler, functorch_active, uncompiled
-from .._compat.tensors import CONVERTING, local_of, memory, schema, set_local, version
+from .._compat.tensors import CONVERTING, local_of, memory, schema, set_local, spec_of, version
 from .._errors import explain
 from ..core.layout import Leaf
 from ..core.view import Wire, over_ranks
@@ -91,15 +89,18 @@ class Gathering:
         self.gathers = 0
         self._meshes: dict[str, Any] = {}
         self._specs: dict[tuple, Any] = {}
-        self._placed: dict[tuple, tuple[Any, torch.Size]] = {}
 
-    def placed(self, leaf: Leaf, local: Tensor) -> tuple[Any, torch.Size]:
-        """The mesh, the placement and the global shape of a leaf, as DTensors keep them; and this rank's own shape."""
+    def placed(self, leaf: Leaf, local: Tensor) -> Any:
+        """The mesh, the placement and the global shape of a leaf, as DTensors keep them."""
         key = (leaf.shape, local.dtype, local.device)
-        found = self._placed.get(key)
-        if found is None:
-            found = self._placed[key] = (self._spec(leaf, local), torch.Size(self.rows(leaf.shape)))
-        return found
+        if key not in self._specs:
+            whole = torch.empty(leaf.shape, device="meta")
+            # A number has no rows. The first rank has it, the others have zeros.
+            placement = Shard(0) if leaf.shape else Unsummed()
+            local = local.detach().view(self.rows(leaf.shape)) if leaf.shape else local.new_zeros(())
+            how: Any = dict(run_check=False, shape=whole.shape, stride=whole.stride())
+            self._specs[key] = spec_of(DTensor.from_local(local, self._mesh(local), [placement], **how))
+        return self._specs[key]
 
     def rows(self, shape: torch.Size) -> tuple[int, ...]:
         """The shape of this rank's rows of a leaf."""
@@ -108,19 +109,11 @@ class Gathering:
         each = -(-shape[0] // self.wire.group.size)
         return (max(min(each, shape[0] - self.wire.group.rank * each), 0), *shape[1:])
 
-    def _spec(self, leaf: Leaf, local: Tensor) -> Any:
-        key = (leaf.shape, local.dtype, local.device.type)
-        if key not in self._specs:
-            if local.device.type not in self._meshes:
-                self._meshes[local.device.type] = mesh_of_group(self.wire.group, local.device.type)
-            whole = torch.empty(leaf.shape, device="meta")
-            # A number has no rows. The first rank has it, the others have zeros.
-            placement = Shard(0) if leaf.shape else Unsummed()
-            local = local if leaf.shape else local.new_zeros(())
-            how: Any = dict(run_check=False, shape=whole.shape, stride=whole.stride())
-            mesh = self._meshes[local.device.type]
-            self._specs[key] = DTensor.from_local(local.detach(), mesh, [placement], **how)._spec
-        return self._specs[key]
+    def _mesh(self, x: Tensor) -> Any:
+        kind = x.device.type
+        if kind not in self._meshes:
+            self._meshes[kind] = mesh_of_group(self.wire.group, kind)
+        return self._meshes[kind]
 
     def replicated(self, whole: Tensor) -> Any:
         """The same for a tensor that all ranks have."""
@@ -128,10 +121,8 @@ class Gathering:
         if key not in self._specs:
             if len(self._specs) > 1000:
                 self._specs.clear()
-            if whole.device.type not in self._meshes:
-                self._meshes[whole.device.type] = mesh_of_group(self.wire.group, whole.device.type)
-            mesh = self._meshes[whole.device.type]
-            self._specs[key] = DTensor.from_local(whole.detach(), mesh, [Replicate()], run_check=False)._spec
+            mesh = self._mesh(whole)
+            self._specs[key] = spec_of(DTensor.from_local(whole.detach(), mesh, [Replicate()], run_check=False))
         return self._specs[key]
 
     def gather(self, mine: Tensor, leaf: Leaf, asked: str) -> Tensor:
@@ -233,7 +224,7 @@ class Face(DTensor):
         if func is DETACH:
             # Once for each leaf in each backward.
             (x,) = args
-            made: Any = Face(local_of(x).detach(), x._spec, requires_grad=False)
+            made: Any = Face(local_of(x).detach(), spec_of(x), requires_grad=False)
             # A tensor of its own, which may be a leaf: what is computed of it leads to it, and not to the parameter.
             made.of, made.lent = x.of if x.of.whole is None else x.of._replace(whole=None), x.lent
             return made
@@ -305,7 +296,7 @@ PLAIN = (Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__, DT
 
 def wrap(local: Tensor, of: Origin, cls: type[Face] = Face, requires_grad: bool = False) -> Any:
     """A Face on the memory of this rank's elements of a leaf, flat or in the shape of its rows."""
-    spec, rows = of.by.placed(of.leaf, local)
+    spec, rows = of.by.placed(of.leaf, local), of.by.rows(of.leaf.shape)
     if not rows and not local.numel():
         local = local.new_zeros(())
     mine = local if local.shape == rows else local.view(rows)
@@ -322,7 +313,7 @@ def _replicated(whole: Tensor, of: Origin, lent: bool) -> Any:
 
 def is_whole(x: Any) -> bool:
     """Whether a Face is one that all ranks have."""
-    return x._spec.placements[0].is_replicate()
+    return spec_of(x).placements[0].is_replicate()
 
 
 def flat(x: Any) -> Tensor:
@@ -557,29 +548,29 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict, frame: Any) -> Any:
     if name.startswith("new_"):
         return func(*[local_of(x) if isinstance(x, Face) else x for x in args], **kwargs)
     writes = in_place(name) or kwargs.get("out") is not None
-    into = [*tensors_in([args[0] if kwargs.get("out") is None else kwargs["out"]])] if writes else []
-    args, kwargs, faces = _exchanged(name, args, kwargs, faces)
-    if any(isinstance(x, DTensor) and not isinstance(x, Face) for x in into):
-        exchanged = tensors_in([args[0] if kwargs.get("out") is None else kwargs["out"]])
-        if not all(isinstance(x, Face) for x in exchanged):
-            why = "it lies otherwise, and what is written into a gathered copy of it would be lost"
-            right = f"x.{name}(y.full_tensor()), or x.{name}(y.redistribute(x.device_mesh, x.placements))"
-            raise RuntimeError(explain(f"{name} of {faces[0].of} into a DTensor", why, right))
+    if name.startswith(FOREACH) and kwargs.get("out") is None:
+        # Column by column, so that two full tensors are in memory at a time, and not a model.
+        found = [_call_one(func, name, column, kwargs, writes, frame) for column in _columns(args)]
+        return args[0] if writes else tuple([x for (x,) in found])
+    return _call_one(func, name, args, kwargs, writes, frame)
+
+
+def _call_one(func: Any, name: str, args: tuple, kwargs: dict, writes: bool, frame: Any) -> Any:
+    """Run a torch function of one tensor of each list, if it takes lists."""
+    faces = [x for x in tensors_in((*args, *kwargs.values())) if isinstance(x, Face)]
+    if not faces:
+        return func(*args, **kwargs)
+    args, kwargs = _exchanged(name, args, kwargs, faces[0])
     if name.endswith("_like") and isinstance(args[0], Face) and not is_whole(args[0]):
-        if args[0].of.whole is not None and frame.f_globals.get("__name__") == parametrizations.__name__:
-            # It writes by index into what is like the parameter, before it exchanges the parameter's memory.
-            refuse_other_memory(f"{parametrizations.__name__}.orthogonal(...)", args[0])
         return _like(func, name, args, kwargs)
     if name in CONVERSIONS and not writes:
-        return _converted(func, name, args, kwargs, faces, frame)
+        return _converted(func, name, args, kwargs, frame)
     if name in RESHAPES and isinstance(args[0], Face) and not is_whole(args[0]):
         found = _reshaped(func, args, kwargs)
         if found is not None:
             return found
     if writes:
         return _write(func, name, args, kwargs)
-    if name.startswith(FOREACH) and not _records(args, kwargs):
-        return _each(func, name, args, kwargs)
     if pointwise(name) and not (name == "where" and len(args) + len(kwargs) == 1) and not _records(args, kwargs):
         found = _elements(func, name, args, kwargs)
         if found is not None:
@@ -666,7 +657,6 @@ def own_face(x: Any, value: Any, how: str) -> Any:
     if isinstance(value, Face) and value.shape == x.shape and is_whole(value) == is_whole(x):
         return value if type(value) is Face else same(local_of(value).detach(), x)
     if value.shape != x.shape:
-        check_sizes(how, x, value)
         why = f"it is of the whole's shape, {tuple(x.shape)}, as at any other stage"
         raise RuntimeError(explain(f"{how} of shape {tuple(value.shape)} for {x.of}", why, "a tensor of that shape"))
     full = _whole(value, how) if isinstance(value, Face) else value
@@ -675,61 +665,34 @@ def own_face(x: Any, value: Any, how: str) -> Any:
     return wrap(rows_of(full.detach(), x.of).clone(memory_format=torch.contiguous_format), x.of._replace(whole=None))
 
 
-def check_sizes(name: str, x: Any, other: Tensor) -> None:
-    """Refuse a plain operand that has the shape of this rank's rows and does not broadcast to the full shape."""
-    if other.shape in (local_of(x).shape, flat(x).shape) and not _fits(other.shape, x.shape):
-        raise RuntimeError(
-            explain(
-                f"{name} of {x.of}, {tuple(x.shape)}, and a tensor of shape {tuple(other.shape)}",
-                "under shard a plain tensor beside it is of the whole's shape, and this one has that of a piece",
-                "torch.zeros_like(p), p.grad * 2: what is made of such tensors, or beside them, is one as well\n"
-                "p.to_local(), p.grad.to_local(): rows by themselves, as plain tensors, on both sides",
-            )
-        )
-
-
-def _fits(shape: torch.Size, whole: torch.Size) -> bool:
-    try:
-        torch.broadcast_shapes(shape, whole)
-    except RuntimeError:
-        return False
-    return True
-
-
 def _all_of_it(index: Any) -> bool:
     return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
-def _exchanged(name: str, args: tuple, kwargs: dict, faces: list) -> tuple[tuple, dict, list]:
+def _exchanged(name: str, args: tuple, kwargs: dict, face: Any) -> tuple[tuple, dict]:
     """The arguments with Faces in the place of other DTensors."""
-    tensors = [*tensors_in((*args, *kwargs.values()))]
-    if not any(isinstance(x, DTensor) and not isinstance(x, Face) for x in tensors):
-        return args, kwargs, faces
-    taken = lambda x: _of_dtensor(x, faces[0], name) if isinstance(x, DTensor) and not isinstance(x, Face) else x  # noqa: E731
-    return _map(taken, args), _map(taken, kwargs), faces
+    if all(isinstance(x, Face) or not isinstance(x, DTensor) for x in tensors_in((*args, *kwargs.values()))):
+        return args, kwargs
+    taken = lambda x: _of_dtensor(x, face, name) if isinstance(x, DTensor) and not isinstance(x, Face) else x  # noqa: E731
+    return _map(taken, args), _map(taken, kwargs)
 
 
 def _of_dtensor(x: Any, beside: Any, name: str) -> Any:
-    """A DTensor of torch's as a Face on its memory, if it lies like one; else its full tensor, gathered."""
-    spec = beside._spec
-    if x._spec.placements == spec.placements and x.shape == beside.shape and x.device_mesh.mesh.equal(spec.mesh.mesh):
-        if (why := why_not_of_this_rank(x)) is None and not (x.requires_grad and torch.is_grad_enabled()):
-            return same(local_of(x).detach(), beside)
-        if why is not None:
-            right = "a DTensor of this rank and job; or a plain tensor of the whole, on every rank"
-            raise RuntimeError(explain(f"{name} of {beside.of}, and a DTensor", f"it has {why}", right))
+    """A DTensor of torch's as a Face on its memory, if it lies like one; what all ranks have as a plain tensor."""
+    spec, recorded = spec_of(beside), x.requires_grad and torch.is_grad_enabled()
     lies = f"over ranks {x.device_mesh.mesh.tolist()} as {', '.join(map(str, x.placements))}"
-    wrong = f"{name} of {beside.of}, {tuple(beside.shape)}, and a DTensor of shape {tuple(x.shape)} {lies}"
-    if in_backward():
-        why = "it is cut otherwise, and would be gathered, for which ranks would wait for each other here"
-        raise RuntimeError(explain(wrong, why, "x.full_tensor() in its place, gathered before on every rank"))
-    missing = set(beside.of.by.wire.group.ranks) - set(x.device_mesh.mesh.flatten().tolist())
-    if missing:
-        why = f"ranks {sorted(missing)} have a part of the parameter, and none of the DTensor"
-        right = "a DTensor of a mesh with all ranks of the parameter; or a plain tensor of the whole, on every rank"
-        raise RuntimeError(explain(wrong, why, right))
-    beside.of.by.meet_for(f"{name} of {beside.of} and a DTensor of shape {tuple(x.shape)}")
-    return x.full_tensor()
+    if (why := why_not_of_this_rank(x)) is None and x.device_mesh.mesh.equal(spec.mesh.mesh):
+        if spec_of(x).placements == spec.placements and x.shape == beside.shape and not recorded:
+            return same(local_of(x).detach(), beside)
+        if all(placement.is_replicate() for placement in x.placements):
+            return x.to_local()
+    raise RuntimeError(
+        explain(
+            f"{name} of {beside.of}, {tuple(beside.shape)}, and a DTensor of shape {tuple(x.shape)} {lies}",
+            f"it has {why}" if why is not None else "it is cut otherwise, or a graph is recorded of it",
+            "x.redistribute(p.device_mesh, p.placements), or x.full_tensor(), on every rank of the DTensor",
+        )
+    )
 
 
 def _elements(func: Any, name: str, args: tuple, kwargs: dict) -> list[Any] | None:
@@ -739,7 +702,7 @@ def _elements(func: Any, name: str, args: tuple, kwargs: dict) -> list[Any] | No
     """
     tensors = [*tensors_in((*args, *kwargs.values()))]
     like = next((x for x in tensors if isinstance(x, Face) and not is_whole(x)), None)
-    if like is None or not all(_stays(x, like, name) for x in tensors):
+    if like is None or not all(_stays(x, like) for x in tensors):
         return None
     out = func(*_map(lambda x: _mine(x, like), args), **_map(lambda x: _mine(x, like), kwargs))
     # Comparisons are elementwise to torch as well, and give one answer.
@@ -748,16 +711,13 @@ def _elements(func: Any, name: str, args: tuple, kwargs: dict) -> list[Any] | No
     return [_map(lambda y: _settled(wrap(y.contiguous(), like.of._replace(whole=None))), out)]
 
 
-def _stays(x: Any, like: Any, name: str) -> bool:
+def _stays(x: Any, like: Any) -> bool:
     """Whether an operand broadcasts to the shape of a Face, so that rows of the result are those of the operands."""
     if isinstance(x, Face) and not is_whole(x):
         return x.shape == like.shape and x.of.by.wire.group.ranks == like.of.by.wire.group.ranks
     shape, whole = x.shape, like.shape
     aligned = zip(reversed(shape), reversed(whole), strict=False)
-    if len(shape) <= len(whole) and all(own in (1, size) for own, size in aligned):
-        return True
-    check_sizes(name, like, x)
-    return False
+    return len(shape) <= len(whole) and all(own in (1, size) for own, size in aligned)
 
 
 def _mine(x: Any, like: Any) -> Tensor:
@@ -782,15 +742,6 @@ def _columns(args: tuple) -> Iterator[tuple]:
         yield tuple(type(x)(x[i : i + 1]) if type(x) in (list, tuple) else x for x in args)
 
 
-def _each(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Run a `foreach` function column by column, so that two full tensors are in memory at a time, and not a model."""
-    found = []
-    for column in _columns(args):
-        local = _elements(func, name, column, kwargs) if pointwise(name) else None
-        found.append((_computed(func, name, column, kwargs) if local is None else local[0])[0])
-    return tuple(found)
-
-
 def _like(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Run `zeros_like` and the like, which give a Face. Random numbers are drawn for the whole, as in one process."""
     x = args[0]
@@ -803,7 +754,7 @@ def _like(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     return _settled(wrap(mine.contiguous(), of)).requires_grad_(requires_grad)
 
 
-def _converted(func: Any, name: str, args: tuple, kwargs: dict, faces: list, frame: Any) -> Any:
+def _converted(func: Any, name: str, args: tuple, kwargs: dict, frame: Any) -> Any:
     """Run `clone`, `to` and the like. `model.to(...)` of what the parameters are already changes nothing."""
     x = args[0]
     if not isinstance(x, Face):
@@ -834,39 +785,24 @@ def _applied(frame: Any) -> bool:
 
 
 def _reshaped(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run `view`, `reshape` and the like on this rank's rows, where each stays a row; `None` where that would not do.
+    """Run `view`, `reshape` and the like where the sizes stay; `None` elsewhere.
 
-    The result has the same memory. With the same sizes it is in the graph, as `p.view_as(p)` is by which programs find
-    the AccumulateGrad node of `p`.
+    The result has the same memory. It is in the graph, as `p.view_as(p)` is by which programs find the AccumulateGrad
+    node of `p`.
     """
     x, *rest = args
     if any(isinstance(y, torch.dtype) for y in (*rest, *kwargs.values())):
         return None
     on_meta = lambda y: torch.empty(y.shape, dtype=y.dtype, device="meta")  # noqa: E731
-    shape = func(on_meta(x), *_map(on_meta, tuple(rest)), **_map(on_meta, kwargs)).shape
-    if shape == x.shape:
-        return Tensor.view_as(x, x) if _records(args, kwargs) else same(local_of(x), x)
-    if not (shape and x.shape and shape[0] == x.shape[0] and shape.numel() == x.numel()) or _records(args, kwargs):
+    if func(on_meta(x), *_map(on_meta, tuple(rest)), **_map(on_meta, kwargs)).shape != x.shape:
         return None
-    rows = local_of(x).shape[0]
-    leaf = replace(x.of.leaf, shape=shape)
-    return wrap(local_of(x).view(rows, *shape[1:]), x.of._replace(leaf=leaf, whole=None))
+    return Tensor.view_as(x, x) if _records(args, kwargs) else same(local_of(x), x)
 
 
 def _computed(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Run a function of full tensors. What it writes into one is stored."""
-    if name.startswith(FOREACH) and _records(args, kwargs):
-        return tuple(_computed_one(func, name, column, kwargs)[0] for column in _columns(args))
-    return _computed_one(func, name, args, kwargs)
-
-
-def _computed_one(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     faces = [x for x in tensors_in((*args, *kwargs.values())) if isinstance(x, Face)]
     if not faces:
         return func(*args, **kwargs)
-    for x in tensors_in((*args, *kwargs.values())) if pointwise(name) or name in ("allclose", "equal") else ():
-        if not isinstance(x, Face) and not is_whole(faces[0]):
-            check_sizes(name, faces[0], x)
     given: dict[int, Tensor] = {}
 
     def whole(x: Tensor) -> Tensor:
@@ -921,11 +857,7 @@ def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Run a function that writes into its first argument, or into `out`."""
     out = kwargs.get("out")
     target = args[0] if out is None else out
-    if name.startswith(FOREACH) and out is None:
-        for column in _columns(args):
-            _write_one(func, name, column, kwargs)
-        return args[0]
-    if type(target) in (list, tuple):
+    if type(target) in (list, tuple) and not (name.startswith(FOREACH) and out is None):
         if pointwise(name) and _write_elements(func, name, args, kwargs, target):
             return target
         if out is None:
@@ -957,7 +889,7 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         with torch.no_grad():
             return _write_one(func, name, args, kwargs)
     drawn = name in RANDOM or from_init(func)
-    alone = not drawn and (pointwise(name) or _sets_elements(name, args))
+    alone = not drawn and (pointwise(name) or (name == "__setitem__" and _all_of_it(args[1])))
     if alone and _write_elements(func, name, args, kwargs, [inner]):
         return target
     with torch.no_grad():
@@ -979,17 +911,6 @@ def _whole_stored(x: Any, name: str) -> Tensor:
     return x.of.by.gather(flat(x).detach(), x.of.leaf, f"{name} of {x.of}")
 
 
-def _sets_elements(name: str, args: tuple) -> bool:
-    """Whether a function is an elementwise `x[index] = value`: all elements, or a mask and one number."""
-    if name != "__setitem__":
-        return False
-    index, value = args[1:]
-    if _all_of_it(index):
-        return True
-    number = not isinstance(value, Tensor) or (value.dim() == 0 and not isinstance(value, Face))
-    return number and isinstance(index, Face) and index.dtype == torch.bool and index.shape == args[0].shape
-
-
 def _write_elements(func: Any, name: str, args: tuple, kwargs: dict, targets: Any) -> bool:
     """Run a function that writes elementwise into Faces on this rank's rows; `False` where that would not do."""
     likes = [x for x in tensors_in(targets) if isinstance(x, Face) and not is_whole(x)]
@@ -1000,7 +921,7 @@ def _write_elements(func: Any, name: str, args: tuple, kwargs: dict, targets: An
         # Lists of one length, a Face in each place, and numbers.
         if not all(isinstance(x, Face) or not x.dim() for x in tensors):
             return False
-    elif not all(_stays(x, likes[0], name) for x in tensors):
+    elif not all(_stays(x, likes[0]) for x in tensors):
         return False
     with torch.no_grad():
         func(*_map(lambda x: _mine(x, likes[0]), args), **_map(lambda x: _mine(x, likes[0]), kwargs))

@@ -1,15 +1,19 @@
-"""At most two units unsharded; notes in place of saved tensors."""
+"""Parameters are gathered when they are used, and freed when the next ones are; notes in place of saved tensors.
+
+A *unit* is the parameters that are gathered together (`units.split`). Two units have full parameters at a time: the one
+in use, and the next (`schedule.Schedule`).
+
+What an operation saves of a full parameter for backward is a note, from which backward gathers the unit again. So no
+full parameter outlives its use and nothing is computed twice. No storage is resized to free a tensor that user code may
+hold: a later use would read memory that is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
-import zlib
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -18,551 +22,20 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat.autograd import (
-    NO_BACKWARD,
-    after_this_node,
-    at_end_of_backward,
-    graph_task,
-    has_hooks,
-    in_backward,
-    next_sequence_nr,
-    reaches,
-    saved_by,
-    saved_tensors_hooks,
-    sequence_nr,
-)
+from .._compat.autograd import has_hooks, next_sequence_nr, reaches, saved_by, saved_tensors_hooks, sequence_nr
 from .._compat.functorch import beneath_functorch, functorch_active, innermost, is_batch, uncompiled
-from .._compat.tensors import all_plain, memory, version, writes
+from .._compat.tensors import all_plain, version
 from .._errors import explain
-from .._interrupts import interrupts_held
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..core.returned_values import check_dense
 from ..core.view import untracked
-from ..ranks.backend import collectives_begun
 from ..ranks.group import Group
-from ..ranks.ordered_collectives import AGAIN, BACKWARD, CALL, STEP, Asked, Rounds
-from .forward_writes import ForwardWrites, StorageRef, WriteBack
+from .forward_writes import ForwardWrites
 from .lazy_tensor import Lazy
-from .units import UnitCollectives, UnitPlans
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `GatheredUnits` knows which units have full parameters now, at most two, and how often each parameter has changed.
-
-
-# Units that have full parameters at the same time: the one that is used, and the next.
-ALIVE = 2
-
-
-class GatheredUnits:
-    """Full parameters of units: those kept here, one whose all-gather is under way, and those that user code kept.
-
-    Args:
-        units: leaves that are gathered together.
-        blocks: how many of them the model sees; the others are single leaves.
-        params: this rank's shards by path.
-        forward_writes: notices what forward writes into full parameters.
-
-    Attributes:
-        live: full parameters by unit, the last used one at the end.
-        coming: by unit whose all-gather was prefetched, a function that waits and returns full parameters.
-        seen: by unit, the tensors that the model was given in the current call.
-        updates: how often all parameters were updated.
-    """
-
-    def __init__(self, units: list[list[Leaf]], blocks: int, params: Leaves, forward_writes: ForwardWrites):
-        self.units, self.blocks, self.forward_writes = units, blocks, forward_writes
-        # This rank's shards, by unit.
-        self.parts = [[params[leaf.path] for leaf in unit] for unit in units]
-        self.live: OrderedDict[int, list[Tensor]] = OrderedDict()
-        self.coming: dict[int, Callable[[], list[Tensor]]] = {}
-        self.seen: dict[int, tuple[Tensor, ...]] = {}
-        # By number of a memory: the memory, and of which unit and place in it the full parameter is that has it.
-        self.known: dict[int, tuple[StorageRef, int, int]] = {}
-        self.updates = 0
-        # By unit and place in it: how often user code wrote into the shard, and the count of writes that was last seen.
-        self.writes = [[0] * len(unit) for unit in units]
-        self.counts = [writes(parts) for parts in self.parts]
-
-    def __contains__(self, i: int) -> bool:
-        return i in self.live or i in self.coming
-
-    def origin(self, t: Tensor) -> tuple[int, int] | None:
-        """The full parameter that a tensor is a view of, by unit and place in it; `None` if it is a view of none."""
-        entry = self.known.get(memory(t))
-        # A new storage may have the number of one that was freed.
-        return None if entry is None or entry[0]() is None else entry[1:]
-
-    def get(self, i: int) -> list[Tensor] | None:
-        """The unit's full parameters, if they are here and up to date."""
-        if writes(self.parts[i]) != self.counts[i]:
-            # User code has written into a shard between two calls.
-            for j in range(len(self.units[i])):
-                self.age(i, j)
-        if i in self.coming:
-            self.put(i, self.coming.pop(i)())
-        elif i in self.live:
-            self.live.move_to_end(i)
-        return self.live.get(i)
-
-    def put(self, i: int, fulls: list[Tensor]) -> None:
-        """Keep a unit's full parameters."""
-        self.live[i] = fulls
-        for j, full in enumerate(fulls):
-            storage = full.untyped_storage()
-            if storage.nbytes():
-                self.known[memory(full)] = (weakref.ref(storage), i, j)
-        self.known = {k: entry for k, entry in self.known.items() if entry[0]() is not None}
-
-    def drop(self, keep: int = 0) -> None:
-        """Free the least recently used units until `keep` are left, counting those that are being prefetched."""
-        if self.forward_writes.freed:
-            self.forward_writes.look_again()
-        if not keep and not self.forward_writes.given:
-            # Forward has been given none of them, so nothing was written.
-            self.live.clear()
-            self.seen.clear()
-        while len(self.live) > max(0, keep - len(self.coming)):
-            self.free_unit(next(iter(self.live)))
-        if self.coming and not keep:
-            self.finish_prefetched()
-
-    def finish_prefetched(self) -> None:
-        """Wait for prefetched all-gathers, and drop their results."""
-        for i in list(self.coming):
-            self.coming.pop(i)()
-
-    def free_unit(self, i: int, stored: bool = False) -> None:
-        """Free a unit's full parameters. Unless `stored`, store first what forward has written into them."""
-        if i in self.coming:
-            self.coming.pop(i)()
-        if i not in self.live:
-            return
-        left = []
-        if i in self.forward_writes.given:
-            if not stored:
-                self.store_writes(i)
-            left = self.forward_writes.leave(i)
-        del self.live[i]
-        self.seen.pop(i, None)
-        if left:
-            self.forward_writes.hold(i, left)
-
-    def store_writes(self, i: int) -> None:
-        """Store what forward has written into a unit's full parameters so far."""
-        given = self.forward_writes.given
-        if i in self.live and i in given and self.forward_writes.store_writes(i, self.live[i]):
-            self.counts[i] = writes(self.parts[i])
-
-    def store_all_writes(self) -> None:
-        """At the end of a call or a backward: store what forward has written. Later writes are lost."""
-        for i in list(self.forward_writes.given):
-            self.store_writes(i)
-        self.look_again()
-        self.forward_writes.forget()
-
-    def look_again(self) -> None:
-        """Refuse writes into full parameters that were freed before them: they would be lost."""
-        if self.forward_writes.freed:
-            self.forward_writes.look_again()
-
-    def renew(self) -> None:
-        """Mark all gathered parameters as out of date, after an update."""
-        self.forward_writes.forget()
-        self.live.clear()
-        self.seen.clear()
-        if self.coming:
-            self.finish_prefetched()
-        self.updates += 1
-
-    def age(self, i: int, j: int) -> int:
-        """How often a parameter has changed: by updates, by user code, by the model in forward."""
-        (count,) = writes([self.parts[i][j]])
-        if count != self.counts[i][j]:
-            # That `.data` was asked for frees the copy too, but is no reason to refuse a graph: it may have been read.
-            self.writes[i][j] += count[0] != self.counts[i][j][0]
-            self.counts[i][j] = count
-            self.forward_writes.leave(i)
-            self.free_unit(i)
-        return self.updates + self.writes[i][j] + (self.forward_writes.version(i, j) if i < self.blocks else 0)
-
-
-@contextmanager
-def updating(gathered: GatheredUnits, places: Collection[tuple[int, int]]) -> Iterator[None]:
-    """Inside, one leaf is updated alone, in backward. Its gathered copies, at these places, become out of date.
-
-    Writes of forward into such a copy are stored first: once the shard has changed, a write cannot be told from the
-    update. Later writes into the copy are not stored, since they would undo the update.
-    """
-    for i, _ in places:
-        gathered.look_again()
-        gathered.store_writes(i)
-    yield
-    for i, j in places:
-        gathered.writes[i][j] += 1
-        gathered.counts[i] = writes(gathered.parts[i])
-        gathered.free_unit(i, stored=True)
-        gathered.forward_writes.forget_leaf(i, j)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `UnitRounds` runs the collectives of units in an order that all ranks agree on, and prefetches the next unit.
-#
-# A model mostly needs the same units in the same order as the last time, so ranks promise each other that order
-# (`ranks.ordered_collectives`), and the next unit is gathered while the last one computes (prefetch).
-
-
-# Kinds of collective: all-gathers of parameters, reduce-scatters of gradients, and all-gathers of cotangents of
-# gradients (second derivatives).
-PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
-# Kinds of pass: one that begins in backward, and others by whether a graph is recorded.
-UNRECORDED, RECORDED, IN_BACKWARD = 0, 1, 2
-# Up to which number of reduce-scatters ranks tell each other where they meet.
-COUNTED = 1 << 20
-
-
-def gathers_first(promise: Iterable[Asked]) -> list[Asked]:
-    """Each all-gather of parameters before the reduce-scatters right in front of it: it runs while backward computes.
-
-    >>> gathers_first([(PARAMETERS, 3), (GRADIENTS, 3), (PARAMETERS, 2), (GRADIENTS, 2), (PARAMETERS, 1)])
-    [(1, 3), (1, 2), (2, 3), (1, 1), (2, 2)]
-    """
-    found: list[Asked] = []
-    sums: list[Asked] = []
-    for asked in promise:
-        if asked[0] == GRADIENTS:
-            sums.append(asked)
-            continue
-        found += [asked, *sums] if asked[0] == PARAMETERS else [*sums, asked]
-        sums = []
-    return found + sums
-
-
-class Flight(NamedTuple):
-    """A reduce-scatter under way that backward does not wait for.
-
-    Attributes:
-        unit: whose gradients it reduces.
-        wait: waits for it, and returns the gradients of this rank's shards.
-        wanted: for each leaf, whether this backward adds its gradient to `p.grad`.
-    """
-
-    unit: int
-    wait: Callable[[], list[Tensor | None]]
-    wanted: list[bool]
-
-
-class UnitRounds:
-    """The collectives of one model's units.
-
-    Args:
-        control: a group on which ranks tell each other what they want.
-        collectives: of each unit.
-        gathered: which units have full parameters here.
-        accept: takes a shard's gradient from a reduce-scatter that only other ranks wanted.
-        prefetch: whether the unit that is expected next is gathered before it is used.
-        sums_by_themselves: whether ranks agree on each reduce-scatter alone. A leaf that is updated within backward
-            must know whether other ranks contribute to its gradient later.
-
-    Attributes:
-        partial: paths of leaves to whose gradient of this step other ranks may still add.
-        kept: how many reduce-scatters there were since gradients were last cleared. Where ranks have different
-            numbers, one rank has cleared its shard of a sum and the others have not.
-        unfinished: backwards since the last step that have not ended: by autograd's number, what is alive until one has
-            ended or has raised.
-        lock: held by the thread that sends, or that changes which units are gathered. With several threads,
-            collectives come in the order in which threads ask, and ranks agree on it.
-        recorded: whether the model's last use of a parameter was recorded.
-        current: the unit that was used last.
-        gathering: whether a gather is under way whose result is not among the gathered units.
-    """
-
-    def __init__(
-        self,
-        control: Group,
-        collectives: UnitCollectives,
-        gathered: GatheredUnits,
-        accept: Callable[[Leaf, Tensor], None],
-        prefetch: bool,
-        sums_by_themselves: bool,
-    ):
-        self.collectives, self.gathered, self.accept, self.prefetch = collectives, gathered, accept, prefetch
-        self.units = collectives.plans.units
-        # Weak: a cycle would keep the shards of a dropped state until the garbage collector runs.
-        this = weakref.ref(self)
-        # Of a group that is closed the process group is gone.
-        gathers = collectives.wire.group
-        self.protocol = Rounds(
-            control,
-            lambda kind, i: this()._join(kind, i),  # type: ignore[union-attr]
-            lambda kind, i: this()._begin_early(kind, i),  # type: ignore[union-attr]
-            gathers_first,
-            (GRADIENTS,) if sums_by_themselves else (),
-            lambda: this()._kind_of_pass(),  # type: ignore[union-attr]
-            lambda: collectives_begun(control.pg, gathers.pg),
-        )
-        self.partial: set[str] = set()
-        self.kept = 0
-        self.lock = threading.RLock()
-        self.unfinished: dict[int, Callable[[], Any]] = {}
-        self.flying: deque[Flight] = deque()
-        # Gradients that are taken once no other backward is under way here: in its thread it may add to the same ones.
-        self.late: list[tuple[Leaf, Tensor]] = []
-        self.recorded = self.gathering = False
-        self.current = -1
-
-    def perform(self, kind: int, i: int, tensors: tuple[Tensor | None, ...] = ()) -> list[Any]:
-        """Run a collective of a unit, and those that other ranks want before it.
-
-        Args:
-            kind: of collective.
-            i: the unit.
-            tensors: for each leaf, for `GRADIENTS` the full gradient, for `TANGENTS` the tensor to gather.
-
-        Returns:
-            For each leaf the full tensor; for `GRADIENTS` the true gradient of this rank's shard, averaged over ranks
-            and unscaled, `None` where no rank has one.
-        """
-        begin = partial(self.collectives.begin_scatter if kind == GRADIENTS else self._gather, i, tensors)
-        return self._perform(kind, i, begin)
-
-    def reduce_later(self, i: int, fulls: tuple[Tensor | None, ...], wanted: list[bool]) -> None:
-        """Reduce-scatter a unit's gradients while backward goes on.
-
-        They are added to `p.grad` when the next reduce-scatter begins, and at the end of backward: one is under way,
-        whose buffers are the price.
-
-        Args:
-            i: the unit.
-            fulls: the full gradient of each leaf.
-            wanted: for each leaf, whether this backward adds its gradient to `p.grad`.
-        """
-
-        def begin() -> Callable[[], None]:
-            self.flying.append(Flight(i, self.collectives.begin_scatter(i, fulls), wanted))
-            return lambda: None
-
-        self._perform(GRADIENTS, i, begin)
-
-    def land(self) -> None:
-        """Wait for the reduce-scatters under way, and take their gradients."""
-        with interrupts_held(), self.lock:
-            while self.flying:
-                flight = self.flying.popleft()
-                with outside_inference_mode(), torch.no_grad():
-                    shards = flight.wait()
-                self._take(flight.unit, [g if it else None for g, it in zip(shards, flight.wanted, strict=True)])
-
-    def alone(self) -> bool:
-        """Whether no other backward than this thread's is running here."""
-        mine = graph_task()
-        return all(task == mine or alive() is None for task, alive in self.unfinished.items())
-
-    def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
-        # Ctrl-C waits: one between two lines of the protocol would leave this rank at another place of it.
-        with interrupts_held(), self.lock:
-            if kind == PARAMETERS:
-                self.current, self.gathering = i, True
-                # One that was prefetched and passed over is not expected any more.
-                self.gathered.finish_prefetched()
-            elif kind == GRADIENTS:
-                self.land()
-            try:
-                found = self.protocol.perform(kind, i, begin)
-            finally:
-                self.gathering = False
-            if kind == GRADIENTS:
-                self.kept += 1
-                if not self.protocol.together:
-                    self.partial.update(leaf.path for leaf in self.units[i])
-            return found
-
-    def go_on(self, i: int, prefetched: bool = False) -> None:
-        """Tell that a unit is used that was prefetched, or that is here; the next one may be prefetched then."""
-        if i == self.current and not prefetched:
-            return
-        self.current = i
-        if self.prefetch:
-            with interrupts_held(), self.lock:
-                self.protocol.go_on((PARAMETERS if prefetched else AGAIN, i))
-
-    def _kind_of_pass(self) -> tuple[int, ...]:
-        """Where a pass begins, and which units need no collective then."""
-        mode = IN_BACKWARD if in_backward() else RECORDED if self.recorded else UNRECORDED
-        return mode, *self.gathered.live
-
-    def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple, ends: bool = True) -> list[list[int]]:
-        """This rank has nothing more to send: join others' collectives until every rank waits here (`Rounds.rest`)."""
-        with interrupts_held(), self.lock:
-            self.current = -1
-            return self.protocol.rest(place, told, ends)
-
-    def meet(self, what: str) -> str:
-        """Wait until all ranks have come to the same line; see `Rounds.meet`."""
-        number = zlib.crc32(what.encode())
-        # Ranks in different backwards have not: their gradients differ.
-        with interrupts_held(), self.lock:
-            return self.protocol.meet(lambda: number * COUNTED + self.kept % COUNTED)
-
-    def _begin_early(self, kind: int, i: int) -> bool:
-        """Begin an all-gather of parameters before they are used. Return whether it was begun."""
-        if not self.prefetch or kind != PARAMETERS or i in self.gathered or self.gathered.coming:
-            return False
-        self._prefetch(i)
-        return True
-
-    def _prefetch(self, i: int) -> None:
-        # At most two units are full: the one that comes, and one gathered now. What computes has its own tensors.
-        self.gathered.drop(ALIVE - 1 - self.gathering)
-        with outside_inference_mode(), torch.no_grad():
-            self.gathered.coming[i] = self._gather(i)
-
-    def _join(self, kind: int, i: int) -> Callable[[], object]:
-        """Begin a collective that only other ranks want. Return a function that waits for it."""
-        nothing: tuple = (None,) * len(self.units[i])
-        with outside_inference_mode(), torch.no_grad():
-            if kind == GRADIENTS:
-                return partial(self._accept, i, self.collectives.begin_scatter(i, nothing))
-            if kind == PARAMETERS:
-                if self._begin_early(kind, i):
-                    # What others use now this rank mostly uses soon.
-                    return lambda: None
-                self.gathered.drop(ALIVE - 1)
-            return self._gather(i, nothing if kind == TANGENTS else ())
-
-    def _accept(self, i: int, end: Callable[[], list[Tensor | None]]) -> None:
-        """Wait for a reduce-scatter that only other ranks wanted, and keep this rank's shards of the gradients."""
-        with outside_inference_mode(), torch.no_grad():
-            self.land()
-            self.kept += 1
-            self._take(i, end())
-
-    def _take(self, i: int, shards: list[Tensor | None]) -> None:
-        """Take gradients of this rank's shards that autograd does not bring to `p.grad`."""
-        with outside_inference_mode(), torch.no_grad():
-            self.late += [(leaf, g) for leaf, g in zip(self.units[i], shards, strict=True) if g is not None]
-            if self.late and self.alone():
-                self.accept_late()
-
-    def accept_late(self) -> None:
-        """Take the gradients that waited until no other backward was running here."""
-        with interrupts_held(), self.lock:
-            late, self.late = self.late, []
-            for leaf, g in late:
-                self.accept(leaf, g)
-
-    def _gather(self, i: int, tensors: tuple[Tensor | None, ...] = ()) -> Callable[[], list[Tensor]]:
-        """Begin an all-gather of a unit: of its parameters, or of `tensors`, with zeros for `None`."""
-        parts = self.gathered.parts[i]
-        if tensors:
-            mine = [torch.zeros_like(part) if x is None else x for part, x in zip(parts, tensors, strict=True)]
-        else:
-            self.gathered.store_writes(i)
-            with torch.DisableTorchFunctionSubclass():
-                mine = list(map(Tensor.detach, parts))
-        return self.collectives.begin_gather(i, mine)
-
-
-def outside_inference_mode() -> AbstractContextManager[Any]:
-    """Leaves `torch.inference_mode`, for tensors that outlive the call: training cannot use inference tensors.
-
-    Training may next use a unit that an evaluation has gathered, and a rank that waits between two calls gets
-    gradients in whatever mode it is.
-    """
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `Rests` is the join: a finished rank keeps joining others' collectives, after a call, after a backward, and at a step
-# (cf. torch's Join).
-
-
-KEPT = "how much of their gradients has come since they were last cleared"
-
-
-class Rests:
-    """Joins other ranks' collectives for one attached model, until every rank has nothing more to send.
-
-    Args:
-        rounds: its collectives.
-        gathered: its gathered units.
-        write_back: stores what forward writes into gathered copies.
-    """
-
-    def __init__(self, rounds: UnitRounds, gathered: GatheredUnits, write_back: WriteBack):
-        self.rounds, self.gathered, self.write_back = rounds, gathered, write_back
-
-    def after_call(self) -> None:
-        """Join after a call of the model: other ranks may still be in theirs."""
-        if not in_backward():
-            # A backward follows a call that was recorded.
-            self.rounds.rest(CALL, ends=not torch.is_grad_enabled())
-            self.write_back.check()
-
-    @uncompiled
-    def after_backward(self, *_: object) -> None:
-        """Join at the end of the running backward, if there is one: other ranks' backwards may take longer."""
-        task = graph_task()
-        if task == NO_BACKWARD or task in self.rounds.unfinished:
-            return
-
-        def rest() -> None:
-            self.rounds.unfinished.pop(task, None)
-            self.rounds.land()
-            # The end of a nested backward is the middle of the outer one.
-            if not after_this_node(self.after_backward):
-                # A checkpoint repeats forward, and what forward writes.
-                self.gathered.store_all_writes()
-                self.rounds.rest(BACKWARD, ends=not self.rounds.unfinished)
-                if self.rounds.late and not self.rounds.unfinished:
-                    self.rounds.accept_late()
-                self.write_back.check()
-
-        # The engine drops its functions when a backward has ended, or has raised: then `rest` is not called, and what
-        # is under way is taken, as torch leaves in `p.grad` what came before the error.
-        self.rounds.unfinished[task] = weakref.ref(rest, lambda _: self.rounds.land())
-        at_end_of_backward(rest)
-
-    def marks(self) -> dict[str, int]:
-        """The numbers that must be equal on all ranks at a step, by name.
-
-        They find a rank that has cleared gradients in the middle of the others' micro-step: it has dropped its shards
-        of sums that the others still have.
-        """
-        return {KEPT: self.rounds.kept, **self.write_back.marks()}
-
-    def at_step(self, told: Callable[[], Sequence[int]]) -> list[list[int]]:
-        """Join until all ranks are at a step. Return the numbers that each rank sends."""
-        # What forward has written into a copy is looked for when the copy is freed.
-        self.gathered.drop()
-        self.rounds.unfinished.clear()
-        if self.rounds.flying:
-            self.rounds.land()
-        if self.rounds.late:
-            self.rounds.accept_late()
-        rows = self.rounds.rest(STEP, told)
-        self.write_back.sums.clear()
-        return rows
-
-    def after_failed_backward(self) -> None:
-        """Join for a backward that raised on this rank: the others may still be in theirs.
-
-        A backward that ended has joined already; a second join would wait for ranks that never come to it.
-        """
-        if self.rounds.unfinished:
-            self.rounds.unfinished.clear()
-            self.rounds.rest(BACKWARD)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Parameters are gathered when they are used, freed when the next ones are, and gathered again in backward.
-#
-# A *unit* is the parameters that are gathered together (`units.split`). Two units have full parameters at a time: the
-# one in use, and the next.
-#
-# What an operation saves of a full parameter for backward is a note, from which backward gathers the unit again. So no
-# full parameter outlives its use and nothing is computed twice. No storage is resized to free a tensor that user code
-# may hold: a later use would read memory that is gone.
+from .schedule import GRADIENTS, PARAMETERS, TANGENTS, Schedule
+from .unit import Unit, outside_inference_mode
+from .units import UnitPlans
 
 
 class Faces(Protocol):
@@ -610,15 +83,13 @@ class Units:
         self.plans, self.units, self.blocks = plans, plans.units, plans.blocks
         self.shown, self.faces = params if shown is None else shown, faces
         self.inputs = [[self.shown[leaf.path] for leaf in unit] for unit in plans.units]
-        self.collectives = UnitCollectives(plans, params, scale)
         self.pipe, self.params = pipe, params
-        write_back = WriteBack(params, plans.wire.span, pipe.road.exact)
-        self.forward_writes = ForwardWrites(self.units, write_back)
-        self.gathered = GatheredUnits(self.units, self.blocks, params, self.forward_writes)
+        forward_writes = ForwardWrites(params, plans.wire.span, pipe.road.exact)
+        units = [Unit(plans, i, params, scale, forward_writes) for i in range(len(plans.units))]
+        data = plans.wire.group
+        self.schedule = Schedule(units, forward_writes, control, data, accept, prefetch, sums_by_themselves)
         # By unit and place in it: how often a parameter has changed.
-        self.age = self.gathered.age
-        self.rounds = UnitRounds(control, self.collectives, self.gathered, accept, prefetch, sums_by_themselves)
-        self.rests = Rests(self.rounds, self.gathered, write_back)
+        self.age = self.schedule.age
         self.suspended = self.left = False
 
     def look(self, path: str, keep: bool) -> Tensor:
@@ -633,20 +104,18 @@ class Units:
             # A transform of torch.func in forward takes it for a constant, as it does a plain parameter.
             with beneath_functorch():
                 return self.look(path, keep)
-        gathered = self.gathered
-        with self.rounds.lock:
-            self.rounds.recorded = torch.is_grad_enabled()
-            found = gathered.seen.get(i) if keep else None
-            if found is None:
-                # The same tensor in every mode, as a parameter is.
-                with outside_inference_mode(), torch.enable_grad():
-                    found = GatherUnit.apply(self, i, PARAMETERS, *self.inputs[i])
-                self.forward_writes.give(i, found)
-                if keep:
-                    gathered.seen[i] = found
-            elif i in gathered.live:
-                gathered.live.move_to_end(i)
-                self.rounds.go_on(i)
+        with self.schedule.lock:
+            self.schedule.recorded = torch.is_grad_enabled()
+            unit = self.schedule.units[i]
+            if keep and unit.seen is not None:
+                self.schedule.use(i)
+                return unit.seen[j]
+            # The same tensor in every mode, as a parameter is.
+            with outside_inference_mode(), torch.enable_grad():
+                found = GatherUnit.apply(self, i, PARAMETERS, *self.inputs[i])
+            unit.give(found)
+            if keep:
+                unit.seen = found
             return found[j]
 
     def gather_alone(self, path: str) -> Tensor:
@@ -655,16 +124,11 @@ class Units:
 
     def parameters(self, i: int) -> list[Tensor]:
         """The unit's full parameters in the compute dtype, gathered now if they are not here."""
-        with self.rounds.lock:
-            prefetched = i in self.gathered.coming
-            found = self.gathered.get(i)
+        with self.schedule.lock:
+            found = self.schedule.full(i)
             if found is None:
-                self.gathered.drop(ALIVE - 1)
                 with self._sending():
-                    found = self.rounds.perform(PARAMETERS, i)
-                self.gathered.put(i, found)
-            else:
-                self.rounds.go_on(i, prefetched)
+                    found = self.schedule.unshard(i)
             return found
 
     def parameter(self, i: int, j: int, age: int) -> Tensor:
@@ -673,7 +137,7 @@ class Units:
         Raises:
             RuntimeError: it has changed since. Autograd has no version to compare here.
         """
-        with self.rounds.lock:
+        with self.schedule.lock:
             if age != self.age(i, j):
                 raise RuntimeError(
                     explain(
@@ -682,13 +146,12 @@ class Units:
                         "all backwards of a graph before opt.step() or a change by hand, or the forward again after it",
                     )
                 )
-            if i not in self.gathered.live:
+            fulls = self.schedule.units[i].fulls
+            if fulls is None:
                 return self.parameters(i)[j]
             # Its age told of writes into this one; writes into its neighbours are found where those are used.
-            self.gathered.live.move_to_end(i)
-            found = self.gathered.live[i][j]
-            self.rounds.go_on(i)
-            return found
+            self.schedule.use(i)
+            return fulls[j]
 
     def lazies(self, i: int) -> list[Lazy]:
         """The unit's full parameters as tensors that are gathered when something is computed with them."""
@@ -701,32 +164,31 @@ class Units:
         if self.faces is not None:
             shards = tuple(map(self.faces.shard, self.units[i], shards))
         with self._sending():
-            return self.rounds.perform(TANGENTS, i, shards)
+            return self.schedule.perform(TANGENTS, i, shards)
 
     def gradients(self, i: int, fulls: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """True gradients of this rank's shards, averaged over ranks and unscaled, from full ones."""
         with self._sending():
-            found = self.rounds.perform(GRADIENTS, i, fulls)
+            found = self.schedule.perform(GRADIENTS, i, fulls)
         return found if self.faces is None else list(map(self.faces.gradient, self.units[i], found))
 
-    def reduced_later(self, node: Any, fulls: tuple[Tensor | None, ...]) -> bool:
+    def reduced_later(self, node: Any, grads: tuple[Tensor | None, ...]) -> bool:
         """Reduce the gradients of a node's unit while backward goes on, if nothing needs them before its end.
 
         Autograd needs them now where it returns them (`torch.autograd.grad`), and where a leaf has hooks. A leaf that
         is updated in backward has a hook of ours.
         """
-        shown = self.inputs[node.i]
-        if any(map(has_hooks, shown)):
+        if any(map(has_hooks, self.inputs[node.i])):
             return False
         # A leaf that was frozen here alone has no node: others' gradients of it are taken all the same.
         wanted = reaches(leads_to for leads_to, _ in node.next_functions)
         if wanted is None:
             return False
         with self._sending():
-            if not self.rounds.alone():
+            if not self.schedule.alone():
                 # What another backward adds to the same `p.grad` would come in between.
                 return False
-            self.rounds.reduce_later(node.i, fulls, wanted)
+            self.schedule.reduce_later(node.i, grads, wanted)
         return True
 
     def _sending(self) -> AbstractContextManager[Any]:
@@ -739,22 +201,23 @@ class Units:
                     "all backwards of a graph before opt.detach(), or the forward again after it",
                 )
             )
-        self.rests.after_backward()
+        self.schedule.after_backward()
         return outside_inference_mode()
 
     @contextmanager
     def updating(self, path: str) -> Iterator[None]:
         """Inside, one leaf is updated alone, in backward."""
-        with self.rounds.lock, updating(self.gathered, {self.plans.place[path], (self.plans.alone[path], 0)}):
+        with self.schedule.updating({self.plans.place[path], (self.plans.alone[path], 0)}):
             yield
 
     def end_of_call(self) -> None:
         """Forget the tensors that a call of the model was given: from its end on they belong to its graph alone."""
-        with self.rounds.lock:
-            self.gathered.store_all_writes()
-            self.gathered.seen.clear()
+        with self.schedule.lock:
+            self.schedule.store_writes()
+            for unit in self.schedule.live.values():
+                unit.seen = None
         if not self.suspended:
-            self.rests.after_call()
+            self.schedule.after_call()
 
 
 BATCHED = explain(
@@ -805,7 +268,7 @@ class GatherUnit(Function):
             if g is not None and not needed:
                 late = g if units.faces is None else units.faces.shard(leaf, g)
                 assert late is not None
-                units.rounds.late.append((leaf, late.detach()))
+                units.schedule.late.append((leaf, late.detach()))
         return None, None, None, *found
 
 
@@ -874,7 +337,7 @@ class Note(NamedTuple):
 
 def note_of(source: Units, t: Tensor) -> Note | None:
     """The note for a saved tensor; `None` if it is not a full parameter."""
-    found = None if type(t) is not Tensor else source.gathered.origin(t)
+    found = None if type(t) is not Tensor else source.schedule.origin(t)
     if found is None:
         return None
     return Note(source, source.age(*found), *found, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))

@@ -11,7 +11,6 @@ this rank, and each rank would clip by another norm: there it is an `UnreducedGr
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -29,14 +28,12 @@ from ..core.layout import Leaves
 from ..core.tree import flatten
 from ..ranks.dtensor import is_distributed
 from .opaque import plain
-from .torch_functions import WRITING, in_place
 
 PACKAGE = __name__.partition(".")[0]
 OURS = f"{PACKAGE}."
 INSIDE = (OURS, *COMPILER)
 APPLYING = CONVERTING.__code__
 CLEARING = "model.zero_grad(), or p.grad = None,"
-COPYING = nn.Parameter.__new__.__code__
 
 
 def ours(frame: FrameType) -> bool:
@@ -258,28 +255,6 @@ class GuardedParameter(nn.Parameter):
                 mine.copy_(value)
         else:
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-            self._moved(frame)
-
-    def detach(self) -> Tensor:
-        if not is_dynamo_compiling():
-            self._check_new(sys._getframe(1))
-        return Tensor.detach(self)
-
-    def _check_new(self, frame: FrameType) -> None:
-        """Refuse `nn.Parameter(p)`, which calls `p.detach()`: torch's own message would be about `detach`."""
-        if frame.f_code is COPYING:
-            raise RuntimeError(
-                explain(
-                    f"nn.Parameter(p) of the parameter {self.path} of an attached model",
-                    "it would be a second parameter over memory in which a pipeline keeps the first; "
-                    "weight_norm and\nother parametrizations make one",
-                    "nn.Parameter(p.detach().clone()) for one of its own; parametrizations before zf.attach, or after "
-                    "opt.detach()",
-                )
-            )
-
-    def _moved(self, frame: FrameType) -> None:
-        """The user has given it other memory."""
 
     def _check_clearing(self, how: str) -> None:
         if self.asks.left():
@@ -300,51 +275,14 @@ class GuardedParameter(nn.Parameter):
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
-class Replica(GuardedParameter):
-    """A parameter that this rank has in full: what writes into it refuses DTensors, which stand for other ranks too.
+def check_plain(x: Any, how: str, what: str) -> None:
+    """Refuse a DTensor in the place of a tensor that is full on this rank, which stands for other ranks too.
 
-    Methods, and no `__torch_function__`, which every use of a parameter in forward would pass. So what is no method
-    (`torch._foreach_copy_`), `p.data` and `p.grad` end in torch's words, as of any plain tensor.
+    What writes one into such a tensor ends in torch's own words.
     """
-
-
-def _without_dtensors(name: str) -> Callable[..., Any]:
-    """The method of `Tensor` of that name, which refuses DTensors."""
-    method = getattr(Tensor, name)
-
-    # Not torch's docstring: its examples are no doctests of ours.
-    @functools.wraps(method, assigned=("__name__",))
-    def checked(self: Replica, *args: Any, **kwargs: Any) -> Any:
-        if any(map(is_distributed, (*args, *kwargs.values()))):
-            refuse_distributed(f"{name} of a parameter", f"the parameter {self.path}", IN_FULL)
-        return method(self, *args, **kwargs)
-
-    return checked
-
-
-for _name in [name for name in dir(Tensor) if name in WRITING or (in_place(name) and name[0] != "_")]:
-    setattr(Replica, _name, _without_dtensors(_name))
-
-
-def check_plain(x: Any, how: str, path: str) -> None:
-    """Refuse a DTensor in the place of a tensor that is full on this rank."""
     if is_distributed(x):
-        refuse_distributed(how, path, how.replace("= x", "= x.full_tensor()"))
-
-
-IN_FULL = "x.full_tensor() in the place of x"
-
-
-def refuse_distributed(how: str, what: str, right: str) -> NoReturn:
-    """Raise for a DTensor beside what is whole on this rank.
-
-    Args:
-        how: what is done with the DTensor.
-        what: what is whole.
-        right: what to write.
-    """
-    why = f"{what} is a plain tensor here, of its whole shape"
-    raise RuntimeError(explain(f"{how} with a DTensor x", why, f"{right}, on every rank"))
+        why, right = f"{what} is a plain tensor here, of its whole shape", how.replace("= x", "= x.full_tensor()")
+        raise RuntimeError(explain(f"{how} with a DTensor x", why, f"{right}, on every rank"))
 
 
 def tell(undone: list[Callable[[], object]], p: Tensor, cls: type[GuardedParameter], **attributes: Any) -> None:

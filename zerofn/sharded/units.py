@@ -1,18 +1,16 @@
-"""Which leaves travel together, and the collectives of one unit."""
+"""Which leaves travel together, and what their collectives carry."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._profiler_ranges import VIEW, ranged
 from ..core.bucketed_views import Road, into_buckets
 from ..core.layout import Leaf, Leaves
-from ..core.view import View, Wire, divided, pull, see, summed_in
+from ..core.view import View, Wire, see, summed_in
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `UnitPlans` knows what the collectives of each unit carry: leaves by bucket, dtypes, and the views on both sides.
@@ -117,108 +115,6 @@ class UnitPlans:
         """The full parameters of a bucket, from the rows of all ranks."""
         for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
             yield leaf, see(self.full_stages, full.view(leaf.shape), leaf)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `UnitCollectives` runs the collectives of one unit: all-gather of shards, reduce-scatter of full gradients.
-
-
-NOTHING = type(None)
-
-
-class UnitCollectives:
-    """Begins collectives of the units of one model: one for each dtype in a unit.
-
-    Args:
-        plans: the contents of the collectives.
-        params: this rank's shards by path.
-        scale: the current loss scale.
-    """
-
-    def __init__(self, plans: UnitPlans, params: Leaves, scale: Callable[[], Tensor | None]):
-        self.plans, self.wire, self.params, self.scale = plans, plans.wire, params, scale
-
-    def begin_gather(self, i: int, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin an all-gather.
-
-        Args:
-            i: the unit.
-            parts: for each leaf this rank's shard, or another tensor with the shard's layout.
-
-        Returns:
-            A function that waits, and returns full tensors.
-        """
-        plan = self.plans.plan(i)
-        with ranged(VIEW, self.plans.name):
-            # All are packed before the first is sent: if a view raises, no other rank waits for the rest.
-            mine = self.plans.to_gather(plan, parts)
-            sent = [
-                (bucket, *self.wire.send_parts(seen, bucket, async_op=True))
-                for bucket, seen in zip(plan.buckets, mine, strict=True)
-            ]
-        return partial(self._end_gather, plan, sent)
-
-    def _end_gather(self, plan: Plan, sent: list[tuple[list[Leaf], Any, Tensor]]) -> list[Tensor]:
-        out: list[Any] = [None] * len(plan.place)
-        while sent:
-            # From the end, so that each buffer is freed before the next is unpacked.
-            bucket, work, rows = sent.pop()
-            if work is not None:
-                work.wait()
-            for leaf, full in self.plans.gathered(bucket, rows):
-                out[plan.place[leaf.path]] = full
-        return out
-
-    def begin_scatter(self, i: int, fulls: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
-        """Begin a reduce-scatter.
-
-        Args:
-            i: the unit.
-            fulls: the full gradient of each leaf; `None` where this rank has none.
-
-        Returns:
-            A function that waits, and returns true gradients of this rank's shards.
-        """
-        packed: list[tuple[GradBucket, Tensor, list[bool]]] = []
-        plan = self.plans.plan(i)
-        for bucket in plan.grad_buckets:
-            flat: list[Tensor | None] = []
-            device = None
-            for leaf in bucket.leaves:
-                g = fulls[plan.place[leaf.path]]
-                if g is not None:
-                    g = pull(self.plans.full_stages, g, leaf).reshape(-1)
-                    device = g.device
-                flat.append(g)
-            with ranged(VIEW, self.plans.name):
-                # A gradient's device if there is one: attributes of a sharded parameter take longer.
-                device = device or self.params[bucket.leaves[0].path].device
-                rows = self.wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)
-            packed.append((bucket, rows, [g is not None for g in flat]))
-        # As in `begin_gather`: none is sent before all are packed.
-        sent: list[tuple[GradBucket, list[bool], Any, Tensor]] = []
-        for bucket, rows, given in packed:
-            sent.append((bucket, given, *self.wire.send(rows, async_op=True)))
-        return partial(self._end_scatter, i, plan, sent)
-
-    def _end_scatter(
-        self, i: int, plan: Plan, sent: list[tuple[GradBucket, list[bool], Any, Tensor]]
-    ) -> list[Tensor | None]:
-        out: list[Tensor | None] = [None] * len(plan.place)
-        scale = self.scale() if i < self.plans.blocks else None
-        for bucket, given, work, mine in sent:
-            work.wait()
-            found = self.wire.unpack(mine, bucket.leaves, bucket.numels, given)
-            # Gradients are views of one buffer, which any of them keeps alive. Copied where the buffer has more.
-            copy = NOTHING in map(type, found)
-            for leaf, g in zip(bucket.leaves, found, strict=True):
-                if g is not None:
-                    g = pull(self.plans.pull_stages, g, leaf)
-                    dtype = plan.grad_dtypes[leaf.path]
-                    # `.data` has a version count of its own, unlike a view.
-                    g = g.to(dtype, copy=copy).data if scale is None else divided(g, scale, dtype)
-                    out[plan.place[leaf.path]] = g
-        return out
 
 
 # ----------------------------------------------------------------------------------------------------------------------
