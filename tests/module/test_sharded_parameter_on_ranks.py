@@ -61,10 +61,11 @@ def test_they_are_refused_where_they_are_made_and_go_before_attach():
     for found in zf.launch(messages, 2, timeout=limit(60)):
         assert found.keys() == WAYS.keys()
         for message in found.values():
-            # torch itself exchanges the memory of tensors that hold others.
-            assert message.startswith("Cannot swap") or (
+            # torch itself exchanges the memory of tensors that hold others, or makes a second parameter over one.
+            # orthogonal() writes into a view of what is like the parameter.
+            assert message.startswith(("Cannot swap", "Creating a Parameter", "fill_ of a view of what was")) or (
                 "0.weight" in message and "before zf.attach, or after opt.detach()" in message.replace("\n", " ")
-            )
+            ), message
 
 
 def by_name() -> list[bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -65,10 +64,9 @@ def label(
         if path in faces.origins:
             vars(params[path]).update(guard)
         else:
-            whole = functools.partial(units.gather_alone, path)
             shape = next(leaf.shape for leaf in pipe.layout.leaves if leaf.path == path)
             in_parts = lambda: not units.suspended  # noqa: E731
-            tell(undo, params[path], OpaqueParameter, path=path, whole=whole, full=shape, in_parts=in_parts, **guard)
+            tell(undo, params[path], OpaqueParameter, path=path, full=shape, in_parts=in_parts, **guard)
     hook_state_dicts(model, params, pipe, units, lambda: units.suspended, undo)
     # DistributedDataParallel is to ignore all parameters: it would copy the first rank's shards to all ranks. It then
     # refuses a model that has no parameters for it. Not a list: `scaled_checks` would look for tensors in it.

@@ -137,12 +137,6 @@ class Row(nn.Parameter):
             )
         )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse_copy("torch.save(p, file)")
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        _refuse_copy("copy.deepcopy(p)")
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Putting sharded parameters into a model, and the old ones back.
