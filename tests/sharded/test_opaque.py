@@ -23,15 +23,10 @@ def factor(by):
 
 REFUSED = {
     "norm": lambda m, p: p.norm(),
-    "a product": lambda m, p: p * 2,
-    "in place": lambda m, p: p.mul_(2),
     "in a list": lambda m, p: torch._foreach_mul_([p], 2.0),
     "a copy into it": lambda m, p: p.copy_(torch.zeros(5, 3)),
-    "initialised": lambda m, p: nn.init.zeros_(p),
     "the gradient": lambda m, p: p.grad.norm(),
-    "the gradient in place": lambda m, p: p.grad.mul_(2),
     "data": lambda m, p: p.data.sum(),
-    "detached": lambda m, p: p.detach() + 1,
     "clipping": lambda m, p: clip_grad_norm_(m.parameters(), 1.0),
     "another dtype": lambda m, p: m.half(),
     "saved": lambda m, p: torch.save(p.data, io.BytesIO()),
@@ -66,6 +61,10 @@ def on_ranks():
         for name, use in REFUSED.items():
             told[name] = str(said(lambda use=use: use(model, p)))
         model.to("cpu")
+        assert torch.equal(p.to_local(), before)
+        for x in (p, p.data, p.detach()):
+            assert x.mul_(2) is x and torch.equal((x * 0.5).to_local(), before) and (x * 2).shape == (5, 3)
+            x.mul_(0.5)
         assert torch.equal(p.to_local(), before)
     told["recorded"] = str(said(lambda: (p * 2).to_local().sum().backward()))
     (g,) = torch.autograd.grad(model(rows(rank)).sum(), [p])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .._compat.functorch import uncompiled
 from ..sharded.guarded_parameter import GuardedParameter, in_memory
-from ..sharded.opaque import SIZES, call, handed, opaque, plain
-from ..sharded.torch_functions import first_by_position, looks, tensors_in
+from ..sharded.opaque import SIZES, call, handed, opaque, plain, refuse
+from ..sharded.torch_functions import first_by_position, looks, pointwise, tensors_in
 
 
 class OpaqueParameter(GuardedParameter):
@@ -46,7 +46,11 @@ class OpaqueParameter(GuardedParameter):
             if of_graph and name not in SIZES:
                 return func(*args, **kwargs)
             part = opaque(p.detach(), p.told("the values"), p.full)
-            return call(func, name, tuple([part if x is p else x for x in args]), kwargs, part)
+            if pointwise(name) and torch.is_grad_enabled() and p.requires_grad:
+                # Autograd would have to record it.
+                refuse(name, part)
+            out = call(func, name, tuple([part if x is p else x for x in args]), kwargs, part)
+            return p if out is part else out
 
     def told(self, how: str) -> str:
         """What a part of it is called in messages."""

@@ -1,8 +1,9 @@
 """This rank's part of a tensor that lies as no DTensor of torch's can say, and is not gathered.
 
 So are leaves that a wire of one's own cuts, or that the model sees as other numbers; states that are cut twice, and
-what an owner keeps. Sizes are those of the whole. To compute with a part is refused, since of the part alone it would
-be another number: `x.to_local()` is the part by itself, a plain tensor on the same memory.
+what an owner keeps. Sizes are those of the whole. Elementwise functions of parts and numbers run on the part. All else
+is refused, since of the part alone it would be another number: `x.to_local()` is the part by itself, a plain tensor on
+the same memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from .._compat.functorch import uncompiled
 from .._compat.tensors import alias_of
 from .._errors import explain
-from .torch_functions import CONVERSIONS, first_by_position, looks, tensors_in
+from .torch_functions import CONVERSIONS, FOREACH, first_by_position, in_place, looks, pointwise, tensors_in
 
 # fmt: off
 SIZES = frozenset({
@@ -24,7 +25,10 @@ SIZES = frozenset({
     "shape", "size", "storage_offset", "stride",
 })
 # fmt: on
-OF_STATES = "zf.save(directory, opt) and zf.load, for the whole of each leaf's state"
+OF_STATES = (
+    "x.mul_(2.0), x.zero_(): what is elementwise runs on every rank's part\n"
+    "zf.save(directory, opt) and zf.load, for the whole of each leaf's state"
+)
 OF_PARAMETERS = (
     'with opt.gathered(): the same with the parameter; opt.metrics["grad_norm"]; zf.clip_by_global_norm in the chain'
 )
@@ -56,10 +60,10 @@ class Opaque(Tensor):
         return plain(self)
 
     def full_tensor(self) -> NoReturn:
-        _refuse("full_tensor", self)
+        refuse("full_tensor", self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse("saving", self)
+        refuse("saving", self)
 
 
 def opaque(x: Tensor, how: str, full: torch.Size, right: str = OF_PARAMETERS) -> Any:
@@ -76,7 +80,7 @@ def plain(x: Any) -> Any:
 
 
 def call(func: Any, name: str, args: tuple, kwargs: dict, x: Any) -> Any:
-    """Run a torch function that is given a part, `x`: one that looks at it. To compute with it is refused."""
+    """Run a torch function that is given a part, `x`: one that looks at it, or that is elementwise."""
     attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
     if name in SIZES or attribute in SIZES:
         on_meta = lambda y: torch.empty(getattr(y, "full", y.shape), device="meta") if isinstance(y, Tensor) else y  # noqa: E731
@@ -91,10 +95,18 @@ def call(func: Any, name: str, args: tuple, kwargs: dict, x: Any) -> Any:
     if name in CONVERSIONS and func(*args, **kwargs) is x:
         # `model.to(device)` of what is there changes nothing.
         return x
-    _refuse(name, x)
+    tensors = [*tensors_in((*args, *kwargs.values()))]
+    if (
+        name.startswith(FOREACH)
+        or not pointwise(name)
+        or not all((isinstance(y, Opaque) and y.full == x.full) or not y.dim() for y in tensors)
+    ):
+        refuse(name, x)
+    out = func(*args, **kwargs)
+    return x if in_place(name) else opaque(out, x.how, x.full, x.right) if isinstance(out, Tensor) else out
 
 
-def _refuse(name: str, x: Any) -> NoReturn:
+def refuse(name: str, x: Any) -> NoReturn:
     why = "it is not gathered here, and what this rank has of it alone would give another result"
     raise RuntimeError(explain(f"{name} of {x.how}", why, f"{x.right}\nx.to_local() for this rank's part by itself"))
 
