@@ -198,7 +198,12 @@ class Schedule:
         if self.forward_writes.freed:
             self.forward_writes.look_again()
         while len(self.live) > max(0, keep - (self.coming is not None)):
-            self.live.popitem(last=False)[1].reshard()
+            _, unit = self.live.popitem(last=False)
+            if unit.given:
+                unit.reshard()
+            else:
+                # Forward was given nothing of it, so nothing was written.
+                unit.fulls = unit.seen = None
         if not keep:
             self.finish_prefetched()
 

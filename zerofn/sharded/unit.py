@@ -150,8 +150,6 @@ class Unit:
 
     def reshard(self, stored: bool = False) -> None:
         """Free the full parameters. Unless `stored`, store first what forward has written into them."""
-        if self.fulls is None:
-            return
         if not stored:
             self.store_writes()
         refs = [(leaf, weakref.ref(v)) for views in self.given for leaf, v in zip(self.leaves, views, strict=True)]
