@@ -208,10 +208,6 @@ class OwnerExchange:
     leaves: tuple[Leaf, ...]
     rank_of: dict[str, int]
 
-    def mine(self, paths: Iterable[str]) -> list[str]:
-        """The paths of leaves that this rank owns."""
-        return _owned_here(self.axes, paths)
-
     def to_owners(self, pieces: Leaves, received: list[Tensor]) -> Leaves:
         """The whole leaves that this rank owns, from the shards of all ranks. Every rank passes the same paths.
 
