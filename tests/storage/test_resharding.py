@@ -289,8 +289,8 @@ def test_plan_is_describe_on_every_rank(n):
             assert str(planned).startswith(str(table))
             if name == "zero3":
                 leaves = [p.detach() for p in model().parameters()]
-                # By rows; of fewer rows than ranks flat, into ranges of one length.
-                parts = [(p if p.ndim and len(p) >= n else p.reshape(-1)).chunk(n) for p in leaves]
+                # By rows, in torch's own chunks; a number is its first rank's.
+                parts = [(p if p.ndim else p.reshape(-1)).chunk(n) for p in leaves]
                 shards = [each[rank].numel() if rank < len(each) else 0 for each in parts]
                 floats = [row for row in table.rows if row.dtype == torch.float32]
                 assert sum(row.bytes for row in floats) == 4 * 4 * sum(shards)
