@@ -100,7 +100,7 @@ def test_a_later_form_is_refused():
 
 
 def test_containers_in_states_of_older_versions_are_dicts_by_their_keys():
-    from zerofn._compat.saved_states import state_from  # inside
+    from zerofn._compat.saved_states import state_from  # inside: what an older version wrote
 
     function, (form, leaves, transforms, *rest) = zf.init(zf.sgd(0.1), {"w": torch.ones(2)}).__reduce__()
     assert function is state_from

@@ -14,7 +14,7 @@ from trees import flat
 
 import zerofn as zf
 from zerofn.extend import Transform, entries
-from zerofn.storage import saving  # inside
+from zerofn.storage import saving  # inside: what an older version wrote
 
 # How two moments are put into the state of a leaf, and taken out of it.
 FORMS = {

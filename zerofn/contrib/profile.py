@@ -33,32 +33,6 @@ PHASES = ("forward", "loss", "backward", "update", "collectives", "elsewhere")
 MAX_MODULES = 24  # lines of modules in a table
 
 
-class Absent(KeyError):
-    """The number was not measured."""
-
-    def __str__(self) -> str:
-        return self.args[0]  # a KeyError would show it quoted, on one line
-
-
-class ByName(dict):
-    """A dict of numbers by name; a missing name raises `Absent`, which says why."""
-
-    def __init__(self, numbers: Mapping[str, Any], what: str):
-        super().__init__(numbers)
-        self.what = what
-
-    def __missing__(self, name: str) -> Any:
-        if self.what == "flops" and not self:
-            why, right = "operations were not counted, because of flops=False", "zf.profile(target)"
-        else:
-            why = f"nothing of this name ran while measuring; what ran: {', '.join(map(repr, self)) or 'nothing'}"
-            right = "zf.profile around a step in which it runs; what ran and took nothing has 0"
-        raise Absent(explain(f"{self.what}[{name!r}]", why, right))
-
-    def __reduce__(self) -> Any:
-        return ByName, (dict(self), self.what)
-
-
 @dataclass(frozen=True)
 class Measured:
     """What was measured of a step, or the mean over steps; see `zf.profile`.
@@ -82,13 +56,6 @@ class Measured:
     sent: Mapping[str, float]
     calls: Mapping[str, float]
     waited: Mapping[str, float]
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            given = getattr(self, field.name)
-            if field.name == "flops":
-                given = {phase: ByName(counts, f"flops[{phase!r}]") for phase, counts in given.items()}
-            object.__setattr__(self, field.name, ByName(given, field.name))
 
 
 def mean_of(steps: Sequence[Measured]) -> Measured:
@@ -573,8 +540,7 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
     `waited`         seconds that this rank waits for them. On a GPU, those in forward and update only.
     ===============  ================================================================================================
 
-    A number that was not measured, such as the seconds of a backward that did not run, raises a `KeyError` that says
-    why.
+    A number that was not measured, such as the seconds of a backward that did not run, is not there.
 
     Raises:
         TypeError: `target` is neither an attached optimizer nor a function.
