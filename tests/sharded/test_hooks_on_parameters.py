@@ -353,6 +353,7 @@ def before_and_after():
         opt.detach()
         model(rows(0, rank)).square().sum().backward()
         handle.remove()
+        model.zero_grad()
     return seen
 
 
