@@ -48,7 +48,7 @@ CHAINS = {
     "of some": lambda form: [zf.shard(), zf.masked(zf.chain(moments(form)), lambda path: path != "w")],
 }
 # A leaf has the name of a key in the trees.
-SHAPES = {"m": (5, 3), "v": (4,), "w": (7, 2), "one": (1,)}
+SHAPES = {"m": (5, 3), "b": (4,), "w": (7, 2), "one": (1,)}
 
 
 def made(chain, form):
