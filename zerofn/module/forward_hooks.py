@@ -385,9 +385,9 @@ class _PreForwardHook(Hook):
 
     @uncompiled
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """An attached model whose calls are no whole graph: with a loss scale, tensor parallelism, recurrent layers,
-        views of one's own that change numbers or read a state, inside of opt.gathered(), or before torch 2.13; or a
-        part of an attached model that is compiled by itself.
+        """An attached model whose calls are no whole graph: with a loss scale, recurrent layers, views of one's own
+        that change numbers or read a state, inside of opt.gathered(), or before torch 2.13; or a part of an attached
+        model that is compiled by itself.
 
         write: torch.compile(model) without fullgraph, which ends a graph at each parameter; or precision in place of
         scale_loss; or torch.compile of the model that was attached
