@@ -48,16 +48,3 @@ def test_a_step_that_is_held_writes_nothing(first, last):
         for x, y in zip(got, right, strict=True):
             # Adam's formula in a graph, and the kernel without one: the last bit.
             assert x == pytest.approx(y, rel=0 if last == "sgd" else 1e-6)
-
-
-def test_a_state_may_have_nothing_in_a_place():
-    """`None`, behind what only a tensor knows whether it holds."""
-    nothing = zf.leafwise(
-        lambda g, p, s: (g, s), init=lambda p: {"m": torch.zeros_like(p), "none": None}, needs="element"
-    )
-    tx = zf.chain(zf.scale_loss(), nothing(), zf.sgd(1.0))
-    step = torch.compile(zf.make_step(lambda p, x: (p["w"] * x).sum(), tx), backend="aot_eager")
-    state = zf.init(tx, {"w": torch.zeros(2)})
-    for x in (1.0, float("inf"), 2.0):
-        state, _ = step(state, torch.tensor(x))
-    assert state.params["w"].tolist() == [-3.0, -3.0]
