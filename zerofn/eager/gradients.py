@@ -151,17 +151,20 @@ class GradientHooks:
         else:
             self._pass_on(path, grad)
 
-    def accept(self, leaf: Leaf, g: Tensor) -> None:
-        """Take the gradient of a shard from a reduce-scatter that another rank's backward has begun.
+    def accept(self, leaf: Leaf, g: Tensor, hooks: bool) -> None:
+        """Take the gradient of a shard that autograd does not bring to it.
 
-        This runs hooks on the parameter, as autograd runs them on the other ranks for their rows of this gradient.
+        Args:
+            leaf: of the parameter.
+            g: of this rank's shard.
+            hooks: whether to run hooks on the parameter, as autograd does on the ranks whose backward has reduced it.
         """
         p = self.shown[leaf.path]
         if self.faces is not None:
             g = self.faces.gradient(leaf, g)  # type: ignore[assignment]
         if self.in_backward is not None and self.units is not None:
             self.units.schedule.partial.add(leaf.path)
-        _with_hooks(p, g)
+        _add(p, g, hooks and has_hooks(p))
 
     def release(self) -> None:
         """Release the held gradients: all ranks are at a step, so they are complete."""
@@ -175,7 +178,7 @@ class GradientHooks:
         """Drop gradients that are here. The stream drops those that are being reduced."""
         if self.units is not None:
             self.units.schedule.partial.clear()
-            self.units.schedule.late.clear()
+            self.units.schedule.drop()
         self.held.clear()
         self.reduced.clear()
         self.taken = {}
@@ -215,13 +218,16 @@ class GradientHooks:
 
 
 @torch.no_grad()
-def _with_hooks(p: Tensor, g: Tensor) -> None:
-    """Add a gradient to `p.grad` with the hooks that autograd would run."""
-    if not has_hooks(p):
+def _add(p: Tensor, g: Tensor, hooks: bool) -> None:
+    """Add a gradient to `p.grad`, with the hooks that autograd would run if there are `hooks`."""
+    if not hooks:
         with torch.DisableTorchFunctionSubclass():
-            if read_grad(p) is None:
+            before = read_grad(p)
+            if before is None:
                 write_grad(p, g)
                 return
+        write_grad(p, before.add_(g))
+        return
     for hook in list(gradient_hooks(p).values()):
         given = hook(g)
         g = g if given is None else given

@@ -90,7 +90,7 @@ def _there(late: list[weakref.ref[Units]]) -> Units:
 
 
 def _units(
-    home: ResidentParams, accept: Callable[[Leaf, Tensor], None], faces: ModelFaces | None
+    home: ResidentParams, accept: Callable[[Leaf, Tensor, bool], None], faces: ModelFaces | None
 ) -> tuple[Units | None, list[nn.Module]]:
     """The `Units` that gather sharded parameters on use, if they are sharded, and the modules that own them."""
     pipe, wire, wanted = home.pipe, _wire(home), home.channels.wanted

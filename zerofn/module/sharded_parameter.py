@@ -249,6 +249,10 @@ class ModelFaces:
                 return dict(zip(grads, map(_FLAT, rows), strict=True))
         return {path: self.mine(path, g) for path, g in grads.items()}
 
+    def node_is_known(self, p: Tensor) -> bool:
+        """Whether user code may have put a hook on the autograd node that accumulates the gradient of a parameter."""
+        return isinstance(p, Face) and p.node_is_known
+
     def local(self, p: Tensor) -> Tensor:
         """A parameter that is whole now, as a plain tensor, differentiable."""
         return p.to_local() if isinstance(p, Face) else p.view_as(p)

@@ -262,7 +262,7 @@ class LazyParameters(Function):
         check_alone(blocks.units[i], gs)
         for leaf, g in zip(blocks.units[i], blocks.gradients(i, gs), strict=True):
             if g is not None and leaf.trainable:
-                blocks.schedule.accept(leaf, g)
+                blocks.schedule.accept(leaf, g, False)
         return None, None, None
 
 
@@ -375,7 +375,7 @@ def _plans(pipe: Pipeline) -> UnitPlans:
     return UnitPlans(units_by_prefix(pipe.layout.leaves), pipe.road, pipe.gathering)
 
 
-def _collect(found: Leaves, leaf: Leaf, g: Tensor) -> None:
+def _collect(found: Leaves, leaf: Leaf, g: Tensor, hooks: bool) -> None:
     old = found.get(leaf.path)
     found[leaf.path] = g if old is None else old.add_(g)
 

@@ -225,10 +225,10 @@ class CompiledCalls:
         return cast_in(output, self.output_dtype)
 
 
-def _hand_on(accept: Callable[[Leaf, Tensor], None], leaf: Leaf, p: Tensor, taker: Tensor) -> None:
+def _hand_on(accept: Callable[[Leaf, Tensor, bool], None], leaf: Leaf, p: Tensor, taker: Tensor) -> None:
     g, taker.grad = taker.grad, None
     if g is not None and p.requires_grad:
-        accept(leaf, g)
+        accept(leaf, g, True)
 
 
 def cast_in(tree: Any, dtype: torch.dtype | None) -> Any:

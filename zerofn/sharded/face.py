@@ -202,10 +202,12 @@ class Face(DTensor):
     Attributes:
         of: what it is of; what all ranks have is of nothing, and has the place of what it was computed of.
         lent: whether it is a view of a gathered tensor, in which a write would be lost.
+        node_is_known: whether user code has the autograd node that accumulates its gradient, and may have put a hook
+            on it.
     """
 
     of: Origin
-    lent = False
+    lent = node_is_known = False
 
     @classmethod
     @uncompiled
@@ -796,7 +798,10 @@ def _reshaped(func: Any, args: tuple, kwargs: dict) -> Any:
     on_meta = lambda y: torch.empty(y.shape, dtype=y.dtype, device="meta")  # noqa: E731
     if func(on_meta(x), *_map(on_meta, tuple(rest)), **_map(on_meta, kwargs)).shape != x.shape:
         return None
-    return Tensor.view_as(x, x) if _records(args, kwargs) else same(local_of(x), x)
+    if not _records(args, kwargs):
+        return same(local_of(x), x)
+    x.node_is_known = True
+    return Tensor.view_as(x, x)
 
 
 def _computed(func: Any, name: str, args: tuple, kwargs: dict) -> Any:

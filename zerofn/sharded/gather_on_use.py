@@ -44,6 +44,7 @@ class Faces(Protocol):
     def gradient(self, leaf: Leaf, g: Tensor | None) -> Tensor | None: ...
     def shard(self, leaf: Leaf, x: Tensor | None) -> Tensor | None: ...
     def local(self, p: Tensor) -> Tensor: ...
+    def node_is_known(self, p: Tensor) -> bool: ...
 
 
 class Units:
@@ -55,7 +56,7 @@ class Units:
         params: this rank's shards by path.
         control: a group on which ranks tell each other what they want.
         scale: the current loss scale.
-        accept: takes a shard's gradient from a reduce-scatter that only other ranks wanted.
+        accept: takes a shard's gradient that autograd does not bring to it, and whether hooks on it are to be run.
         prefetch: whether the unit that is expected next is gathered before it is used.
         sums_by_themselves: whether ranks agree on each reduce-scatter alone.
         shown: by path, the tensors that the graph of a gather leads to: the shards themselves, or what a model has in
@@ -74,7 +75,7 @@ class Units:
         params: Leaves,
         control: Group,
         scale: Callable[[], Tensor | None],
-        accept: Callable[[Leaf, Tensor], None],
+        accept: Callable[[Leaf, Tensor, bool], None],
         prefetch: bool = True,
         sums_by_themselves: bool = False,
         shown: Leaves | None = None,
@@ -175,13 +176,18 @@ class Units:
     def reduced_later(self, node: Any, grads: tuple[Tensor | None, ...]) -> bool:
         """Reduce the gradients of a node's unit while backward goes on, if nothing needs them before its end.
 
-        Autograd needs them now where it returns them (`torch.autograd.grad`), and where a leaf has hooks. A leaf that
-        is updated in backward has a hook of ours.
+        Autograd needs them now where it returns them (`torch.autograd.grad`), and where a leaf has hooks, a dtype of
+        its own for gradients, or was frozen after forward. A leaf that is updated in backward has a hook of ours.
         """
-        if any(map(has_hooks, self.inputs[node.i])):
-            return False
+        nodes = [leads_to for leads_to, _ in node.next_functions]
+        with torch.DisableTorchFunctionSubclass():
+            for p, leads_to in zip(self.inputs[node.i], nodes, strict=True):
+                if has_hooks(p) or p.grad_dtype not in (None, p.dtype) or (leads_to is not None) != p.requires_grad:
+                    return False
+                if self.faces is not None and self.faces.node_is_known(p):
+                    return False
         # A leaf that was frozen here alone has no node: others' gradients of it are taken all the same.
-        wanted = reaches(leads_to for leads_to, _ in node.next_functions)
+        wanted = reaches(nodes)
         if wanted is None:
             return False
         with self._sending():
@@ -268,7 +274,7 @@ class GatherUnit(Function):
             if g is not None and not needed:
                 late = g if units.faces is None else units.faces.shard(leaf, g)
                 assert late is not None
-                units.schedule.late.append((leaf, late.detach()))
+                units.schedule.late.append((leaf, late.detach(), True))
         return None, None, None, *found
 
 

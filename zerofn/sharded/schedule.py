@@ -83,7 +83,7 @@ class Schedule:
         forward_writes: stores what forward writes into full parameters.
         control: a group on which ranks tell each other what they want.
         data: the group of the collectives.
-        accept: takes a shard's gradient from a reduce-scatter that only other ranks wanted.
+        accept: takes a shard's gradient that autograd does not bring to it, and whether hooks on it are to be run.
         prefetch: whether the unit that is expected next is unsharded before it is used.
         sums_by_themselves: whether ranks agree on each reduce-scatter alone. A leaf that is updated within backward
             must know whether other ranks contribute to its gradient later.
@@ -99,7 +99,8 @@ class Schedule:
         unfinished: backwards since the last step that have not ended: by autograd's number, what is alive until one has
             ended or has raised.
         flying: reduce-scatters under way that backward does not wait for.
-        late: gradients that are taken once no other backward is under way here: in its thread it may add to them.
+        late: gradients that are taken once no other backward is under way here: in its thread it may add to them. With
+            each, whether hooks are run on it.
         lock: held by the thread that sends, or that unshards or reshards a unit. With several threads, collectives
             come in the order in which threads ask, and ranks agree on it.
         recorded: whether the model's last use of a parameter was recorded.
@@ -113,7 +114,7 @@ class Schedule:
         forward_writes: ForwardWrites,
         control: Group,
         data: Group,
-        accept: Callable[[Leaf, Tensor], None],
+        accept: Callable[[Leaf, Tensor, bool], None],
         prefetch: bool,
         sums_by_themselves: bool,
     ):
@@ -125,7 +126,7 @@ class Schedule:
         self.partial: set[str] = set()
         self.unfinished: dict[int, Callable[[], Any]] = {}
         self.flying: deque[Flight] = deque()
-        self.late: list[tuple[Leaf, Tensor]] = []
+        self.late: list[tuple[Leaf, Tensor, bool]] = []
         self.lock = threading.RLock()
         self.recorded = self.gathering = False
         self.current = -1
@@ -310,12 +311,21 @@ class Schedule:
                 flight = self.flying.popleft()
                 with outside_inference_mode(), torch.no_grad():
                     shards = flight.wait()
-                self._take(flight.unit, [g if it else None for g, it in zip(shards, flight.wanted, strict=True)])
+                self._take(flight.unit, [g if it else None for g, it in zip(shards, flight.wanted, strict=True)], False)
+            if self.late and self.alone():
+                self.accept_late()
+
+    def drop(self) -> None:
+        """Drop gradients that are not in `p.grad` yet, as the user clears it."""
+        with interrupts_held(), self.lock:
+            while self.flying:
+                self.flying.popleft().wait()
+            self.late.clear()
 
     def alone(self) -> bool:
         """Whether no other backward than this thread's is running here."""
         mine = graph_task()
-        return all(task == mine or alive() is None for task, alive in self.unfinished.items())
+        return all(task == mine or alive() is None for task, alive in list(self.unfinished.items()))
 
     def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
         # Ctrl-C waits: one between two lines of the protocol would leave this rank at another place of it.
@@ -371,12 +381,18 @@ class Schedule:
         with outside_inference_mode(), torch.no_grad():
             self.land()
             self.kept += 1
-            self._take(unit, end())
+            self._take(unit, end(), True)
 
-    def _take(self, unit: Unit, shards: list[Tensor | None]) -> None:
-        """Take gradients of this rank's shards that autograd does not bring to `p.grad`."""
+    def _take(self, unit: Unit, shards: list[Tensor | None], hooks: bool) -> None:
+        """Take gradients of this rank's shards that autograd does not bring to `p.grad`.
+
+        Args:
+            unit: whose they are.
+            shards: of each leaf, or `None`.
+            hooks: whether hooks on parameters are to be run. What began to be reduced when there were none has none.
+        """
         with outside_inference_mode(), torch.no_grad():
-            self.late += [(leaf, g) for leaf, g in zip(unit.leaves, shards, strict=True) if g is not None]
+            self.late += [(leaf, g, hooks) for leaf, g in zip(unit.leaves, shards, strict=True) if g is not None]
             if self.late and self.alone():
                 self.accept_late()
 
@@ -384,8 +400,8 @@ class Schedule:
         """Take the gradients that waited until no other backward was running here."""
         with interrupts_held(), self.lock:
             late, self.late = self.late, []
-            for leaf, g in late:
-                self.accept(leaf, g)
+            for leaf, g, hooks in late:
+                self.accept(leaf, g, hooks)
 
     def meet(self, what: str) -> str:
         """Wait until all ranks have come to the same line; see `Rounds.meet`."""
@@ -426,7 +442,7 @@ class Schedule:
                 # A checkpoint repeats forward, and what forward writes.
                 self.store_writes()
                 self.rest(BACKWARD, ends=not self.unfinished)
-                if self.late and not self.unfinished:
+                if self.late and self.alone():
                     self.accept_late()
                 self.forward_writes.check()
 
