@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 # These functions apply views to many leaves at once. They pack leaves into buckets and make one collective per bucket.
 
 
-# Bytes of a bucket: a sixteenth of all leaves, so that buffers are small beside the model; but not so small that
-# latency dominates, and no larger than full bandwidth needs.
-LEAST_BYTES, BUCKET_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
+# Bytes that one collective moves: a sixteenth of all leaves, so that buffers are small beside the model; but not so
+# small that latency dominates, and no larger than full bandwidth needs.
+LEAST_BYTES, MOST_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
 
 
 class Like(NamedTuple):
@@ -58,7 +58,7 @@ def into_buckets(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: 
     """Leaves in order, in buckets of one dtype and about `limit` bytes each."""
     if limit is None:
         total = sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves)
-        limit = min(max(total // BUCKETS, LEAST_BYTES), BUCKET_BYTES)
+        limit = min(max(total // BUCKETS, LEAST_BYTES), MOST_BYTES)
     found: list[list[Leaf]] = []
     open_: dict[torch.dtype, tuple[list[Leaf], int]] = {}
     for leaf in leaves:

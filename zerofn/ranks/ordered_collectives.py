@@ -128,7 +128,10 @@ class Habits:
         self.ahead.clear()
 
     def promises(self) -> tuple[tuple[Asked, ...], tuple[Asked, ...]]:
-        """What this rank can promise: up to the next rest; and if it trusts, over those that need no message."""
+        """What this rank can promise: first what comes before the next rest; then, if it trusts, what comes behind too.
+
+        The second ends at a rest that needs a message.
+        """
         found: list[Asked] = []
         rest: int | None = None
         for kind, unit in self.ahead:

@@ -799,7 +799,7 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
             # All rows at once, on every rank. A sub-mesh has no public attribute for the mesh that it was cut from, so
             # the ranks tell each other their rows.
             return _open_all(_rows(_of_all_ranks(ranks)), raw.device_of(mesh.device_type), purpose)
-        # Meshes are rectangular: rows of one on every rank, and no rank waits for this one.
+        # A mesh has as many ranks in each row. So all ranks are here with rows of one rank, and open no group.
         return Group(0, 1, ranks, raw.device_of(mesh.device_type), purpose) if me in ranks else None
 
     group = registry.get(mesh, purpose, make)

@@ -5,12 +5,13 @@ of `model.state_dict()` and those of `opt.state[p]`. A `Face` is a DTensor, `Sha
 
 Elementwise functions of Faces run on this rank's rows. A plain tensor beside one is taken for the whole. All else is
 computed of gathered wholes, and gives a plain tensor, the same on all ranks. What autograd records is computed of
-wholes too. torch's own rules for DTensors answer for `x.redistribute(...)` alone. For the others they are not asked: of
-a DTensor `x.norm().item()` is this rank's alone, `x.data = y` has no effect, `normal_` under one seed gives all ranks
-the same rows, a plain tensor beside one is an error, and a rank that asks alone hangs.
+wholes too. Only `x.redistribute(...)` goes by torch's own rules for DTensors. By these rules `x.norm().item()` would be
+this rank's alone, `x.data = y` would have no effect, `normal_` under one seed would give all ranks the same rows, a
+plain tensor beside a DTensor would be an error, and a rank that asks alone would hang.
 
-A gather is a collective in the middle of the user's code. Ranks meet before it, so that a rank that asks alone raises.
-Within backward, where ranks may come to it in different orders, it is refused.
+A gather is a collective in the middle of the user's code. Any rank may gather the values of a parameter alone: the
+others join. Before the gather of anything else, such as a gradient, ranks meet, and a rank that asks alone raises.
+Within backward, where ranks may come to a gather in different orders, it is refused.
 """
 
 from __future__ import annotations

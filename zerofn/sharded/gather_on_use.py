@@ -249,8 +249,8 @@ class GatherUnit(Function):
         ctx.units, ctx.i, ctx.kind = inputs[:3]
         ctx.set_materialize_grads(False)
         if ctx.kind == PARAMETERS:
-            # A leaf that is frozen for this call is marked too, since its neighbours in the unit need gradients: its
-            # gradient would be dropped here, and taken by the ranks that only join this backward.
+            # Outputs of frozen leaves are marked: backward then computes no gradient of them. It would be dropped here,
+            # and be taken by ranks that only join this backward.
             trained = ctx.needs_input_grad[3:]
             ctx.mark_non_differentiable(*(x for x, needed in zip(output, trained, strict=True) if not needed))
 

@@ -91,7 +91,8 @@ class UnitPlans:
 
     def plan_of(self, unit: Sequence[Leaf], alone: bool = False) -> Plan:
         """The plan of these leaves as one unit; with `alone` in the stored dtype."""
-        # Shards are cast to `dtypes` in any case, so casts alone need no view; among others their order counts.
+        # Shards are cast to `dtypes` in any case. So views that cast are left out, unless there are others, between
+        # which casts must keep their place.
         stages = self.pull_stages if alone or not self.pull_stages else self.shard_stages
         of = self.road.dtypes.stored if alone else self.road.dtypes.seen
         dtypes = {leaf.path: of(leaf) for leaf in unit}

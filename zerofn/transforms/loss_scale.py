@@ -1,7 +1,8 @@
 """`scale_loss`: loss scaling for fp16, static or dynamic.
 
-The view half multiplies cotangents by the scale where they enter the model, and divides by it where they leave, so
-gradients outside of the model are true. The update half looks for overflow, skips the step, and changes the scale.
+In backward the view half multiplies gradients by the scale at the model's outputs, and divides them by it at its inputs
+and parameters (`module/boundary.py`). So gradients outside of the model are true. The update half looks for overflow,
+skips the step, and changes the scale.
 """
 
 from __future__ import annotations
