@@ -8,7 +8,6 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -254,38 +253,37 @@ def test_at_random_times(name):
 
 
 class Cached(nn.Module):
-    """Reads a tensor of the user's from an attribute, and stops where it is told to."""
+    """Adds a tensor of the user's, and stops where it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.rnn = nn.Linear(6, 6), nn.GRU(6, 6)
-        self.beside: Any = None
         self.stop: Callable[[], object] = bool
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, beside: Tensor) -> Tensor:
         self.stop()
-        return self.rnn(self.linear(x + self.beside.to(x.dtype)))[0]
+        return self.rnn(self.linear(x + beside.to(x.dtype)))[0]
 
 
 def test_a_call_that_was_interrupted_is_closed():
-    """The user finds parameters and tensors of their own, not what the call had in their places."""
+    """The user finds parameters, not what the call had in their places."""
 
     def grads(stopped: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = Cached()
         zf.attach(model, zf.chain(zf.precision(param_dtype=BF16), zf.scale_loss(8.0), zf.adamw(1e-3)))
         parameters = list(model.parameters())
-        mine = model.beside = torch.ones(6, requires_grad=True)
+        mine = torch.ones(6, requires_grad=True)
         if stopped:
             model.stop = _thread.interrupt_main
             with pytest.raises(KeyboardInterrupt):
-                model(X)
+                model(X, mine)
             model.stop = bool
             assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-            assert model.linear.weight is parameters[0] and model.beside is mine
+            assert model.linear.weight is parameters[0]
             # A part of the model by itself: a call from outside, whose inputs are cast.
             assert model.linear(X).dtype is BF16
-        model(X).float().square().sum().backward()
+        model(X, mine).float().square().sum().backward()
         return [mine.grad, *(p.grad for p in parameters)]
 
     assert same(grads(True), grads(False))

@@ -262,13 +262,21 @@ class Context:
 
     def _put_where(self, operation: str, olds: Leaves, given: Leaves, begun: Mapping[str, Any]) -> Leaves:
         """`put_each` where some of the first arguments are not there, or Python cannot read whether they are."""
-        found = self.put_each(operation, {path: x for path, x in olds.items() if begun[path] is not False}, given)
-        for path, old in olds.items():
-            if begun[path] is False:
-                found[path] = self.copied(old, given[path])
-            elif begun[path] is not True:
+        there = {path: x for path, x in olds.items() if begun[path] is not False}
+        found = self.put_each(operation, there, given)
+        found |= self._copied_each({path: x for path, x in olds.items() if path not in there}, given)
+        for path, old in there.items():
+            if begun[path] is not True:
                 found[path] = torch.where(begun[path].to(old.device), found[path], self.copied(old, given[path]))
         return {path: found[path] for path in olds}
+
+    def _copied_each(self, olds: Leaves, given: Leaves) -> Leaves:
+        """`copied` of each leaf, by path."""
+        if not olds or self.recorded or not self.donate:
+            return {path: self.copied(x, given[path]) for path, x in olds.items()}
+        self.written.add(self.prefix)
+        foreach("copy_", list(olds.values()), list(map(given.__getitem__, olds)))
+        return dict(olds)
 
     def marked(self, flags: Leaves, paths: Collection[str], known: Mapping[str, Any]) -> Leaves:
         """0-d flags, by path, with those of these paths true; one that is `known` to be true stays the same tensor."""
