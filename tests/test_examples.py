@@ -306,10 +306,15 @@ def test_overhead_benchmark_runs():
     assert len(held) == 4 and "MISSED" not in out.split("peak extra memory")[1].split("import zerofn")[0], out
 
 
-def test_what_a_gpu_is_asked_runs_without_one():
+@pytest.mark.parametrize(
+    ("sections", "checks"),
+    [(["bits", "memory", "offload", "nccl", "capture"], 7), pytest.param([], 50, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_what_a_gpu_is_asked_runs_without_one(sections, checks):
     """`bits`, `routes` and `offload` are compared with the CPU, here with itself."""
-    process = run("benchmarks/gpu.py", "--device", "cpu", "--tiny")
+    process = run("benchmarks/gpu.py", "--device", "cpu", "--tiny", *(["--only", *sections] if sections else []))
     out, err = process.communicate(timeout=limit())
     assert process.returncode == 0, out + err
-    assert len(re.findall(r"^ok +\S", out, re.M)) > 50, out
+    assert len(re.findall(r"^ok +\S", out, re.M)) > checks, out
     assert set(re.findall(r"^skip +(.*?)  ", out, re.M)) >= {"nccl", "capture"}, out

@@ -164,10 +164,10 @@ WRAPPED = [
     ("reduce_scatter", "compiled, shard"),
     ("compiled blocks, shard", "checkpoint, reduce_scatter"),
     ("checkpoint, shard", "compiled blocks, shard"),
-    ("compiled, named", "checkpoint, shard"),
-    ("ddp, named", "shard"),
+    ("compiled, torch", "checkpoint, shard"),
+    ("ddp, torch", "shard"),
     ("shard", "ddp, torch"),
-    ("ddp, named", "compiled, reduce_scatter"),
+    ("ddp, torch", "compiled, reduce_scatter"),
 ]
 FEW = [(*pair, ("first", "by hand")[i % 2]) for i, pair in enumerate(WRAPPED)]
 MANY = [(*pair, form) for pair in WRAPPED for form in FORMS]

@@ -68,7 +68,7 @@ def test_full_chunks_have_the_same_bits_as_ends(apart, rounding, param):
     assert apart.submit(interpreted.compare, leaves, [2], **how).result(timeout=limit()) == []
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", [ROUNDINGS[0], *(pytest.param(x, marks=pytest.mark.slow) for x in ROUNDINGS[1:])])
 def test_where_a_leaf_is_cut_changes_no_bit(apart, rounding):
     assert apart.submit(interpreted.compare_shards, rounding).result(timeout=limit()) == []
 

@@ -232,8 +232,8 @@ def of_one(change, g):
     return g if changed is None else changed
 
 
-# One hook of six in each run of the tests: each is tried in every cell.
-RANKS = [(2, 6), *(pytest.param(ranks, 1, marks=pytest.mark.slow) for ranks in (2, 3))]
+# One hook of nine in each run of the tests: each is tried in every cell.
+RANKS = [(2, 9), *(pytest.param(ranks, 1, marks=pytest.mark.slow) for ranks in (2, 3))]
 
 
 @pytest.mark.parametrize("ranks, every", RANKS)

@@ -1,4 +1,4 @@
-"""Files and messages have the names of the plain model, whatever wraps its modules; old files are read as well."""
+"""Files and messages have the names of the plain model, whatever wraps its modules."""
 
 from __future__ import annotations
 
