@@ -257,10 +257,10 @@ def test_a_backward_that_is_given_up_leaves_no_parts():
 def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
     """Whether ranks agree, whole parameters after a failed backward and after steps that follow, and the counters."""
     sizes = zerofn.core.bucketed_views
-    least = sizes.LEAST_BYTES, sizes.BUCKET_BYTES
+    least = sizes.LEAST_BYTES, sizes.MOST_BYTES
     if buckets:
         # One leaf in each, so that some have been reduced when backward fails.
-        sizes.LEAST_BYTES = sizes.BUCKET_BYTES = 1
+        sizes.LEAST_BYTES = sizes.MOST_BYTES = 1
     model = net()
     casts = [zf.precision(param_dtype=BF16)] if stage != 3 and buckets else []
     opt = zf.attach(model, zf.chain(*around(stage, *casts), zf.adamw(1e-2)), in_backward=True)
@@ -288,7 +288,7 @@ def goes_on(stage: int, failing: tuple[int, ...], buckets: bool) -> list[Any]:
         model(x).float().square().mean().backward()
         opt.step()
         opt.zero_grad()
-    sizes.LEAST_BYTES, sizes.BUCKET_BYTES = least
+    sizes.LEAST_BYTES, sizes.MOST_BYTES = least
     return [*found, whole(), opt.global_steps, opt.micro_steps]
 
 
