@@ -261,11 +261,13 @@ class Schedule:
 
     def store_writes(self) -> None:
         """At the end of a call or a backward: store what forward has written. Later writes are lost."""
-        for unit in self.live.values():
-            unit.store_writes()
-            unit.forget_given()
-        self.forward_writes.look_again()
-        self.forward_writes.freed.clear()
+        # Another thread may unshard and reshard meanwhile.
+        with self.lock:
+            for unit in self.live.values():
+                unit.store_writes()
+                unit.forget_given()
+            self.forward_writes.look_again()
+            self.forward_writes.freed.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
     # Collectives, in one order on all ranks.
