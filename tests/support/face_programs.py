@@ -251,28 +251,25 @@ def item(fn):
     return run
 
 
-def _adamw(p, o, **options):
+def _steps(p, make):
+    """Two steps of an optimizer of torch on `p`, or on a parameter of its own where `p` is plain."""
     q = nn.Parameter(p.detach().clone()) if type(p) is torch.Tensor else p
     q.requires_grad_()
-    optimizer = torch.optim.AdamW([q], 0.1, **options)
+    optimizer = make([q])
     for i in range(2):
         q.grad = torch.full_like(q, 0.5 + i) * q.detach()
         optimizer.step()
     with torch.no_grad():
         p.copy_(q)
     q.requires_grad_(False)
+
+
+def _adamw(p, o, **options):
+    _steps(p, lambda params: torch.optim.AdamW(params, 0.1, **options))
 
 
 def _sgd(p, o, **options):
-    q = nn.Parameter(p.detach().clone()) if type(p) is torch.Tensor else p
-    q.requires_grad_()
-    optimizer = torch.optim.SGD([q], 0.1, momentum=0.9, nesterov=True, **options)
-    for i in range(2):
-        q.grad = torch.full_like(q, 0.5 + i) * q.detach()
-        optimizer.step()
-    with torch.no_grad():
-        p.copy_(q)
-    q.requires_grad_(False)
+    _steps(p, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, nesterov=True, **options))
 
 
 def _drawn(fn):

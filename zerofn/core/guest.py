@@ -113,7 +113,7 @@ def guest(transformation: GradientTransformation, needs: str = "tree") -> Transf
             returned = transformation.update(dict(grads), held, params=dict(params), **extra)
         else:
             returned = transformation.update(dict(grads), held, dict(params), **extra)
-        # Here and not once they are added to parameters, which would cast them and spread them over leaves.
+        # Checked before they are added to parameters: `+` would cast another dtype, and broadcast another shape.
         out, inner = check_returned(name, facts, returned, grads, params, held=held)
         return dict(out or {}), {"inner": door.inside(inner, form)}
 
