@@ -354,7 +354,7 @@ def test_what_is_copied_in_first_steps_is_copied_in_all(step, how, every):
     right = after(keeps_from(step, torch.clone, every))
     assert torch.equal(after(keeps_from(step, how, every), check=checked and not seen_early), right)
     if checked and not seen_early:
-        # Its state has followed the parameter, as docs/writing-a-transform.md says.
+        # Its state has followed the parameter, as docs/extend/rules.md says.
         assert not torch.equal(after(keeps_from(step, how, every)), right)
 
 

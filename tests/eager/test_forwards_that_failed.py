@@ -1,4 +1,4 @@
-"""A forward that raises on one rank: a step that all ranks leave out, as `docs/gotchas.md` writes it.
+"""A forward that raises on one rank: a step that all ranks leave out, as `docs/how-to/interrupts.md` writes it.
 
 The reference is the same run without that step, to the bit.
 """

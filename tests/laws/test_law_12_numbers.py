@@ -36,7 +36,7 @@ def along_rows(grad, param, state, *, beta):
 
 @transform
 def unit_norm():
-    """That of docs/writing-a-transform.md."""
+    """That of docs/extend/tree-numbers.md."""
 
     def prepare(state, grads, params, ctx):
         norm = ctx.total(squared_norm, grads).sqrt()

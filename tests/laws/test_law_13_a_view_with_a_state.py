@@ -1,6 +1,6 @@
 """Law 13, of a view that is a function of its transform's state: a loss scale written with `zerofn.extend` alone.
 
-It is the one of docs/writing-a-transform.md, whose state is an exponent. In every stage and route it gives the bits of
+It is the one of docs/extend/view-with-a-state.md: an exponent. In every stage and route it gives the bits of
 `scale_loss` with the same rule, through overflows, a NaN and growth.
 """
 
@@ -19,15 +19,14 @@ import zerofn as zf
 import zerofn.extend
 from zerofn.extend import Transform, View, as_it_is, transform
 
-PAGE = Path(__file__).parents[2] / "docs" / "writing-a-transform.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend" / "view-with-a-state.md"
 HALF = torch.float16
 STEPS, NAN_AT, FIRST = 12, 7, 20
 
 
 def power_of_two():
     """The transform of the page."""
-    section = PAGE.read_text().partition("## A view with a state")[2]
-    code = re.search(r"```python\n(.*?)\n\ntx = ", section, re.S)
+    code = re.search(r"```python\n(.*?)\n\ntx = ", PAGE.read_text(), re.S)
     names = {"__name__": "page", "torch": torch, **vars(zf.extend)}
     exec(compile(code[1], "page", "exec", dont_inherit=True), names)
     return names["power_of_two"]

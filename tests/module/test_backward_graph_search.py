@@ -205,7 +205,7 @@ def test_a_hook_of_the_model_is_given_what_has_left(tx, late):
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("late", [9, 10, 23])
 def test_later_backwards_are_searched_where_check_asks_for_it(late, check):
-    """What is not refused is wrong by the scale, as docs/gotchas.md says. A backward that is refused does not count."""
+    """What is not refused is wrong by the scale (docs/how-to/loss-scale.md). A refused backward does not count."""
     model, scale = Parts(), 256.0
     opt = zf.attach(model, zf.chain(zf.scale_loss(scale), zf.sgd(0.1)), check=check)
     kept: list[Tensor] = []

@@ -156,7 +156,7 @@ def plain(*row: Any) -> Tensor:
 
 
 def looked_for(who: str, how: str, when: Any, stage: str, cast: str) -> bool:
-    """False for `w.data` in forward where `w` may be a copy: it counts no version, and docs/gotchas.md says so."""
+    """False for `w.data` in forward where `w` may be a copy: it counts no version (docs/how-to/write-forward.md)."""
     return (who, how) != ("forward", "data") or (cast == "as stored" and stage != "ZeRO-3")
 
 

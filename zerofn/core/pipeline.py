@@ -534,7 +534,7 @@ def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
     except IncompleteWire as error:
         wrong = f"{part.name}: over_ranks({error.kind}(...), ...)"
         why = f"a wire has {', '.join(WIRE)}; {error.kind} has no {', '.join(error.missing)}"
-        right = "all of them, as zerofn.extend.Wire says; docs/writing-a-transform.md has one of each"
+        right = "all of them, as zerofn.extend.Wire says; docs/extend/wire.md has one of each"
         raise TypeError(explain(wrong, why, right)) from None
     if view is None:
         return None

@@ -66,8 +66,8 @@ def scale_loss(
     Metrics: `loss_scale`, `skipped`, `skipped_steps`, and `overflow_leaf`, the first leaf whose gradient overflowed on
     any rank, as an index into `state.layout.leaves`, or -1. `opt.overflow_leaf` is its path.
 
-    Inside of an attached model cotangents are multiplied by the scale, and outputs are copies (docs/gotchas.md). So
-    with a loss scale, unlike with `precision(param_dtype=torch.bfloat16)` alone:
+    Inside of an attached model cotangents are multiplied by the scale, and outputs are copies
+    (docs/how-to/loss-scale.md). So with a loss scale, unlike with `precision(param_dtype=torch.bfloat16)` alone:
 
     * Backward hooks on submodules are refused. A tensor hook or `retain_grad()` inside, and an `autograd.Function`,
       cannot be noticed: they get scaled cotangents, so a backward that is not linear is wrong.
