@@ -24,15 +24,7 @@ LONGEST = 100
 OLD = {
     "architecture",
     "benchmarks",
-    "coming-from",
-    "contributing",
-    "engines",
-    "frameworks",
-    "fsdp2",
     "gotchas",
-    "precision",
-    "saving",
-    "sequence-parallel",
 }
 
 

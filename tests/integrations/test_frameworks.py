@@ -38,7 +38,7 @@ def test_trains_as_with_torch_optim(tmp_path, script, package, what, ranks):
 
 # The scripts that the page shows: the package each needs, steps or epochs until it is cut off and in all, and the file
 # with the weights at its end.
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+PAGES = Path(__file__).parents[2] / "docs" / "coming-from"
 SHOWN = {"train": ("accelerate", 2, 6, "final/model.safetensors"), "fit": ("lightning", 2, 4, "last.ckpt")}
 
 
@@ -57,7 +57,8 @@ def test_the_scripts_of_the_page_resume_bit_for_bit(tmp_path, name):
     package, cut_off, every, weights = SHOWN[name]
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install '.[test,integrations]'")
-    (text,) = re.findall(rf"```\n(# {name}\.py\n.*?)```", PAGE.read_text(), re.S)
+    page = {"train": "trainer", "fit": "lightning"}[name]
+    (text,) = re.findall(rf"```python no-run\n(# {name}\.py\n.*?)```", (PAGES / f"{page}.md").read_text(), re.S)
     (tmp_path / f"{name}.py").write_text(text)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for folder, until in (("straight", every), ("resumed", cut_off), ("resumed", every)):

@@ -41,7 +41,8 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         metrics: those of the last `step`, as 0-d tensors of their own.
         param_groups: one for each optimizer in the pipeline. Its `lr` may be set, and `weight_decay`, `betas` and
-            `momentum` where it has them: docs/frameworks.md. An optimizer without a rate shows an `lr` of 1.0.
+            `momentum` where it has them (docs/how-to/change-settings.md). An optimizer without a rate shows an `lr` of
+            1.0.
     """
 
     def __init__(
@@ -190,7 +191,8 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> LoadedStates:  # type: ignore[override]
         """Go on from a `state_dict` of ours or of `torch.optim`. Every rank calls it.
 
-        From a state dict of torch's, it loads moments, counts and rates, full or as DTensors: docs/frameworks.md.
+        From a state dict of torch's, it loads moments, counts and rates, full or as DTensors
+        (docs/how-to/torch-checkpoints.md).
         Parameters are matched by name if it has names, else by their order. A parameter without a state there gets a
         new one, as in torch.
 
