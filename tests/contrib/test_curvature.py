@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from time_limits import limit
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -145,50 +144,6 @@ def test_one_that_is_not_converged_is_told():
 
     with pytest.warns(RuntimeWarning, match=r"not within tol=0\.0 after 2 products"):
         curvature.max_eigenvalue(loss, TX, state, tol=0.0, max_iter=2)
-
-
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * g
-
-
-def attends(params):
-    q = params["w"].view(1, 1, 2, 2)
-    return F.scaled_dot_product_attention(q, q, q).sum()
-
-
-@pytest.mark.parametrize(
-    ("loss", "more", "kind", "message"),
-    [
-        (lambda p: p["w"].sum(), {}, ValueError, "does not depend on the parameters"),
-        (lambda p: p["w"].detach().sum(), {}, ValueError, "does not depend on the parameters"),
-        (lambda p: Once.apply(p["w"]).square().sum(), {}, RuntimeError, "a first derivative only"),
-        (attends, {}, RuntimeError, "SDPBackend.MATH"),
-        (lambda p: p["w"] ** 2, {}, ValueError, "returns a tensor of shape"),
-        (lambda p: (p["w"] ** 2).sum(), {"blocks": ["w", "v", "x.y"]}, ValueError, "'v', 'x.y' match no trainable"),
-        (lambda p: (p["w"] ** 2).sum(), {"tol": -1.0}, ValueError, "tol must lie in"),
-        (lambda p: (p["w"] ** 2).sum(), {"max_iter": 0}, ValueError, "max_iter is a number of products"),
-    ],
-)
-def test_refusals(loss, more, kind, message):
-    with pytest.raises(kind, match=message):
-        curvature.max_eigenvalue(loss, TX, zf.init(TX, {"w": torch.ones(4)}), **more)
-
-
-def test_more_refusals():
-    state = zf.init(TX, {"w": torch.ones(2)})
-    with pytest.raises(ValueError, match="needs at least two samples"):
-        curvature.trace(lambda p: p["w"].square().sum(), TX, state, samples=1)
-    with pytest.raises(TypeError, match="it is not a state"):
-        curvature.spectrum(lambda p: p["w"].square().sum(), TX, {"w": torch.ones(2)})
 
 
 def test_a_trace_has_one_random_vector_in_memory_at_a_time(monkeypatch):

@@ -213,8 +213,3 @@ def test_a_bad_value_for_auto_is_told_in_one_line():
         of({"gradient_accumulation_steps": AUTO}, {"gradient_accumulation_steps": 0})
     _, *lines, _ = str(error.value).splitlines()
     assert lines == ["  gradient_accumulation_steps: 0 is no positive int"]
-
-
-def test_values_for_auto_are_a_mapping():
-    with pytest.raises(TypeError, match="it is a list"):
-        of({}, [3e-4])  # type: ignore[arg-type]

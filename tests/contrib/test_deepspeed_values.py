@@ -127,25 +127,6 @@ def test_what_is_no_block_is_refused(path):
 
 
 @pytest.mark.parametrize(
-    ("config", "line"),
-    [
-        ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer.params.lr: needs an optimizer.type"),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            r"zero_optimization.offload_optimizer.device: needs an optimizer: .*; or zf.offload\(...\) around yours",
-        ),
-        (
-            {"optimizer": {"type": "Adam"}, "scheduler": {"params": {"warmup_num_steps": 3}}},
-            "scheduler.params.warmup_num_steps: needs a scheduler.type",
-        ),
-    ],
-)
-def test_settings_of_a_block_that_is_not_there(config, line):
-    with pytest.raises(ValueError, match=f"  {line}"):
-        zf.from_deepspeed(config)
-
-
-@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ('{"optimizer": {"type": "AdamW", ', "Expecting property name"),

@@ -110,19 +110,6 @@ class Counting(torch.optim.Optimizer):
                     p.sub_(p.grad.mul_(group["lr"] * state["decay"] * state["step"]))
 
 
-class Norm(Counting):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in self.param_groups[0]["params"]:
-            p.sub_(p.grad / p.grad.norm())
-
-
-class InGroups(Counting):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
-
-
 def test_a_class_of_ones_own():
     tx = zf.from_torch(Counting, lr=1.0)
     state, grads = zf.init(tx, {"w": torch.zeros(2)}), {"w": torch.ones(2)}
@@ -131,40 +118,6 @@ def test_a_class_of_ones_own():
     assert torch.equal(state.params["w"], -torch.full((2,), 0.5 * 1 + 0.25 * 2 + 0.125 * 3))
     assert torch.equal(grads["w"], torch.ones(2))
     assert pickle.loads(pickle.dumps(tx)) == tx != zf.from_torch(Counting, lr=2.0)
-
-
-@pytest.mark.parametrize(
-    "cls, why",
-    [
-        (torch.optim.LBFGS, "closure"),
-        (torch.optim.Muon, "2D"),
-        (torch.optim.Adafactor, r"'row_var' is a tensor of shape \(3, 1\)"),
-        (torch.optim.SparseAdam, "dense"),
-        (Norm, "two pieces"),
-        (InGroups, "param_groups"),
-    ],
-)
-def test_what_is_not_of_elements_is_refused_by_name(cls: Any, why: str):
-    with pytest.raises(ValueError, match=rf"from_torch\({cls.__name__}\)\n.*{why}(.|\n)*zf.muon"):
-        zf.from_torch(cls, lr=1e-2)
-
-
-def test_wrong_arguments_are_named():
-    with pytest.raises(TypeError, match=r"has no keyword 'beta'\. Did you mean betas"):
-        zf.from_torch(torch.optim.NAdam, beta=(0.9, 0.9))
-    with pytest.raises(TypeError, match="foreach=True"):
-        zf.from_torch(torch.optim.NAdam, foreach=True)
-    with pytest.raises(TypeError, match="it takes the class"):
-        zf.from_torch(torch.optim.NAdam([torch.zeros(1)]))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="lr must lie in"):
-        zf.from_torch(torch.optim.NAdam, lr=-1.0)
-
-
-def test_a_derivative_is_refused():
-    tx = zf.from_torch(torch.optim.NAdam)
-    state = zf.init(tx, {"w": torch.ones(2)})
-    with pytest.raises(RuntimeError, match="NAdam writes into parameters in place"):
-        torch.func.grad(lambda g: zf.update(tx, {"w": g}, state)[0].params["w"].sum())(torch.ones(2))
 
 
 class WithoutDefault(torch.optim.SGD):

@@ -25,12 +25,6 @@ def test_the_published_formula():
             assert float(KEEP(torch.tensor(step), i / 6)) == pytest.approx(want, rel=1e-14)
 
 
-@pytest.mark.parametrize("given", [{"theta": 0.0}, {"theta": 1.5}, {"theta": "a"}, {"gamma": -1.0}])
-def test_what_the_schedule_refuses(given):
-    with pytest.raises(ValueError, match=f"layer_keep\\({next(iter(given))}="):
-        zf.schedules.layer_keep(**given)
-
-
 @pytest.mark.slow
 def test_draws_are_as_likely_as_the_schedule_says_and_independent():
     blocks, steps = 4, 4000
@@ -174,33 +168,3 @@ def test_evaluation_keeps_all_and_a_handle_is_let_go_of():
         assert torch.equal(model(X), plain(X))
         with pytest.raises(ValueError, match=r"blocks \[0, 1, 2\] have a forward of their own already"):
             zf.layer_drop(model, KEEP, step=lambda: 0)
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.ModuleList([Block()]), nn.ModuleList([Block()])
-
-
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda: zf.layer_drop([torch.sin], 0.5), TypeError, "schedule is a function of step and depth"),
-        (lambda: zf.layer_drop([], KEEP), TypeError, "blocks are functions"),
-        (lambda: zf.layer_drop(Model(), KEEP), TypeError, "a call of a module does not tell"),
-        (lambda: zf.layer_drop(Two(), KEEP, step=lambda: 0), ValueError, "does not have exactly one: a, b"),
-        (lambda: zf.layer_drop(nn.Linear(2, 2), KEEP, step=lambda: 0), ValueError, "does not have exactly one: none"),
-        (lambda: zf.layer_drop(nn.ModuleList(), KEEP, step=lambda: 0), ValueError, "the list is empty"),
-        (
-            lambda: zf.layer_drop(nn.ModuleList([Block()] * 3), KEEP, step=lambda: 0),
-            ValueError,
-            r"blocks \[1, 2\] are also",
-        ),
-        (lambda: zf.layer_drop([lambda x: x[:1]], KEEP)(X, step=0), ValueError, r"returns \(1, 3\) for \(4, 3\)"),
-        (lambda: zf.layer_drop([lambda x: (x,)], KEEP)(X, step=0), TypeError, "returns a tuple for a Tensor"),
-        (lambda: zf.layer_drop([torch.sin], lambda s, d: 0.0)(X, step=0), ValueError, "a probability lies in"),
-    ],
-)
-def test_refusals(call, kind, message):
-    with pytest.raises(kind, match=message):
-        call()

@@ -69,15 +69,6 @@ def test_schedulers(kind: str):
     assert isinstance(opt, torch.optim.Optimizer)
 
 
-def test_a_scheduler_against_a_schedule():
-    """A rate that the pipeline owns cannot be set from outside without a word."""
-    opt = zf.attach(net(), zf.adamw(zf.schedules.cosine(1e-3, 10)))
-    lr_scheduler.LambdaLR(opt, lambda e: 0.5)
-    loss_of(opt._own.model).backward()
-    with pytest.raises(ValueError, match="that transform owns its learning rate"):
-        opt.step()
-
-
 def test_groups_of_a_partition():
     labels = {"first.weight": "fast"}
     tx = zf.partition({"fast": zf.sgd(1.0), "slow": zf.sgd(0.1)}, lambda p: labels.get(p, "slow"))
@@ -242,18 +233,6 @@ def test_losses_divided_by_the_caller(pipe: str):
         other.step()
         (loss_of(plain, step) / 4).backward()
     assert torch.allclose(by_hand.gain, before - LR * plain.gain.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_a_window_is_divided_or_not():
-    model = net()
-    opt = zf.attach(model, zf.chain(zf.accumulate(2), zf.sgd(LR)))
-    opt.backward(loss_of(model))
-    opt.step()
-    with pytest.raises(ValueError, match="in a window that began with True"):
-        opt.backward(loss_of(model), scale_wrt_gas=False)
-    weighted = zf.attach(net(), zf.chain(zf.accumulate(2, weighted=True), zf.sgd(LR)))
-    with pytest.raises(ValueError, match="weights divide"):
-        weighted.backward(loss_of(weighted._own.model), scale_wrt_gas=False)
 
 
 def test_a_window_closed_early():
@@ -427,61 +406,6 @@ def test_without_an_optimizer_block():
     assert [t.name for t in tx.parts] == ["precision", "all_reduce", "clip_by_global_norm", "sgd"]
     with pytest.raises(ValueError, match="no optimizer"):
         zf.attach(net(), zf.from_deepspeed({}))
-
-
-BAD = {
-    "zero_optimization.foo": ({"zero_optimization": {"stage": 1, "foo": 1}}, "zero_optimization.foo: unknown"),
-    "top": ({"fp17": {"enabled": True}}, "fp17.enabled: unknown"),
-    "amp": ({"amp": {"enabled": True}}, "amp.enabled: not supported; use torch.autocast"),
-    "offload_param": (
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-        r"zero_optimization.offload_param.device: not supported; use {.device.: .none.}: parameters are sharded",
-    ),
-    "nvme": (
-        {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
-        "offload_optimizer.device: 'nvme'; use 'cpu'",
-    ),
-    "stage": ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is none of 0, 1, 2, 3"),
-    "auto": ({"gradient_clipping": "auto"}, "gradient_clipping: 'auto' is filled in by the Hugging Face Trainer"),
-    "both": ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled: fp16 is enabled too"),
-    "states alone": (
-        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
-        "needs bf16.enabled and bf16.bf16_master",
-    ),
-    "optimizer": ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: 'OneBitAdam'; use Adam, AdamW or SGD"),
-    "parameter": (
-        {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
-        "params.learning_rate: unknown; AdamW takes lr",
-    ),
-    "amsgrad": ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad: True is not supported"),
-    "no correction": (
-        {"optimizer": {"type": "Adam", "params": {"bias_correction": False}}},
-        "bias_correction: False is not",
-    ),
-    "scheduler": ({"scheduler": {"type": "Nope"}}, "scheduler.type: 'Nope' is none of WarmupLR"),
-    "momentum cycle": (
-        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}}},
-        "scheduler.params.cycle_momentum: betas are constant here",
-    ),
-    "missing": ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params.total_num_steps: missing"),
-    "hysteresis": (
-        {"fp16": {"enabled": True, "consecutive_hysteresis": True}},
-        "fp16.consecutive_hysteresis: not supported",
-    ),
-    "modules": (
-        {"torch_autocast": {"enabled": False, "lower_precision_safe_modules": ["torch.nn.Linear"]}},
-        "lower_precision_safe_modules: not supported; use communication_data_type",
-    ),
-    "dtype": ({"communication_data_type": "int8"}, "communication_data_type: 'int8' is none of fp16"),
-    "batch": ({"train_batch_size": 0}, "train_batch_size: 0 is no positive int"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_configuration_names_the_key(name: str):
-    config, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        zf.from_deepspeed({"optimizer": ADAMW, **config})
 
 
 def test_every_bad_key_is_named_at_once():

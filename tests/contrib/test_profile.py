@@ -439,21 +439,3 @@ def test_a_step_that_fails_is_not_kept():
     assert list(profile.measured) == [1]
     assert profile.mean.flops["backward"][""] == 2 * (PRODUCTS + SCORES)
     assert profile.mean.seconds["backward"] > 0
-
-
-def test_bad_arguments():
-    model = nn.Linear(2, 2)
-    opt = zf.attach(model, zf.adamw(1e-3))
-    for wrong in (model, 3):
-        with pytest.raises(TypeError, match="it is not a training step"):
-            zf.profile(wrong)
-    for steps in (3, [], [-1], [1.5], [True], "12"):
-        with pytest.raises(ValueError, match=r"steps is a list of ints from 0"):
-            zf.profile(opt, steps=steps)
-    with pytest.raises(ValueError, match="flops is True or False"):
-        zf.profile(opt, flops=1)
-    with pytest.raises(TypeError, match=r"a call of zf.profile\(opt\)"):
-        zf.profile(opt)(torch.ones(2))
-    opt.detach()
-    with pytest.raises(ValueError, match=r"after opt\.detach"):
-        zf.profile(opt)

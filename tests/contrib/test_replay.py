@@ -55,14 +55,6 @@ def test_where_a_nan_began():
     assert well.trouble() is None
 
 
-def test_wrong_calls():
-    step = zf.make_step(loss, TX)
-    with pytest.raises(TypeError, match="replay got a dict"):
-        zf.replay(step, params(), torch.ones(3))
-    with pytest.raises(ValueError, match="last"):
-        zf.record(step, last=0)
-
-
 def on_ranks():
     import torch.distributed as dist
 

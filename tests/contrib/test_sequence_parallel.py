@@ -418,15 +418,6 @@ def test_what_is_seen_of_a_module():
     zf.launch(seen, 2, timeout=limit())
 
 
-def test_wrong_arguments():
-    with pytest.raises(TypeError, match="wraps a function of queries, keys and values"):
-        zf.sequence_parallel(3)
-    with pytest.raises(TypeError, match=r"sequence_parallel\(\.\.\., mesh='x'\)"):
-        zf.sequence_parallel(plain, "x")
-    with pytest.raises(ValueError, match="each loss has one weight"):
-        zf.sequence_mean(torch.ones(3), weights=torch.ones(2))
-
-
 def test_a_mean_over_nothing_weighs_nothing():
     losses = torch.tensor([float("nan"), 2.0], requires_grad=True)
     mean, tokens = zf.sequence_mean(losses, weights=torch.tensor([False, False]))

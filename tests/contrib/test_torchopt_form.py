@@ -109,15 +109,3 @@ def test_posteriors():
         found.append(state.params["mean"].detach())
     # torchopt's Adam adds eps elsewhere and rounds otherwise.
     assert found[0].abs() > 0.1 and torch.allclose(*found, rtol=1e-4)
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="changes what the model sees"):
-        zf.as_torchopt(zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.sgd(0.1)))
-    with pytest.raises(ValueError, match="changes what the model sees"):
-        zf.as_torchopt(zf.chain(zf.scale_loss(8.0), zf.sgd(0.1)))
-    with pytest.raises(TypeError, match="it is not a transform"):
-        zf.as_torchopt(torchopt.adam(1e-3))
-    pair = zf.as_torchopt(zf.sgd(0.1))
-    with pytest.raises(ValueError, match="params=params"):
-        pair.update({"w": torch.ones(1)}, pair.init({"w": torch.ones(1)}))

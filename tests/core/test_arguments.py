@@ -291,16 +291,3 @@ def test_rates_of_numpy_train(rate):
 @pytest.mark.parametrize("scale", [F32.max, F32.tiny, 3e38])
 def test_the_last_numbers_of_float32_are_numbers(scale):
     assert float(zf.scale_loss(scale).init({"w": torch.ones(1)})["scale"]) == np.float32(scale)
-
-
-@pytest.mark.parametrize("wrong", ["no", 1, None, torch.ones(1)])
-def test_flags_of_functions(wrong):
-    with pytest.raises(ValueError, match=r"make_step\(donate="):
-        zf.make_step(lambda p: p["w"].sum(), zf.sgd(0.1), donate=wrong)
-    with pytest.raises(ValueError, match=r"attach\(in_backward="):
-        zf.attach(torch.nn.Linear(1, 1), zf.sgd(0.1), in_backward=wrong)
-    with pytest.raises(ValueError, match=r"leafwise\(optimizer="):
-        zf.leafwise(optimizer=wrong)
-    opt = zf.attach(torch.nn.Linear(1, 1), zf.chain(zf.accumulate(2), zf.sgd(0.1)))
-    with pytest.raises(ValueError, match=r"opt.backward\(scale_wrt_gas="):
-        opt.backward(torch.ones((), requires_grad=True), scale_wrt_gas=wrong)

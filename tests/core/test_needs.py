@@ -416,17 +416,6 @@ def test_a_word_that_is_none_is_refused_with_the_list(make, word):
     assert "one of 'element', 'number', 'row', 'leaf', 'tree'" in text
 
 
-@pytest.mark.parametrize("word", ["number", "tree"])
-def test_a_function_on_one_tensor_sees_no_tree(word):
-    with pytest.raises(ValueError, match=r'sees one leaf at a time\n  write: leafwise\(needs="element"\) or leafwise'):
-        zf.leafwise(lambda g, p: g, needs=word)
-
-
-def test_a_guest_has_no_number_of_all_ranks():
-    with pytest.raises(ValueError, match=r'of this rank.s pieces\n  write: guest\(needs="element"\) or guest'):
-        zf.guest(adam(), needs="number")
-
-
 def test_needs_fold_over_nesting():
     def needs(t):
         return zf.chain(t).needs

@@ -225,13 +225,6 @@ def test_one_process_is_told_nothing():
         assert told(make)[0] == []
 
 
-@pytest.mark.parametrize("other", [zf.all_reduce, zf.reduce_scatter, zf.shard])
-def test_what_is_local_is_not_reduced(other):
-    for parts in ((zf.local(), other()), (other(), zf.local())):
-        with pytest.raises(ValueError, match="gradients are reduced over no ranks"):
-            zf.chain(*parts, zf.sgd(0.1))
-
-
 def test_local_changes_no_number():
     tx, g = zf.chain(zf.local(), *CLIPPED), {"w": torch.tensor([1.0, -2.0, 0.5])}
     got, want = (zf.update(t, g, zf.init(t, {"w": torch.ones(3)}))[0] for t in (tx, zf.chain(*CLIPPED)))

@@ -273,19 +273,6 @@ def test_the_words_of_a_transform(given, message):
     assert Transform("a", Scope.LEAF).needs == "tree"
 
 
-@pytest.mark.parametrize(
-    ("through", "error", "why"),
-    [
-        (lambda spec: None, TypeError, "its `through` gives a NoneType and no Spec"),
-        (lambda spec: {}["x"], ValueError, "its `through` raised KeyError: 'x'"),
-        (lambda spec: spec.after("shraded_by"), ValueError, "its `through` raised TypeError: .*shraded_by"),
-    ],
-)
-def test_a_through_that_gives_no_spec(through, error, why):
-    with pytest.raises(error, match=rf"chain\(..., mine, ...\)\n  why:   {why}"):
-        zf.chain(Transform("mine", through=through), zf.sgd(0.1))
-
-
 def init_of(tx):
     tx = zf.chain(tx, zf.sgd(0.1))
     state = zf.init(tx, {"w": torch.ones(4, 6), "b": torch.ones(3)})

@@ -1,13 +1,16 @@
 """What users get wrong when they build a pipeline and give it parameters, and what they are told."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
+import torchopt
 from refusals import Refusals
 from torch import nn
 
 import zerofn as zf
+from zerofn.extend import Transform
 
 F16, BF16, F64 = torch.float16, torch.bfloat16, torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -343,6 +346,179 @@ WRONG.rows(
     (lambda: zf.leafwise(mine)(strenght=1.0), "mine() has no keyword 'strenght'", "Did you mean strength=?"),
     (lambda: zf.leafwise(mine)(), "mine() needs strength="),
 )
+
+
+RETURNED = {"a Tensor instead of a pair": torch.ones(2), "a float instead of a tensor": (1.0, torch.ones(2))}
+for reason, given in RETURNED.items():
+
+    @WRONG(ValueError, f"w: {reason}\n  write: return new_grad, new_state")
+    def results_of_a_wrong_kind(given=given):
+        tx = zf.chain(zf.leafwise(lambda grad, param, state: given, init=torch.zeros_like)(), zf.sgd(1.0))
+        state = zf.init(tx, {"w": torch.ones(2)})
+        yield state
+        zf.update(tx, {"w": torch.ones(2)}, state)
+
+
+def first_state(made):
+    tx = zf.chain(zf.leafwise(lambda g, p, state: (g, state), init=lambda p: made)(), zf.sgd(1.0))
+    return lambda: zf.init(tx, {"a": torch.ones(2), "b": torch.ones(2)})
+
+
+WRONG.rows(
+    ValueError,
+    *(
+        (first_state(made), re.compile(r"init, which gives the state of a leaf, returned\n  a: an?.*\n  b: an?"))
+        for made in (5, "zeros", [1.0], torch.ones(2).to_sparse(), (torch.ones(2),), {"n": 1}, {"n": [torch.ones(2)]})
+    ),
+    *(
+        (
+            lambda word=word: zf.leafwise(lambda g, p: g, needs=word),
+            'sees one leaf at a time\n  write: leafwise(needs="element") or leafwise',
+        )
+        for word in ("number", "tree")
+    ),
+    (
+        lambda: zf.guest(torchopt.adam(), needs="number"),
+        re.compile(r'of this rank.s pieces\n  write: guest\(needs="element"\) or guest'),
+    ),
+)
+WRONG.rows(
+    TypeError,
+    *((lambda it=it: zf.leafwise(it), "leafwise(function=", "a function of tensors") for it in (5, "sign", W)),
+    *((lambda it=it: zf.leafwise(init=it), "leafwise(init=", "init=torch.zeros_like") for it in (5, "sign", W)),
+)
+
+
+class Mean:
+    """An update of another library that gives another shape."""
+
+    def init(self, params):
+        return ()
+
+    def update(self, updates, state, params=None):
+        return {name: g.mean(0, keepdim=True) for name, g in updates.items()}, state
+
+
+@WRONG(ValueError, re.compile(r"Mean: .* its leaves\n  a: a tensor of shape \(1, 2\) .*\(4, 2\)\n  write"))
+def updates_of_another_library_of_a_wrong_shape():
+    tx, leaves = zf.chain(Mean()), {"a": torch.ones(4, 2), "b": torch.ones(1, 2)}
+    state = zf.init(tx, leaves)
+    yield state
+    zf.update(tx, leaves, state)
+
+
+THROUGH = {
+    "its `through` gives a NoneType and no Spec": (TypeError, lambda spec: None),
+    "its `through` raised KeyError: 'x'": (ValueError, lambda spec: {}["x"]),
+    "shraded_by": (ValueError, lambda spec: spec.after("shraded_by")),
+}
+for why, (kind, through) in THROUGH.items():
+    WRONG.rows(
+        kind,
+        (lambda f=through: zf.chain(Transform("mine", through=f), zf.sgd(0.1)), why, "chain(..., mine, ...)\n"),
+    )
+
+# ---- flags and labels ----
+
+for flag in ("no", 1, None, torch.ones(1)):
+    WRONG.rows(
+        ValueError,
+        (lambda it=flag: zf.make_step(lambda p: p["w"].sum(), zf.sgd(0.1), donate=it), "make_step(donate="),
+        (lambda it=flag: zf.attach(nn.Linear(1, 1), zf.sgd(0.1), in_backward=it), "attach(in_backward="),
+        (lambda it=flag: zf.leafwise(optimizer=it), "leafwise(optimizer="),
+        (
+            lambda it=flag: zf.attach(nn.Linear(1, 1), zf.chain(zf.accumulate(2), zf.sgd(0.1))).backward(
+                torch.ones((), requires_grad=True), scale_wrt_gas=it
+            ),
+            "opt.backward(scale_wrt_gas=",
+        ),
+    )
+
+
+def labelled(transforms):
+    return lambda: zf.partition(transforms, lambda path: 1)
+
+
+WRONG.rows(ValueError, (labelled({1: zf.sgd(0.1), "1": zf.sgd(0.1)}), "both are '1'"))
+WRONG.rows(
+    TypeError,
+    (labelled({object(): zf.sgd(0.1)}), "its text has its address"),
+    (labelled({len: zf.sgd(0.1)}), "its text has its address"),
+    (labelled({NAN: zf.sgd(0.1)}), "not equal to itself"),
+    (labelled({torch.ones(()): zf.sgd(0.1)}), "found in a dict by its address"),
+)
+
+
+def precise(**options):
+    leaves = {"a": torch.ones(2), "b": torch.ones(2)}
+    return lambda: zf.init(zf.chain(zf.precision(**options), zf.sgd(0.1)), leaves)
+
+
+def by_path(path):
+    return path
+
+
+WRONG.rows(
+    ValueError,
+    (precise(param_dtype={"x": BF16}), "a dict of dtypes needs labels="),
+    (precise(param_dtype=BF16, labels=lambda path: "x"), "no dtype is given by label"),
+    (precise(param_dtype={"x": torch.int8}, labels=lambda path: "x"), "precision(param_dtype=torch.int8)"),
+    (precise(param_dtype={"a": BF16}, labels=by_path), "b: label 'b' is not in param_dtype"),
+    (
+        precise(param_dtype={"a": BF16, "b": None}, grad_dtype={"a": torch.float32}, labels=by_path),
+        "b: label 'b' is not in grad_dtype",
+    ),
+    (precise(param_dtype={"a": BF16, "b": F64, "haed": F64}, labels=by_path), "'haed' among the labels"),
+    (precise(buffer_dtype=BF16), "a tree of parameters has no buffers", "functional_call"),
+    *(
+        (
+            lambda make=make: zf.init(zf.chain(zf.precision(store_dtype=F16), make(1e-3)), {"w": W}),
+            re.compile(r"6e-8(.|\n)*w: stored in torch.float16(.|\n)*low_precision_adam"),
+        )
+        for make in (zf.adam, zf.adamw)
+    ),
+)
+WRONG.rows(TypeError, (precise(param_dtype={"a": BF16}, labels=lambda path: [3]), "wrong labels"))
+
+# ---- what a step finds ----
+
+
+def clipped(over):
+    def program():
+        tx = zf.chain(zf.clip_by_global_norm(1.0, over=over), zf.sgd(1.0))
+        state = zf.init(tx, {"w": torch.zeros(2)})
+        yield state
+        zf.update(tx, {"w": torch.tensor([3.0, 4.0])}, state)
+
+    return program
+
+
+WRONG.rows(
+    ValueError,
+    (clipped(lambda s: s / 2), re.compile("returned .*12.5.* for a sum of squares of 25")),
+    (clipped(lambda s: torch.ones(2) * s), re.compile(r"returned .*\(2,\).* for a sum of squares of 25")),
+    (clipped(lambda s: torch.tensor(30)), re.compile("returned .*int64.* for a sum of squares of 25")),
+    *(
+        (lambda parts=parts: zf.chain(*parts, zf.sgd(0.1)), "gradients are reduced over no ranks")
+        for other in (zf.all_reduce, zf.reduce_scatter, zf.shard)
+        for parts in ((zf.local(), other()), (other(), zf.local()))
+    ),
+    (
+        lambda: zf.chain(zf.watch(lambda old, new: {"moved": (new - old).square().sum()}), zf.sgd(0.1)),
+        "watches the new parameters",
+    ),
+)
+WRONG.rows(TypeError, (lambda: zf.clip_by_global_norm(1.0, over=2.0), "over is a function of the sum of squares"))
+
+
+@WRONG(FloatingPointError, "skipped 3 steps in a row")
+def only_bad_batches_in_a_row_end_a_run():
+    tx = zf.chain(zf.skip_nonfinite(patience=3), zf.sgd(0.1))
+    state = zf.init(tx, {"w": torch.ones(2)})
+    for x in (NAN, NAN, 1.0, NAN, NAN):
+        state, _ = zf.update(tx, {"w": torch.full((2,), x)}, state)
+    yield
+    zf.update(tx, {"w": torch.tensor([INF, 0.0])}, state)
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors")

@@ -244,9 +244,3 @@ def test_refusals_leave_the_model_as_it_was(error, options, message):
         zf.attach(model, zf.chain(zf.precision(**options), zf.sgd(0.1)))
     assert all(b is before[k] for k, b in model.named_buffers())
     zf.attach(model, zf.sgd(0.1))
-
-
-def test_a_tree_of_parameters_has_no_buffers():
-    model = Model()
-    with pytest.raises(ValueError, match=r"a tree of parameters has no buffers(.|\n)*functional_call"):
-        zf.init(zf.chain(zf.precision(buffer_dtype=BF16), zf.sgd(0.1)), dict(model.named_parameters()))

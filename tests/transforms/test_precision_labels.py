@@ -167,24 +167,3 @@ def test_one_label_for_all_is_no_label():
 
 
 PARAMS = {"a": torch.ones(2), "b": torch.ones(2)}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"param_dtype": {"x": BF16}}, "a dict of dtypes needs labels="),
-        ({"param_dtype": BF16, "labels": lambda path: "x"}, "no dtype is given by label"),
-        ({"param_dtype": {"x": torch.int8}, "labels": lambda path: "x"}, r"precision\(param_dtype=torch.int8\)"),
-        ({"param_dtype": {"a": BF16}, "labels": lambda path: path}, r"b: label 'b' is not in param_dtype"),
-        (
-            {"param_dtype": {"a": BF16, "b": None}, "grad_dtype": {"a": F32}, "labels": lambda path: path},
-            "b: label 'b' is not in grad_dtype",
-        ),
-        ({"param_dtype": {"a": BF16, "b": F32, "haed": F32}, "labels": lambda path: path}, "'haed' among the labels"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
-        zf.init(zf.chain(zf.precision(**options), zf.sgd(0.1)), PARAMS)
-    with pytest.raises(TypeError, match="wrong labels"):
-        zf.init(zf.chain(zf.precision({"a": BF16}, labels=lambda path: [3]), zf.sgd(0.1)), PARAMS)

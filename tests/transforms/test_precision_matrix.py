@@ -119,13 +119,6 @@ def test_refused_cells(stored, moments, rounding):
     assert "write: " in str(error.value)
 
 
-@pytest.mark.parametrize("make", [zf.adam, zf.adamw])
-def test_adam_of_torch_has_no_fp16_moments_either(make):
-    tx = zf.chain(zf.precision(store_dtype=F16), make(1e-3))
-    with pytest.raises(ValueError, match=r"6e-8(.|\n)*w: stored in torch.float16(.|\n)*low_precision_adam"):
-        zf.init(tx, {"w": torch.ones(2)})
-
-
 # ---- what is kept ----
 
 

@@ -291,11 +291,6 @@ def test_what_does_not_add_up_is_refused_when_it_is_built(kind):
     assert "write: zf.watch(" in str(raised.value)
 
 
-def test_in_front_of_the_optimizer_it_is_refused():
-    with pytest.raises(ValueError, match="watches the new parameters"):
-        zf.chain(zf.watch(sums), zf.sgd(0.1))
-
-
 def test_numbers_of_16_bit_parameters_are_added_up_in_fp32():
     tx = zf.chain(zf.precision(store_dtype=torch.bfloat16), zf.sgd(0.5), zf.watch(sums))
     state = zf.init(tx, {"w": torch.ones(1001)})
