@@ -236,29 +236,6 @@ class Opaque:
         self.hidden = hidden
 
 
-class Slotted:
-    __slots__ = ("hidden",)
-
-    def __init__(self, hidden):
-        self.hidden = hidden
-
-
-@pytest.mark.parametrize("hide", [lambda t: t, lambda t: [t], lambda t: {"k": (t,)}, Slotted])
-def test_unknown_objects_are_refused(hide):
-    class Hides(nn.Linear):
-        def forward(self, x):
-            y = hide(super().forward(x))
-            return y if isinstance(y, Slotted) else Opaque(y)
-
-    model = Hides(2, 2)
-    zf.attach(model, zf.chain(zf.scale_loss(8.0), zf.sgd(0.1)))
-    with pytest.raises(TypeError, match=r"the output of the model is a (Opaque|Slotted) with a tensor in \.hidden"):
-        model(torch.ones(1, 2))
-    # The call is over: the next one is as outermost as this one was.
-    with pytest.raises(TypeError, match="the output of the model is a"):
-        model(torch.ones(1, 2))
-
-
 def test_an_unknown_object_without_gradients_passes():
     class Hides(nn.Linear):
         def forward(self, x):
@@ -276,40 +253,6 @@ def test_an_unknown_object_without_gradients_passes():
 
 def scaled(model: nn.Module) -> zf.Optimizer:
     return zf.attach(model, zf.chain(zf.scale_loss(1024.0), zf.sgd(0.1)))
-
-
-def test_a_tensor_that_leaves_through_a_closure_is_refused():
-    kept = []
-
-    class Leaks(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            kept.append(y.exp())
-            return y
-
-    model = Leaks(2, 2)
-    scaled(model)
-    loss = model(torch.ones(1, 2)).sum() + kept[0].sum()
-    with pytest.raises(RuntimeError, match=r"tensor from inside the attached model \(by ExpBackward0\)"):
-        loss.backward()
-    model(torch.ones(1, 2))
-    with pytest.raises(RuntimeError, match="from inside the attached model"):
-        kept[-1].sum().backward()
-
-
-def test_a_hidden_parameter_is_refused():
-    secret = nn.Parameter(torch.ones(2))
-
-    class Uses(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * secret
-
-    model = Uses(2, 2)
-    scaled(model)
-    with pytest.raises(
-        RuntimeError, match=r"a parameter of shape \(2,\) that is neither its parameter nor an argument"
-    ):
-        model(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_parameter_from_a_list_is_refused_by_name():
@@ -334,20 +277,6 @@ def test_a_parameter_from_a_list_is_refused_by_name():
     zf.attach(other, zf.chain(zf.sgd(0.1)))
     other(torch.ones(1, 2)).sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), other.parameters(), strict=True))
-
-
-def test_a_tensor_computed_outside_is_refused():
-    w = torch.ones(2, requires_grad=True)
-    outside = [w.exp()]
-
-    class Uses(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * outside[0]
-
-    model = Uses(2, 2)
-    scaled(model)
-    with pytest.raises(RuntimeError, match=r"a tensor computed outside \(by ExpBackward0\)"):
-        model(torch.ones(1, 2)).sum().backward()
 
 
 class Prompted(nn.Linear):
@@ -388,22 +317,6 @@ def test_writing_into_a_cast_parameter_is_stored():
     scaled(model)
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.abs().max() <= 0.01
-
-
-def test_a_second_derivative_across_a_change_of_scale_is_refused():
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    tx = zf.chain(
-        zf.precision(param_dtype=torch.bfloat16),
-        zf.scale_loss("dynamic", init_scale=4.0, growth_interval=1),
-        zf.sgd(0.1),
-    )
-    opt = zf.attach(model, tx)
-    x = torch.ones(3, 2, requires_grad=True)
-    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    model(x).sum().backward()
-    opt.step()
-    with pytest.raises(RuntimeError, match="a second derivative after the loss scale went from 4 to 8"):
-        g.square().sum().backward()
 
 
 class Recurrent(nn.Module):

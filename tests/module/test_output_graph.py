@@ -137,18 +137,6 @@ def test_a_hook_on_a_tensor_that_nobody_holds_any_more_is_seen(kind, way):
         y.square().sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_through_a_result_between_that_is_dropped(kind):
-    """A feature, one of it, and one of that; nobody holds the middle one."""
-    model = FeatureAndHead(lambda m, h, y, z: (y.exp(), y, h))
-    zf.attach(model, KINDS[kind].build(1))
-    for use in (hook, retain, ask):
-        y, _, h = model(data())
-        del _
-        with pytest.raises(RuntimeError, match=COPY):
-            use(y, h)
-
-
 # -- what is right ---------------------------------------------------------------------------------------------------
 
 

@@ -154,16 +154,6 @@ def test_steps_follow_the_parameters():
         assert torch.allclose(p, q, atol=1e-6)
 
 
-def test_a_first_derivative_of_before_a_change_of_the_scale_is_not_differentiated_after_it():
-    _, model, opt = pair("dynamic")
-    old = torch.autograd.grad(model(data()).square().mean(), list(model.parameters()), create_graph=True)
-    own = opt.state.transforms["scale_loss"]
-    own["scale"] = own["scale"] * 2
-    torch.autograd.grad(model(data()).square().mean(), list(model.parameters()), create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivative after the loss scale went from"):
-        torch.autograd.grad(sum(g.square().sum() for g in old), list(model.parameters()))
-
-
 def test_other_data_under_a_parameter_are_seen():
     plain, model, _ = pair()
     model(data())

@@ -9,10 +9,15 @@
         yield state  # What comes behind is wrong, and the state is afterwards what it was.
         zf.update(...)
 
-    @pytest.mark.parametrize("row", WRONG)
-    def test_refused(row):
-        row.check()
+    @WRONG(ValueError, "of shape {}", over=[(2,), (3,)])
+    def leaves_of_another_shape(shape):
+        ...
 
+    @pytest.mark.parametrize("row", WRONG)
+    def test_refused(row, tmp_path):
+        row.check(tmp_path=tmp_path)
+
+A program is called with its value of `over`, for each of which there is a row, and with the fixtures that it names.
 What stands in front of `yield` must not raise. What is yielded is compared before and after: a tree, a function that
 gives one, a `Kept` that goes on afterwards, or nothing.
 """
@@ -23,8 +28,9 @@ import contextlib
 import inspect
 import linecache
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +68,13 @@ class Row:
     error: type[BaseException]
     words: tuple[Words, ...]
 
-    def check(self, *args: Any) -> str:
-        """Run the program with `args`, and look at its error; the text of that."""
-        run, kept = lambda: self.program(*args), None
+    def check(self, **fixtures: Any) -> str:
+        """Run the program with the fixtures that it names, and look at its error; the text of that."""
+        named = inspect.signature(self.program).parameters
+        program = partial(self.program, **{name: x for name, x in fixtures.items() if name in named})
+        run, kept = program, None
         if inspect.isgeneratorfunction(self.program):
-            steps = self.program(*args)
+            steps = program()
             kept = next(steps)
             run = lambda: next(steps, None)  # noqa: E731
         before = clone(_tree(kept))
@@ -148,11 +156,17 @@ class Refusals(Sequence):
             name = re.sub(r" at 0x[0-9a-f]+", "", first if isinstance(first, str) else first.pattern)
             self._rows.append(Row(f"{len(self._rows)}, {name[:50]}", program, error, (*told, *words)))
 
-    def __call__(self, error: type[BaseException], *words: Words) -> Callable[[Any], Any]:
-        """The row of a function, whose name is the row's."""
+    def __call__(self, error: type[BaseException], *words: Words, over: Collection[Any] = ()) -> Callable[[Any], Any]:
+        """The row of a function, whose name is the row's; or a row for each value of `over`, its argument."""
 
         def add(program: Any) -> Any:
-            self._rows.append(Row(program.__name__, program, error, words))
+            name = program.__name__
+            if not over:
+                self._rows.append(Row(name, program, error, words))
+            for i, value in enumerate(over):
+                told = tuple(x.format(value) if isinstance(x, str) and "{}" in x else x for x in words)
+                of = value if isinstance(value, str) else str(i)
+                self._rows.append(Row(f"{name}[{of}]", partial(program, value), error, told))
             return program
 
         return add
