@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -294,8 +295,7 @@ def markdown() -> str:
         *(f"| {which} | {why} |" for which, _, _, why in REFUSED),
         "",
         f"The other {total - refused:,} run. A test trains them on {RANKS} ranks and compares the change of every "
-        "parameter",
-        "with float64:",
+        "parameter with float64:",
         "",
         "| command | combinations |",
         "|---|---|",
@@ -307,8 +307,8 @@ def markdown() -> str:
         "",
         "## Bytes per parameter",
         "",
-        "They are of the parameter, the gradient, two moments, and the compensation of `kahan`. Under ZeRO a",
-        "rank holds its share.",
+        "They are of the parameter, the gradient, two moments, and the compensation of `kahan`. Under ZeRO a rank "
+        "holds its share.",
         "",
         "| stored, gradients | moments fp32 | moments bf16 | with `kahan` | in backward |",
         "|---|---|---|---|---|",
@@ -318,7 +318,7 @@ def markdown() -> str:
         kahan = "refused" if stored == "fp32" else str(state_bytes(stored, gradients, "bf16", "kahan"))
         backward = row[1] - BYTES[gradients]
         lines.append(f"| {stored}, {gradients} | {row[0]} | {row[1]} | {kahan} | {backward} |")
-    return "\n".join(lines)
+    return "\n".join(line if line.startswith("|") else textwrap.fill(line, 100) for line in lines)
 
 
 OPEN, CLOSE = "<!-- matrix -->", "<!-- /matrix -->"
