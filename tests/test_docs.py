@@ -23,7 +23,6 @@ LONGEST = 100
 # Pages that have longer lines as yet.
 OLD = {
     "architecture",
-    "benchmarks",
     "gotchas",
 }
 
