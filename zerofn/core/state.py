@@ -331,12 +331,13 @@ class State:
         Raises:
             ValueError: they do not fit, for instance full parameters for a state with shards. Every such leaf is named.
 
-        >>> import torch, zerofn as zf
-        >>> tx = zf.sgd(0.1, momentum=0.9)
-        >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
-        >>> state = state.replace(params={"w": torch.full((2,), 5.0)})
-        >>> state.params, int(state.step), state.transforms["sgd"]["momentum"]
-        ({'w': tensor([5., 5.])}, 1, {'w': tensor([1., 1.])})
+        Examples:
+            >>> import torch, zerofn as zf
+            >>> tx = zf.sgd(0.1, momentum=0.9)
+            >>> state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
+            >>> state = state.replace(params={"w": torch.full((2,), 5.0)})
+            >>> state.params, int(state.step), state.transforms["sgd"]["momentum"]
+            ({'w': tensor([5., 5.])}, 1, {'w': tensor([1., 1.])})
         """
         self.check_usable("state.replace")
         matched = self.layout.match(params, "these are not the parameters of this state", "a tree like state.params")

@@ -205,12 +205,13 @@ def materialize(
         ValueError: there is no `init`, and modules with tensors on the meta device have no `reset_parameters` (all are
             named); tensors were not initialised; or ranks have different numbers. The model is then unchanged.
 
-    >>> import torch, zerofn as zf
-    >>> with torch.device("meta"):
-    ...     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
-    >>> opt = zf.materialize(model, zf.chain(zf.shard(), zf.adamw(lr=1e-3)), seed=1)
-    >>> model(torch.ones(2, 8)).shape
-    torch.Size([2, 1])
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+        >>> opt = zf.materialize(model, zf.chain(zf.shard(), zf.adamw(lr=1e-3)), seed=1)
+        >>> model(torch.ones(2, 8)).shape
+        torch.Size([2, 1])
     """
     if not isinstance(model, nn.Module):
         why = "it hooks a torch.nn.Module, as zf.attach does"

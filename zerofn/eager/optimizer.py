@@ -166,11 +166,12 @@ class Optimizer(torch.optim.Optimizer):
             RuntimeError: in the middle of a step, or of a window whose sums differ between ranks; or only some ranks
                 came where every rank is to.
 
-        >>> import torch, zerofn as zf
-        >>> opt = zf.attach(torch.nn.Linear(2, 2), zf.adamw(0.1))
-        >>> saved = opt.state_dict()
-        >>> sorted(saved), sorted(saved["state"][0])
-        (['param_groups', 'state', 'zerofn'], ['exp_avg', 'exp_avg_sq', 'step'])
+        Examples:
+            >>> import torch, zerofn as zf
+            >>> opt = zf.attach(torch.nn.Linear(2, 2), zf.adamw(0.1))
+            >>> saved = opt.state_dict()
+            >>> sorted(saved), sorted(saved["state"][0])
+            (['param_groups', 'state', 'zerofn'], ['exp_avg', 'exp_avg_sq', 'step'])
         """
         self._own.check_state_dict()
         _run_hooks(self, "state_dict", "pre")
@@ -340,17 +341,18 @@ class Optimizer(torch.optim.Optimizer):
             RuntimeError: under `shard` only some ranks came to its beginning or its end. Inside: a step, a save or a
                 state dict, which would take averages for parameters.
 
-        >>> import torch, zerofn as zf
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> _ = torch.nn.init.zeros_(model.weight)
-        >>> opt = zf.attach(model, zf.chain(zf.sgd(1.0), zf.ema(0.5)))
-        >>> model(torch.ones(1, 1)).sum().backward()
-        >>> opt.step()
-        >>> with opt.averaged():
-        ...     model(torch.ones(1, 1)).item()
-        -0.5
-        >>> model.weight.item()
-        -1.0
+        Examples:
+            >>> import torch, zerofn as zf
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> opt = zf.attach(model, zf.chain(zf.sgd(1.0), zf.ema(0.5)))
+            >>> model(torch.ones(1, 1)).sum().backward()
+            >>> opt.step()
+            >>> with opt.averaged():
+            ...     model(torch.ones(1, 1)).item()
+            -0.5
+            >>> model.weight.item()
+            -1.0
         """
         own = self._own
         own.check("averaged")
@@ -463,15 +465,16 @@ def attach(
         ValueError: the model is attached already, has no parameters, NaN in one, or modules of `torch.jit`; or
             `in_backward` with a transform that needs the full gradient.
 
-    >>> import torch, zerofn as zf
-    >>> model = torch.nn.Linear(2, 1)
-    >>> opt = zf.attach(model, zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(lr=1e-2)))
-    >>> loss = model(torch.ones(4, 2)).square().mean()
-    >>> loss.backward()
-    >>> opt.step()
-    >>> opt.zero_grad()
-    >>> bool(opt.metrics["updated"]), int(opt.state.step)
-    (True, 1)
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = zf.attach(model, zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(lr=1e-2)))
+        >>> loss = model(torch.ones(4, 2)).square().mean()
+        >>> loss.backward()
+        >>> opt.step()
+        >>> opt.zero_grad()
+        >>> bool(opt.metrics["updated"]), int(opt.state.step)
+        (True, 1)
     """
     if not isinstance(model, nn.Module):
         right = "zf.attach(model, tx); for a tree of tensors, zf.init(tx, params) and zf.make_step(loss_fn, tx)"

@@ -1,0 +1,173 @@
+"""What the site has beside the pages: the API, all errors, the change log. A hook of mkdocs (`mkdocs.yml`)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+# The folder in which a name of `zerofn` is defined, and the page that has it.
+PAGES = {
+    "core": "chains",
+    "eager": "training",
+    "pure": "training",
+    "ranks": "ranks",
+    "storage": "saving",
+    "transforms": "transforms",
+    "contrib": "more",
+}
+TITLES = {
+    "chains": "Chains",
+    "training": "Training: attach, init, make_step",
+    "ranks": "Ranks",
+    "saving": "Saving and tables",
+    "transforms": "Transforms",
+    "more": "What few people need",
+}
+
+
+def public(module: ModuleType) -> list[str]:
+    """The names that a module is for: those that it lists, or else those that it defines."""
+    if hasattr(module, "__all__"):
+        return sorted(module.__all__)
+    names = (n for n, x in vars(module).items() if getattr(x, "__module__", None) == module.__name__)
+    return sorted(n for n in names if not n.startswith("_"))
+
+
+def reference() -> dict[str, str]:
+    """The pages of the API, by path."""
+    import zerofn as zf
+
+    names: dict[str, list[str]] = {page: [] for page in TITLES}
+    modules: dict[str, ModuleType] = {}
+    for name in sorted(zf.__all__):
+        found = getattr(zf, name)
+        if isinstance(found, ModuleType):
+            modules[name] = found
+        else:
+            folder = found.__module__.split(".")[1]
+            names[PAGES[folder]].append(f"zerofn.{name}")
+    pages = {f"api/{page}.md": f"# {TITLES[page]}\n\n{_entries(found)}" for page, found in names.items()}
+    for name, module in modules.items():
+        entries = _entries(f"{module.__name__}.{each}" for each in public(module))
+        about = (inspect.getdoc(module) or "").partition("\nExamples:")[0]
+        pages[f"api/{name}.md"] = f"# `zerofn.{name}`\n\n{about}\n\n{entries}"
+    return pages
+
+
+def _entries(names: Iterable[str]) -> str:
+    return "\n".join(map(_entry, names))
+
+
+def _entry(name: str) -> str:
+    """What has a docstring is shown by mkdocstrings. Of a constant or an alias the page of names has a line."""
+    module, _, own = name.rpartition(".")
+    found = getattr(importlib.import_module(module), own)
+    if inspect.isfunction(found) or inspect.isclass(found):
+        return f"::: {name}\n"
+    lines = (ROOT / "docs" / "extend" / "names.md").read_text()
+    line = re.search(rf"^\| `{own}` \| (.*) \|$", lines, re.M)
+    return f"## `{name}` {{#{name}}}\n\n{line[1] if line else ''}\n"
+
+
+# ---------------------------------------------------------------- errors
+
+
+def errors() -> str:
+    """A page of the messages in the sources: the wrong code, why it is wrong, what to write."""
+    lines = [
+        "# Errors",
+        "",
+        "Every message says what was wrong, why, and what to write. This page is made from the sources. `{...}` stands",
+        "for what a message fills in. Search for a few words of yours.",
+    ]
+    for path in sorted((ROOT / "zerofn").rglob("*.py")):
+        found = sorted(set(_messages(ast.parse(path.read_text()))))
+        if found:
+            title = path.relative_to(ROOT / "zerofn").with_suffix("")
+            lines += ["", f"## `{title}`", ""]
+            lines += [line for message in found for line in _shown(*message)]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(wrong: str, why: str, right: str) -> Iterator[str]:
+    yield "```text"
+    yield wrong
+    yield f"  why:   {why}"
+    yield f"  write: {right}"
+    yield "```"
+    yield ""
+
+
+def _messages(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "explain":
+            inside = [f for f in functions if f.lineno <= call.lineno <= (f.end_lineno or 0)]
+            scopes: list[ast.AST] = sorted(inside, key=lambda f: -f.lineno)
+            texts = [_text(a, [*scopes, tree], call.lineno) for a in call.args]
+            if len(texts) == 3 and texts[1] != "{...}":
+                yield texts[0], texts[1], texts[2]
+
+
+def _text(node: ast.AST, scopes: list[ast.AST], before: int) -> str:
+    """What an expression of text says, as far as the source alone tells."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, [], before) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left, scopes, before) + _text(node.right, scopes, before)
+    if isinstance(node, ast.IfExp):
+        return f"{_text(node.body, scopes, before)} | {_text(node.orelse, scopes, before)}"
+    if isinstance(node, ast.Name):
+        for scope in scopes:
+            values = [v for line, v in _assigned(scope, node.id) if line < before]
+            if values:
+                return _text(values[-1], scopes, min(before, values[-1].lineno))
+    return "{...}"
+
+
+def _assigned(scope: ast.AST, name: str) -> list[tuple[int, Any]]:
+    found = []
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=False))
+                found += [(node.lineno, v) for t, v in pairs if isinstance(t, ast.Name) and t.id == name]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+# ---------------------------------------------------------------- mkdocs calls these
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    made = reference()
+    made["errors.md"] = errors()
+    made["changes.md"] = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fences say only their language. What a page links to outside of `docs/` is a name here."""
+    markdown = re.sub(r"^```python no-run$", "```python", markdown, flags=re.M)
+    return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?:examples|notebooks|README)[^)]*\)", r"`\1`", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Notebooks link to pages as they lie in the repository, and would fetch a library for diagrams."""
+    html = re.sub(r'<script type="module">(?:(?!</script>).)*mermaid.*?</script>', "", html, flags=re.S)
+    return re.sub(r'href="\.\./docs/([\w/-]+)\.md', r'href="../../\1/', html)
