@@ -58,22 +58,34 @@ if _TYPE_CHECKING:
     from .storage.tables import describe as describe
     from .storage.tables import plan as plan
     from .transforms.accumulate import accumulate as accumulate
+    from .transforms.adabelief import adabelief as adabelief
+    from .transforms.adafactor import adafactor as adafactor
     from .transforms.adam import adam as adam
     from .transforms.adam import adamw as adamw
+    from .transforms.adan import adan as adan
+    from .transforms.adaptive_clip import adaptive_clip as adaptive_clip
+    from .transforms.add_noise import add_noise as add_noise
+    from .transforms.adopt import adopt as adopt
     from .transforms.building_blocks import add_decayed_weights as add_decayed_weights
     from .transforms.building_blocks import scale_by_adam as scale_by_adam
     from .transforms.building_blocks import scale_by_lr as scale_by_lr
     from .transforms.building_blocks import trace as trace
+    from .transforms.cautious import cautious as cautious
     from .transforms.centralize import centralize as centralize
     from .transforms.clip import clip_by_global_norm as clip_by_global_norm
     from .transforms.clip import clip_by_value as clip_by_value
     from .transforms.ema import ema as ema
+    from .transforms.lamb import lamb as lamb
+    from .transforms.lars import lars as lars
     from .transforms.lion import lion as lion
     from .transforms.loss_scale import scale_loss as scale_loss
     from .transforms.low_precision_adam import low_precision_adam as low_precision_adam
+    from .transforms.mars import mars as mars
     from .transforms.muon import muon as muon
+    from .transforms.nadam import nadam as nadam
     from .transforms.offload import offload as offload
     from .transforms.precision import precision as precision
+    from .transforms.radam import radam as radam
     from .transforms.rmsprop import rmsprop as rmsprop
     from .transforms.sgd import sgd as sgd
     from .transforms.sharding import all_reduce as all_reduce
@@ -153,6 +165,18 @@ _LATER = {
     "reduce_scatter": "transforms.sharding",
     "shard": "transforms.sharding",
     "skip_nonfinite": "transforms.skip_nonfinite",
+    "lamb": "transforms.lamb",
+    "lars": "transforms.lars",
+    "adaptive_clip": "transforms.adaptive_clip",
+    "adabelief": "transforms.adabelief",
+    "nadam": "transforms.nadam",
+    "radam": "transforms.radam",
+    "adan": "transforms.adan",
+    "adopt": "transforms.adopt",
+    "adafactor": "transforms.adafactor",
+    "mars": "transforms.mars",
+    "add_noise": "transforms.add_noise",
+    "cautious": "transforms.cautious",
     "watch": "transforms.watch",
 }
 _MODULES = {

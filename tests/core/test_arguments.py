@@ -74,15 +74,18 @@ class Seed:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two numbers in [0, 1)."""
+    """Two numbers in [0, 1), or as many as `count`."""
+
+    count: int = 2
 
     def good(self) -> st.SearchStrategy:
-        return st.tuples(Number(high=1).good(), Number(high=1).good())
+        return st.tuples(*[Number(high=1).good()] * self.count)
 
     def bad(self) -> st.SearchStrategy:
-        one = Number(high=1)
-        wrong = st.one_of(st.tuples(one.good(), one.bad()), st.tuples(one.bad(), one.good()))
-        return st.one_of(wrong, st.sampled_from([0.9, "ab", None, (), (0.9,), (0.9, 0.9, 0.9), {0.9: 0.99}]))
+        one, rest = Number(high=1), [Number(high=1).good()] * (self.count - 2)
+        wrong = st.one_of(st.tuples(one.good(), one.bad(), *rest), st.tuples(one.bad(), one.good(), *rest))
+        others = [0.9, "ab", None, (), (0.9,), (0.9,) * (self.count + 1), {0.9: 0.99}]
+        return st.one_of(wrong, st.sampled_from(others))
 
 
 NO_NUMBERS = [
@@ -151,6 +154,32 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "lamb": (zf.lamb, ADAM, {}),
+    "lars": (
+        zf.lars,
+        {
+            "lr": LR,
+            "momentum": Number(high=1),
+            "weight_decay": Number(),
+            "trust_coefficient": Number(),
+            "nesterov": Flag(),
+        },
+        {"lr": 0.1},
+    ),
+    "adabelief": (zf.adabelief, ADAM, {}),
+    "nadam": (zf.nadam, {**ADAM, "momentum_decay": Number(), "decoupled_weight_decay": Flag()}, {}),
+    "radam": (zf.radam, {**ADAM, "decoupled_weight_decay": Flag()}, {}),
+    "adan": (zf.adan, {**ADAM, "betas": Pair(3)}, {}),
+    "adopt": (zf.adopt, {**ADAM, "use_clipping": Flag()}, {}),
+    "adafactor": (
+        zf.adafactor,
+        {"lr": LR, "beta2_decay": None, "eps": None, "d": Number(1), "weight_decay": Number()},
+        {},
+    ),
+    "adaptive_clip": (zf.adaptive_clip, {"clipping": POSITIVE, "eps": Number()}, {"clipping": 0.1}),
+    "add_noise": (zf.add_noise, {"eta": Number(), "gamma": Number(), "seed": Seed()}, {"eta": 0.1}),
+    "mars": (zf.mars, {"gamma": Number(), "beta1": Number(high=1)}, {}),
+    "cautious": (zf.cautious, {"transform": None}, {}),
     "scale_by_adam": (zf.scale_by_adam, {"betas": Pair(), "eps": Number()}, {}),
     "trace": (zf.trace, {"decay": Number(high=1), "nesterov": Flag()}, {"decay": 0.9}),
     "add_decayed_weights": (zf.add_decayed_weights, {"weight_decay": Number()}, {}),

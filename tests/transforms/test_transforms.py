@@ -109,6 +109,17 @@ CASES = {
     "skip_nonfinite": zf.skip_nonfinite(),
     "lion": zf.chain(zf.centralize(), zf.lion(0.01, weight_decay=0.1)),
     "rmsprop": zf.rmsprop(0.01, momentum=0.5, centered=True),
+    "lamb": zf.lamb(0.1, weight_decay=0.1),
+    "lars": zf.lars(0.1, weight_decay=0.1),
+    "adabelief": zf.adabelief(0.1, weight_decay=0.1),
+    "nadam": zf.nadam(0.1, weight_decay=0.1),
+    "radam": zf.radam(0.1, betas=(0.9, 0.8), weight_decay=0.1),
+    "adan": zf.adan(0.1, weight_decay=0.1),
+    "adopt": zf.adopt(0.1, weight_decay=0.1),
+    "adafactor": zf.adafactor(0.1),
+    "cautious": zf.chain(zf.cautious(zf.scale_by_adam()), zf.scale_by_lr(0.1)),
+    "cautious optimizer": zf.cautious(zf.adafactor(0.1)),
+    "members": zf.chain(zf.adaptive_clip(0.5), zf.mars(), zf.add_noise(0.1), zf.sgd(0.1)),
     "parts run as one": zf.chain(zf.scale_by_adam(), zf.add_decayed_weights(0.1), zf.scale_by_lr(0.1)),
     "parts": zf.chain(zf.trace(0.9), zf.add_decayed_weights(0.1), zf.scale_by_lr(0.1)),
     "clip_by_value": zf.clip_by_value(0.5),
@@ -142,8 +153,8 @@ CASES = {
 }
 
 
-# The whole of laws for windows of other lengths, beside "accumulate 3".
-SLOW = ("accumulate twice", "accumulate weighted")
+# The whole of laws for windows of other lengths, beside "accumulate 3", and for formulas of elements, beside "adam".
+SLOW = ("accumulate twice", "accumulate weighted", "lars", "adabelief", "nadam", "radam", "adan", "adopt")
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in CASES])

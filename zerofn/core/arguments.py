@@ -87,14 +87,15 @@ def misfit(name: str, value: Any, low: float, high: float) -> str | None:
     return None
 
 
-def check_betas(function: str, betas: Any) -> None:
-    """Raise unless `betas` is a pair of numbers in [0, 1)."""
-    if not isinstance(betas, tuple | list) or len(betas) != 2:
-        why: str | None = f"betas is a pair of numbers, and {betas!r} is none"
+def check_betas(function: str, betas: Any, example: tuple[float, ...] = (0.9, 0.999)) -> None:
+    """Raise unless `betas` is a tuple of numbers in [0, 1), as many as there are in `example`."""
+    if not isinstance(betas, tuple | list) or len(betas) != len(example):
+        kind = "a pair of numbers" if len(example) == 2 else f"{len(example)} numbers"
+        why: str | None = f"betas is {kind}, and {betas!r} is none"
     else:
         why = next(filter(None, (misfit("each of betas", beta, 0.0, 1.0) for beta in betas)), None)
     if why:
-        raise ValueError(explain(f"{function}(betas={betas!r})", why, f"{function}(betas=(0.9, 0.999))"))
+        raise ValueError(explain(f"{function}(betas={betas!r})", why, f"{function}(betas={example!r})"))
 
 
 def given(value: Any) -> bool:
@@ -113,6 +114,13 @@ def check_count(function: str, name: str, value: Any, of: str) -> None:
 def _count(value: Any) -> int:
     number = isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value < 1 << 63
     return round(value) if number else 4
+
+
+def check_seed(function: str, seed: Any) -> None:
+    """Raise unless `seed` is an int of 64 bits. A longer seed would draw the same as its low 64 bits."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
+        why = "a seed is an int of 64 bits, as for torch.manual_seed"
+        raise ValueError(explain(f"{function}(seed={seed!r})", why, f"{function}(seed=0)"))
 
 
 def check_flag(function: str, name: str, value: Any) -> None:

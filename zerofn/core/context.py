@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -325,6 +326,25 @@ class Context:
         sharded. It is for use with each rank's shard of a leaf, like the result of `replicated`.
         """
         return self.reduction.total(number, leaves)
+
+    def total_each(self, rows: Leaves) -> Leaves:
+        """For each leaf, by path, a row of numbers that are sums over its elements, summed over ranks: in one message.
+
+        As `total`, whose result is one number of all leaves. Every rank passes the same paths, in one order.
+        """
+        if not rows:
+            return {}
+        first, lengths = next(iter(rows.values())), [row.numel() for row in rows.values()]
+        wide = functools.reduce(torch.promote_types, [row.dtype for row in rows.values()])
+
+        def listed(here: Leaves) -> Tensor:
+            # Of a leaf that another rank counts nothing is left.
+            both = zip(here.values(), lengths, strict=True)
+            found = [row if row.numel() == length else row.new_zeros(length) for row, length in both]
+            return torch.cat([row.to(first.device, wide) for row in found])
+
+        found = self.total(listed, rows).split(lengths)
+        return {path: x.to(row) for (path, row), x in zip(rows.items(), found, strict=True)}
 
     def report(self, name: str, value: Any) -> None:
         """Show a number in the step's metrics. If several have one name the first one counts, before any clipping.

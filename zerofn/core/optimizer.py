@@ -15,10 +15,11 @@ from torch.autograd import Function
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach_add
 from ..kernels.formulas import NotOnLists, batches, on_lists, once
-from ..kernels.recording import concrete, only_compiled
+from ..kernels.norms import squared_norm
+from ..kernels.recording import concrete, only_compiled, root
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
-from .facts import Facts
+from .facts import Facts, Scope
 from .layout import Layout, Leaves
 from .state import counter
 from .transform import ScalarOrSchedule, Transform, TransformState
@@ -388,6 +389,11 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 # (parameter, gradient, slots by name, what else) -> (new parameter, new slots)
 Formula = Callable[[Tensor, Tensor, dict[str, Tensor], LeafStep], tuple[Tensor, dict[str, Tensor]]]
+# The same formula where it needs norms of whole leaves: (tensors of the leaf, what makes the result of their norms)
+NormFormula = Callable[
+    [Tensor, Tensor, dict[str, Tensor], LeafStep],
+    tuple[Sequence[Tensor], Callable[..., tuple[Tensor, dict[str, Tensor]]]],
+]
 Operator = Callable[[LeafList], bool]
 
 
@@ -395,7 +401,7 @@ def optimizer(
     name: str,
     lr: ScalarOrSchedule,
     slots: Slots,
-    formula: Formula,
+    formula: Formula | NormFormula,
     kernel: Kernel | None = None,
     numbers: Numbers = NONE,
     shared: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
@@ -407,6 +413,7 @@ def optimizer(
     counterpart: type | None = None,
     torch_names: Mapping[str, str] = NONE,
     of_lists: bool = False,
+    of_norms: bool = False,
 ) -> Transform:
     """An optimizer from its formula on one leaf.
 
@@ -441,6 +448,9 @@ def optimizer(
         of_lists: whether the formula may be given lists of leaves (`TensorList`) in place of tensors, on a GPU, so that
             launches do not grow with leaves. It then asks for no path and no offset, and computes with operators and
             with functions of this module, such as `plus`. Where a list lacks an operation it runs leaf by leaf.
+        of_norms: whether the formula needs norms of whole leaves, a trust ratio. It returns tensors of the leaf and a
+            function, which gets the norm of each of them, 0-d, over all ranks that have shards of the leaf, and
+            returns what a formula does. Ranks send two numbers for each leaf, and not the leaf.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -455,7 +465,7 @@ def optimizer(
     kernel_of_graph = graph_kernel or kernel
     in_graph = None if operator is None or kernel_of_graph is None else (operator, kernel_of_graph)
     update = _OptimizerUpdate(
-        name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, in_graph, pulled, of_lists
+        name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, in_graph, pulled, of_lists, of_norms
     )
     facts = Facts(
         optimizes=True,
@@ -469,8 +479,9 @@ def optimizer(
     )
     return Transform(
         name,
-        needs="element",
-        facts=facts,
+        Scope.WHOLE if of_norms else Scope.LEAF,
+        "number" if of_norms else "element",
+        facts,
         init_fn=update.init,
         prepare_fn=update.prepare,
         update_fn=update.update,
@@ -484,7 +495,7 @@ class _OptimizerUpdate:
     name: str
     lr: ScalarOrSchedule
     slots: Slots
-    formula: Formula
+    formula: Formula | NormFormula
     kernel: Kernel | None
     # Plain dicts: the compiler fails at a MappingProxyType where dicts have been written to.
     numbers: dict[str, Any]
@@ -493,6 +504,7 @@ class _OptimizerUpdate:
     in_graph: tuple[Operator, Kernel] | None
     pulled: Pulled | None
     of_lists: bool
+    of_norms: bool
 
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
@@ -535,7 +547,7 @@ class _OptimizerUpdate:
         elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
             new, own = made
         else:
-            new, own = _by_formula(self.formula, derived, given, self.of_lists)
+            new, own = _by_formula(self.formula, derived, given, self.of_lists, self.of_norms)
         return new, {**own, "count": counts}
 
 
@@ -615,7 +627,7 @@ def _with_derivative(
 
 
 def _by_formula(
-    formula: Formula, derived: Derived | None, given: Given, of_lists: bool
+    formula: Any, derived: Derived | None, given: Given, of_lists: bool, of_norms: bool = False
 ) -> tuple[Leaves, TransformState]:
     """New parameters, or directions, and slots by a formula: leaf by leaf, or on a GPU on lists of leaves."""
     grads, params, slots, counts, lr, numbers, common, ctx = given
@@ -624,18 +636,52 @@ def _by_formula(
     dtypes = (x.dtype for p, g in grads.items() for x in (g, params[p]))
     rows = list(each(counts, lr, numbers, derived, ctx.recorded, dtypes))
     on_a_list = _on_lists(formula, rows, given) if of_lists else {}
+    begun = _of_norms(formula, rows, given) if of_norms else None
     for p, count, made in rows:
         if p in on_a_list:
             new[p], after = on_a_list[p]
         else:
-            step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
-            x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
+            if begun is not None:
+                x, after = next(begun)
+            else:
+                step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
+                x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
             # Leaf by leaf, so that no more than one leaf of a donated state is in memory twice.
             new[p] = x if lr is None else ctx.into(params[p], x)
             after = {slot: ctx.into(old[p], after[slot]) for slot, old in slots.items()}
         for slot in slots:
             own[slot][p] = after[slot]
     return new, own
+
+
+# Elements of the leaves whose norms are summed over ranks in one message. What the formula has computed by then is kept
+# for so many, and not for the whole tree.
+TOGETHER = 1 << 26
+
+
+def _of_norms(
+    formula: NormFormula, rows: Sequence[tuple[str, Any, Numbers]], given: Given
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """The results of a formula that needs norms of whole leaves, leaf by leaf."""
+    grads, params, slots, _, lr, numbers, common, ctx = given
+    # Of whole leaves, so that all ranks send as many messages.
+    sizes = {leaf.path: leaf.numel for leaf in ctx.layout.leaves}
+    together: list[tuple[str, Any, Numbers]] = []
+    elements = 0
+    for i, row in enumerate(rows, 1):
+        together.append(row)
+        elements += sizes[row[0]]
+        if i < len(rows) and elements < TOGETHER:
+            continue
+        rest, squares = [], {}
+        for p, count, made in together:
+            step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
+            measured, then = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
+            squares[p] = torch.stack([squared_norm({p: x}) for x in measured])
+            rest.append(then)
+        for then, totals in zip(rest, ctx.total_each(squares).values(), strict=True):
+            yield then(*map(root, totals.unbind()))
+        together, elements = [], 0
 
 
 def _on_lists(
@@ -668,10 +714,11 @@ def _on_lists(
 def direction(
     name: str,
     slots: Slots,
-    formula: Formula,
+    formula: Formula | NormFormula,
     numbers: Numbers = NONE,
     derived: Derived | None = None,
     of_lists: bool = False,
+    of_norms: bool = False,
 ) -> Transform:
     """A transform from a gradient to the direction of a step, from its formula on one leaf.
 
@@ -685,6 +732,7 @@ def direction(
         numbers: hyperparameters of the formula, by name.
         derived: as of `optimizer`; the rate is `None`.
         of_lists: as of `optimizer`.
+        of_norms: as of `optimizer`.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -707,13 +755,14 @@ def direction(
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
         counts = one_more(state["count"], grads, ctx.recorded)
         given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, None, found, {}, ctx)
-        out, own = _by_formula(formula, derived, given, of_lists)
+        out, own = _by_formula(formula, derived, given, of_lists, of_norms)
         return out, {**own, "count": counts}
 
     return Transform(
         name,
-        needs="element",
-        facts=Facts(directs=True, keeps=False),
+        Scope.WHOLE if of_norms else Scope.LEAF,
+        "number" if of_norms else "element",
+        Facts(directs=True, keeps=False),
         init_fn=init,
         prepare_fn=prepare,
         update_fn=update,

@@ -152,7 +152,8 @@ def _settable(run: _Run) -> str:
     facts = run.t.facts
     if facts.rate is not None:
         rate = 2 * facts.rate + 0.01 if isinstance(facts.rate, float) else 0.125
-        if _same(run.last()[0], run.last(lr={"": rate})[0]):
+        # Two steps: the first may only begin a state.
+        if _same(run.last(windows=2)[0], run.last(windows=2, lr={"": rate})[0]):
             return f"rate={facts.rate!r} says that its rate is set from outside. It does not use ctx.lr[ctx.prefix]."
     for name, value in facts.settable:
         numbers = {"": {name: tuple(map(_other, value)) if isinstance(value, tuple) else _other(value)}}

@@ -184,6 +184,11 @@ def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, A
     return {"down": -lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
 
 
+def unbiased(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Corrections for moments that start at zero: a factor of the first, a divisor of the root of the second one."""
+    return {"size": 1 / (1 - numbers["beta1"] ** count), "spread": (1 - numbers["beta2"] ** count) ** 0.5}
+
+
 _KIND = attrgetter("dtype", "device")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from ..extend import (
     plus_product,
     transform,
 )
-from .adam import check_adam, with_moment_check
+from .adam import check_adam, unbiased, with_moment_check
 
 
 @transform
@@ -58,10 +57,6 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
     """
     check_adam("scale_by_adam", 0.0, betas, eps, 0.0)
 
-    def corrections(count: Any, rate: None, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        beta1, beta2, _ = numbers.values()
-        return {"size": 1 / (1 - beta1**count), "spread": (1 - beta2**count) ** 0.5}
-
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         dtype = torch.promote_types(p.dtype, torch.float32)
         g, m, v = (t.to(dtype) for t in (g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
@@ -72,9 +67,7 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
         return size * m / (moment_root(v) / spread + small), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
-    built = direction(
-        "scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers, corrections, of_lists=True
-    )
+    built = direction("scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers, unbiased, of_lists=True)
     return with_moment_check(built)
 
 

@@ -26,6 +26,7 @@ from ..extend import (
     adam_operator,
     adam_update,
     check_dtype,
+    check_seed,
     counter,
     has_kernel,
     known_formats,
@@ -199,10 +200,7 @@ def _check_arguments(state_dtype: torch.dtype, rounding: str, seed: int) -> None
                 f"low_precision_adam(rounding={rounding!r})", f"rounding is one of {known}", "rounding='stochastic'"
             )
         )
-    if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 64:
-        # A longer seed would draw the same as its low 64 bits.
-        why = "a seed is an int of 64 bits, as for torch.manual_seed"
-        raise ValueError(explain(f"low_precision_adam(seed={seed!r})", why, "low_precision_adam(seed=0)"))
+    check_seed("low_precision_adam", seed)
 
 
 def _check_leaves(leaves: Leaves, rounding: str, state_dtype: torch.dtype) -> None:

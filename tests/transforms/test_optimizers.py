@@ -1,0 +1,351 @@
+"""Optimizers and members of their papers: against loops in float64 written from the papers, and against torch.optim.
+
+One table has for each of them a transform and its formula on one leaf. Every test runs over it.
+"""
+
+import functools
+
+import pytest
+import torch
+from stages import around
+from time_limits import limit
+from torch.func import functional_call
+
+import zerofn as zf
+
+F64, BF16 = torch.float64, torch.bfloat16
+LR = 0.05
+
+
+def draw(shape, seed, dtype=F64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+
+
+# ---- formulas: from a leaf to a function (parameter, gradient, update) -> new parameter, which keeps its state ----
+
+
+def zeros(p, names):
+    return {name: torch.zeros_like(p) for name in names}
+
+
+def ratio(a, b):
+    return a / b if a > 0 and b > 0 else 1.0
+
+
+def lamb(p):
+    s = zeros(p, "mv")
+
+    def step(p, g, t):
+        s["m"], s["v"] = 0.9 * s["m"] + 0.1 * g, 0.99 * s["v"] + 0.01 * g**2
+        u = (s["m"] / (1 - 0.9**t)) / ((s["v"] / (1 - 0.99**t)).sqrt() + 1e-6) + 0.1 * p
+        return p - LR * ratio(p.norm(), u.norm()) * u
+
+    return step
+
+
+def lars(p, nesterov=False):
+    s = zeros(p, "m")
+
+    def step(p, g, t):
+        u = LR * ratio(0.3 * p.norm(), g.norm() + 0.1 * p.norm()) * (g + 0.1 * p)
+        s["m"] = 0.9 * s["m"] + u
+        return p - (u + 0.9 * s["m"] if nesterov else s["m"])
+
+    return step
+
+
+def adaptive_clip(p):
+    def norm(x):
+        return x.flatten(1).norm(dim=1).view(-1, *[1] * (x.ndim - 1)) if x.ndim > 1 else x.norm()
+
+    def step(p, g, t):
+        most = 0.3 * norm(p).clamp(min=1e-3)
+        return p - LR * torch.where(norm(g) > most, g * most / norm(g), g)
+
+    return step
+
+
+def adabelief(p):
+    s = zeros(p, "mv")
+
+    def step(p, g, t):
+        s["m"] = 0.9 * s["m"] + 0.1 * g
+        s["v"] = 0.99 * s["v"] + 0.01 * (g - s["m"]) ** 2 + 1e-8
+        m, v = s["m"] / (1 - 0.9**t), s["v"] / (1 - 0.99**t)
+        return p * (1 - LR * 0.1) - LR * m / (v.sqrt() + 1e-8)
+
+    return step
+
+
+def adan(p):
+    s = zeros(p, "mwng")
+
+    def step(p, g, t):
+        d = g - s["g"] if t > 1 else torch.zeros_like(g)
+        s["g"], s["m"], s["w"] = g, 0.9 * s["m"] + 0.1 * g, 0.8 * s["w"] + 0.2 * d
+        s["n"] = 0.7 * s["n"] + 0.3 * (g + 0.8 * d) ** 2
+        u = s["m"] / (1 - 0.9**t) + 0.8 * s["w"] / (1 - 0.8**t)
+        return (p - LR * u / ((s["n"] / (1 - 0.7**t)).sqrt() + 1e-8)) / (1 + LR * 0.1)
+
+    return step
+
+
+def adopt(p, clipped=True):
+    s = zeros(p, "mv")
+
+    def step(p, g, t):
+        if t == 1:
+            s["v"] = g**2
+            return p
+        u, most = g / s["v"].sqrt().clamp(min=1e-6), (t - 1) ** 0.25
+        s["m"] = 0.9 * s["m"] + 0.1 * (u.clamp(-most, most) if clipped else u)
+        s["v"] = 0.99 * s["v"] + 0.01 * g**2
+        return p * (1 - LR * 0.1) - LR * s["m"]
+
+    return step
+
+
+def mars(p):
+    s, adam = {}, adamw(p)
+
+    def step(p, g, t):
+        c = g + 0.5 * 0.9 / (1 - 0.9) * (g - s.get("g", g))
+        s["g"] = g
+        return adam(p, c / max(1.0, float(c.norm())), t)
+
+    return step
+
+
+def adamw(p, decay=0.0):
+    s = zeros(p, "mv")
+
+    def step(p, g, t):
+        s["m"], s["v"] = 0.9 * s["m"] + 0.1 * g, 0.99 * s["v"] + 0.01 * g**2
+        return p - LR * ((s["m"] / (1 - 0.9**t)) / ((s["v"] / (1 - 0.99**t)).sqrt() + 1e-8) + decay * p)
+
+    return step
+
+
+def cautious_adamw(p, by_parts=True):
+    adam = adamw(p, 0.0 if by_parts else 0.1)
+
+    def step(p, g, t):
+        u = p - adam(p, g, t)
+        mask = (u * g > 0).double()
+        u = u * mask / mask.mean().clamp(min=1e-3)
+        return p - u - (LR * 0.1 * p if by_parts else 0.0)
+
+    return step
+
+
+def by_torch(cls, **options):
+    def make(p):
+        leaf = p.clone().requires_grad_()
+        opt = cls([leaf], lr=LR, **options)
+
+        def step(p, g, t):
+            leaf.grad = g.clone()
+            opt.step()
+            return leaf.detach().clone()
+
+        return step
+
+    return make
+
+
+BETAS = (0.9, 0.99)
+ADAM = {"lr": LR, "betas": BETAS, "eps": 1e-8}
+TABLE = {
+    "lamb": (zf.lamb(LR, BETAS, weight_decay=0.1), lamb),
+    "lars": (zf.lars(LR, weight_decay=0.1, trust_coefficient=0.3), lars),
+    "lars nesterov": (
+        zf.lars(LR, weight_decay=0.1, trust_coefficient=0.3, nesterov=True),
+        functools.partial(lars, nesterov=True),
+    ),
+    "adaptive_clip": (zf.chain(zf.adaptive_clip(0.3), zf.sgd(LR)), adaptive_clip),
+    "adabelief": (zf.adabelief(**{**ADAM, "eps": 1e-8}, weight_decay=0.1), adabelief),
+    "nadam": (zf.nadam(**ADAM, weight_decay=0.1), by_torch(torch.optim.NAdam, betas=BETAS, weight_decay=0.1)),
+    "nadam decoupled": (
+        zf.nadam(**ADAM, weight_decay=0.1, momentum_decay=0.1, decoupled_weight_decay=True),
+        by_torch(torch.optim.NAdam, betas=BETAS, weight_decay=0.1, momentum_decay=0.1, decoupled_weight_decay=True),
+    ),
+    "radam": (zf.radam(**ADAM, weight_decay=0.1), by_torch(torch.optim.RAdam, betas=BETAS, weight_decay=0.1)),
+    # Here the second moment is never known; there only in the last updates.
+    "radam never known": (zf.radam(LR, (0.9, 0.6)), by_torch(torch.optim.RAdam, betas=(0.9, 0.6))),
+    "radam decoupled": (
+        zf.radam(**ADAM, weight_decay=0.1, decoupled_weight_decay=True),
+        by_torch(torch.optim.RAdam, betas=BETAS, weight_decay=0.1, decoupled_weight_decay=True),
+    ),
+    "adan": (zf.adan(LR, (0.9, 0.8, 0.7), weight_decay=0.1), adan),
+    "adafactor": (zf.adafactor(LR, weight_decay=0.1), by_torch(torch.optim.Adafactor, weight_decay=0.1)),
+    "adafactor clipped": (
+        zf.adafactor(LR, -0.5, (1e-2, 0.1), 1.5),
+        by_torch(torch.optim.Adafactor, beta2_decay=-0.5, eps=(1e-2, 0.1), d=1.5),
+    ),
+    "adopt": (zf.adopt(LR, BETAS, weight_decay=0.1), adopt),
+    "adopt unclipped": (
+        zf.adopt(LR, BETAS, weight_decay=0.1, use_clipping=False),
+        functools.partial(adopt, clipped=False),
+    ),
+    "mars": (zf.chain(zf.mars(0.5, 0.9), zf.adamw(**ADAM, weight_decay=0.0)), mars),
+    "cautious": (
+        zf.chain(zf.cautious(zf.scale_by_adam(BETAS)), zf.add_decayed_weights(0.1), zf.scale_by_lr(LR)),
+        cautious_adamw,
+    ),
+    "cautious optimizer": (
+        zf.cautious(zf.adamw(**ADAM, weight_decay=0.1)),
+        functools.partial(cautious_adamw, by_parts=False),
+    ),
+}
+SHAPES = {"w": (6, 4), "b": (5,), "g": (), "kernel": (3, 2, 2, 2), "none": (0, 3)}
+STEPS = 7
+
+
+def expected(make, params, gradients):
+    steps, found = {k: make(p) for k, p in params.items() if p.numel()}, dict(params)
+    for t, grads in enumerate(gradients, 1):
+        found |= {k: step(found[k], grads[k], t) for k, step in steps.items()}
+    return found
+
+
+def leaves(seed, dtype=F64, size=1.0):
+    return {k: draw(s, 10 * seed + i, dtype) * size for i, (k, s) in enumerate(SHAPES.items())}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_formula_in_float64(name):
+    tx, make = TABLE[name]
+    params = leaves(0)
+    # Small and large ones: below and above where something is clipped.
+    gradients = [leaves(1 + i, size=(0.05, 1.0, 4.0)[i % 3]) for i in range(STEPS)]
+    want, state = expected(make, params, gradients), zf.init(tx, params)
+    for grads in gradients:
+        state, _ = zf.update(tx, grads, state)
+    # torch keeps the product of NAdam's momenta in fp32, and so does this.
+    bound = 1e-6 if "nadam" in name else 1e-10
+    for k, p in params.items():
+        assert p.numel() == 0 or (want[k] - p).abs().max() > 1e-3
+        torch.testing.assert_close(state.params[k] - p, want[k] - p, rtol=bound, atol=bound * LR)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.filterwarnings("ignore:.*stored in bf16")
+def test_two_updates_in_narrow_storage(name, dtype):
+    """Each rounds a parameter once, and what it keeps once; nothing is computed in 16 bits."""
+    tx, make = TABLE[name]
+    params, gradients = leaves(0, dtype), [leaves(1 + i, dtype) for i in range(2)]
+    state = zf.init(tx, params)
+    for grads in gradients:
+        state, _ = zf.update(tx, grads, state)
+    wide = {k: p.double() for k, p in params.items()}
+    want = expected(make, wide, [{k: g.double() for k, g in grads.items()} for grads in gradients])
+    unit = torch.finfo(dtype).eps
+    for k, p in state.params.items():
+        assert p.dtype == dtype
+        # Of a sum that nearly vanishes the rounding shows; cautious leaves out what then has another sign.
+        torch.testing.assert_close(p.double(), want[k], rtol=2 * unit, atol=2 * unit + 10 * LR * unit)
+
+
+# ---- at every stage, by both routes, on one to three ranks ----
+
+
+class UnevenLeaves(torch.nn.Module):
+    """Leaves that ranks cannot halve, and one without rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 5), torch.nn.Linear(5, 3)])
+        self.gain = torch.nn.Parameter(torch.tensor(0.8))
+        self.to(F64)
+
+    def forward(self, x):
+        return self.layers[1](torch.tanh(self.layers[0](x))) * self.gain
+
+
+AT_RANKS = {name: tx for name, (tx, _) in TABLE.items()} | {
+    "add_noise": zf.chain(zf.add_noise(0.01), zf.sgd(LR)),
+}
+STAGES = ("ZeRO-3", "ZeRO-2", "ZeRO-1", "data parallel")
+
+
+def batches(step, ranks):
+    return [(draw((8, 5), 100 * step + r), draw((8, 3), 100 * step + 50 + r)) for r in ranks]
+
+
+def trained(name, stage, route, ranks, size, start=None, steps=range(4), directory=None):
+    """The parameters after four steps on the data of these ranks; halfway the state is saved, if it is told where."""
+    model, tx = UnevenLeaves(), zf.chain(*around(stage), AT_RANKS[name])
+
+    def loss(params, step):
+        found = [(functional_call(model, params, (x,)) - y).square().mean() for x, y in batches(int(step), ranks)]
+        return sum(found) / len(ranks)
+
+    if route == "eager":
+        opt = zf.attach(model, tx)
+        for step in steps:
+            (sum((model(x) - y).square().mean() for x, y in batches(step, ranks)) / len(ranks)).backward()
+            opt.step()
+            opt.zero_grad()
+        return {k: p.detach().clone() for k, p in opt.detach().named_parameters()}
+    state = zf.init(tx, {k: p.detach() for k, p in model.named_parameters()})
+    state = state if start is None else zf.load(start, like=state)
+    one = zf.make_step(loss, tx)
+    for step in steps:
+        state, _ = one(state, torch.tensor(step))
+        if directory is not None and step == 1:
+            zf.save(directory, state)
+    return {k: x.clone() for k, x in zf.full_params(tx, state).items()}
+
+
+def on_a_rank(cells, directory):
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return [
+        trained(*cell, [rank], size, directory=f"{directory}/{i}" if cell[2] == "pure" else None)
+        for i, cell in enumerate(cells)
+    ]
+
+
+EVERY = [(name, stage, route) for name in AT_RANKS for stage in STAGES for route in ("eager", "pure")]
+# Without the variants, whose names have a space.
+SOME = [(x, STAGES[i % 3], ("eager", "pure")[i % 2]) for i, x in enumerate(x for x in AT_RANKS if " " not in x)]
+
+
+@pytest.mark.parametrize(
+    ("cells", "size"),
+    [(SOME, 2), *(pytest.param(EVERY, size, marks=pytest.mark.slow) for size in (2, 3))],
+    ids=["some on 2", "all on 2", "all on 3"],
+)
+def test_stages_are_one_process(cells, size, tmp_path):
+    """Also of a run that is saved on the ranks, and goes on in one process."""
+    found = zf.launch(on_a_rank, size, cells, str(tmp_path), timeout=limit(60 if len(cells) < 50 else 300))
+    wrong = []
+    for i, (name, stage, route) in enumerate(cells):
+        want = trained(name, "one process", "pure", range(size), 1)
+        got = [ranks[i] for ranks in found]
+        if route == "pure":
+            more = dict(start=f"{tmp_path}/{i}", steps=range(2, 4))
+            got.append(trained(name, "one process", "pure", range(size), 1, **more))
+        # A sum over ranks in another order, in float64; of NAdam one number is kept in fp32.
+        worst = [max(float((x[k] - want[k]).abs().max()) for k in want) for x in got]
+        wrong += [(name, stage, route, worst)] if not max(worst) < 1e-9 else []
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: zf.adafactor(eps=1e-3), r"adafactor\(eps=0.001\)"),
+        (lambda: zf.adafactor(eps=(1e-3, None)), r"eps is a pair of numbers"),
+        (lambda: zf.adafactor(beta2_decay=0.8), r"beta2_decay must lie in \[-1, 0\)"),
+        (lambda: zf.adan(betas=(0.9, 0.99)), r"betas is 3 numbers"),
+        (lambda: zf.cautious(zf.chain(zf.scale_by_adam(), zf.scale_by_lr(0.1))), r"cautious\(chain\(...\)\)"),
+        (lambda: zf.cautious(zf.accumulate(2)), r"cautious\(accumulate\(...\)\)"),
+        (lambda: zf.init(zf.lamb(), {"w": torch.zeros(2, dtype=torch.float16)}), "lamb: squared gradients fall below"),
+        (lambda: zf.attach(torch.nn.Linear(2, 2), zf.lamb(), in_backward=True), "lamb"),
+    ],
+)
+def test_what_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

@@ -1,0 +1,92 @@
+"""`lamb`: Adam's direction in each leaf, as long as the leaf itself, for large batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..extend import (
+    LeafStep,
+    ScalarOrSchedule,
+    Transform,
+    like,
+    moment_root,
+    optimizer,
+    plus,
+    plus_product,
+    transform,
+)
+from .adam import check_adam, unbiased, with_moment_check
+
+
+@transform
+def lamb(
+    lr: ScalarOrSchedule = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """LAMB (You et al., 2020, "Large Batch Optimization for Deep Learning", algorithm 2), with `phi(z) = z`.
+
+    `m = b1 m + (1 - b1) g`; `v = b2 v + (1 - b2) g^2`; `u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) +
+    weight_decay * p`; `p -= lr * norm(p) / norm(u) * u`, where the norms are those of the whole leaf, and their ratio
+    is 1 if one of them is 0. Where leaves are sharded, ranks send two numbers for each leaf.
+
+    Args:
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update). It is
+            the length of an update as a part of the length of the leaf.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled from the gradient; inside of the norm.
+
+    Raises:
+        ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
+
+    Warns:
+        UserWarning: a parameter is stored in bf16. It comes when the state is made or planned.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> state = zf.init(zf.lamb(lr=0.5), {"w": torch.full((4,), 3.0)})
+        >>> zf.update(zf.lamb(lr=0.5), {"w": torch.ones(4)}, state)[0].params["w"]  # half as long: 3 - 0.5 * 6 / 2
+        tensor([1.5000, 1.5000, 1.5000, 1.5000])
+
+    Notes:
+        Biases and gains are often left out: `zf.partition({"matrix": zf.lamb(), "rest": zf.adamw()}, labels)`. It does
+        not run within backward.
+    """
+    check_adam("lamb", lr, betas, eps, weight_decay)
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        x, g, m, v = (t.to(dtype) for t in (p, g, slots["exp_avg"], slots["exp_avg_sq"]))
+        beta1, beta2, small, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
+        size, spread = (at.scalar(number, x) for number in at.derived.values())
+        m = plus(m, 1 - beta1, g - m)
+        v = plus_product(v * beta2, 1 - beta2, g, g)
+        u = plus(size * m / (moment_root(v) / spread + small), decay, x)
+
+        def step(length: Tensor, of_update: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            new = x - rate * trust_ratio(length, of_update) * u
+            return new.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
+
+        return (x, u), step
+
+    slots = {"exp_avg": like, "exp_avg_sq": like}
+    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+    settable = {"betas": tuple(betas), "weight_decay": weight_decay}
+    more: Any = dict(settable=settable, derived=unbiased, of_norms=True)
+    return with_moment_check(optimizer("lamb", lr, slots, formula, numbers=numbers, **more))
+
+
+def trust_ratio(length: Tensor, of_update: Tensor) -> Tensor:
+    """The quotient of two norms, 1 if one of them is 0; all 0-d.
+
+    >>> trust_ratio(torch.tensor(6.0), torch.tensor(2.0)), trust_ratio(torch.tensor(6.0), torch.tensor(0.0))
+    (tensor(3.), tensor(1.))
+    """
+    both = (length > 0) & (of_update > 0)
+    # The divisor that is not chosen is finite too, for its derivative.
+    return torch.where(both, length / torch.where(both, of_update, 1.0), 1.0)

@@ -1,0 +1,60 @@
+"""`mars`: gradients corrected by those before them, for any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..extend import LeafStep, Transform, check_number, direction, like, plus, transform, where
+
+
+@transform
+def mars(gamma: float = 0.025, beta1: float = 0.95) -> Transform:
+    """Variance reduction as in MARS (Yuan et al., 2024), by the gradient before in place of a second one.
+
+    `c = g + gamma * beta1 / (1 - beta1) * (g - g_before)`, where `g_before` is `g` at first; `c /= max(1, norm(c))`, by
+    the norm of the whole leaf. MARS-AdamW is `chain(mars(), adamw(3e-3, betas=(0.95, 0.99)))`. Where leaves are
+    sharded, ranks send one number for each leaf. The gradient before is kept in the stored dtype of the parameters.
+
+    Args:
+        gamma: how much of the change is added.
+        beta1: decay of the first moment of the optimizer that follows, in [0, 1).
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.mars(gamma=0.5, beta1=0.5), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> for size in (0.1, 0.3):
+        ...     state, _ = zf.update(tx, {"w": torch.full((1,), size)}, state)
+        >>> state.params["w"]  # -(0.1) - (0.3 + 0.5 * 0.2)
+        tensor([-0.5000])
+
+    Notes:
+        The authors use it for matrices, and plain AdamW for the rest: `zf.masked(zf.mars(), mask)`.
+    """
+    check_number("mars", "gamma", gamma)
+    check_number("mars", "beta1", beta1, high=1.0)
+
+    def share(count: Any, rate: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        return {"share": numbers["gamma"] * numbers["beta1"] / (1 - numbers["beta1"])}
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
+        wide = g.to(torch.promote_types(g.dtype, torch.float32))
+        of_change = at.scalar(at.derived["share"], wide)
+        before = slots["previous_grad"].to(wide.dtype)
+        c = where(at.count == 1, lambda: wide, lambda: plus(wide, of_change, wide - before))
+
+        def clipped(norm: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            out = c / norm.clamp(min=1.0)
+            return out.to(g.dtype), {"previous_grad": g.to(slots["previous_grad"].dtype, copy=True)}
+
+        return (c,), clipped
+
+    numbers = {"gamma": gamma, "beta1": beta1}
+    return direction("mars", {"previous_grad": like}, formula, numbers, share, of_norms=True)

@@ -1,0 +1,93 @@
+"""`nadam`: Adam with Nesterov's momentum, the arithmetic of `torch.optim.NAdam`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..extend import (
+    LeafStep,
+    ScalarOrSchedule,
+    Transform,
+    check_flag,
+    check_number,
+    given,
+    like,
+    moment_root,
+    optimizer,
+    plus,
+    plus_product,
+    transform,
+)
+from .adam import check_adam, unbiased, with_moment_check
+
+
+@transform
+def nadam(
+    lr: ScalarOrSchedule = 2e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum_decay: float = 4e-3,
+    decoupled_weight_decay: bool = False,
+) -> Transform:
+    """NAdam (Dozat, 2016, "Incorporating Nesterov Momentum into Adam"), as `torch.optim.NAdam`.
+
+    `g += weight_decay * p`, or with `decoupled_weight_decay` `p *= 1 - lr * weight_decay`; `m` and `v` as in `adam`;
+    `mu(t) = b1 (1 - 0.96^(t * momentum_decay) / 2)`; `M` is the product of `mu(1) ... mu(t)`; `p -= lr * ((1 - mu(t)) /
+    (1 - M) * g + mu(t + 1) / (1 - M * mu(t + 1)) * m) / (sqrt(v / (1 - b2^t)) + eps)`. The product is kept for each
+    leaf, in fp32.
+
+    Args:
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: L2 penalty, or decoupled.
+        momentum_decay: how fast the momentum comes to `betas[0]` from half of it.
+        decoupled_weight_decay: whether the decay is AdamW's.
+
+    Raises:
+        ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
+
+    Warns:
+        UserWarning: a parameter is stored in bf16. It comes when the state is made or planned.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> state = zf.init(zf.nadam(lr=0.1), {"w": torch.zeros(1)})
+        >>> zf.update(zf.nadam(lr=0.1), {"w": torch.ones(1)}, state)[0].params["w"]
+        tensor([-0.1056])
+    """
+    check_adam("nadam", lr, betas, eps, weight_decay)
+    check_number("nadam", "momentum_decay", momentum_decay)
+    check_flag("nadam", "decoupled_weight_decay", decoupled_weight_decay)
+
+    def momenta(count: Any, rate: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        now, then = (numbers["beta1"] * (1 - 0.5 * 0.96 ** (t * numbers["momentum_decay"])) for t in (count, count + 1))
+        return {"now": now, "then": then, "spread": unbiased(count, rate, numbers)["spread"]}
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        x, g, m, v = (t.to(dtype) for t in (p, g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
+        beta1, beta2, small, decay, _, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
+        now, then, spread = (at.scalar(number, x) for number in at.derived.values())
+        if decoupled_weight_decay:
+            x = x * (1 - rate * decay)
+        elif given(decay):
+            g = plus(g, decay, x)
+        m = plus(m, 1 - beta1, g - m)
+        v = plus_product(v * beta2, 1 - beta2, g, g)
+        product = slots["mu_product"] * at.scalar(at.derived["now"], slots["mu_product"])
+        of_grad, of_moment = (at.scalar(n, x) for n in ((1 - now) / (1 - product), then / (1 - product * then)))
+        x = x - rate * (of_grad * g + of_moment * m) / (moment_root(v) / spread + small)
+        return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype), "mu_product": product}
+
+    # Numbers are kept where counters are, on the CPU.
+    slots = {"exp_avg": like, "exp_avg_sq": like, "mu_product": lambda x: torch.ones((), dtype=torch.float32)}
+    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+    settable = {"betas": tuple(betas), "weight_decay": weight_decay}
+    more: Any = dict(numbers={**numbers, "momentum_decay": momentum_decay}, settable=settable, derived=momenta)
+    return with_moment_check(optimizer("nadam", lr, slots, formula, **more))
