@@ -265,7 +265,8 @@ def test_public_signatures():
     assert arguments(zf.adamw)[:4] == ["lr", "betas", "eps", "weight_decay"]
     low = ["lr", "betas", "eps", "weight_decay", "state_dtype", "rounding", "seed"]
     assert arguments(zf.low_precision_adam) == low
-    assert arguments(zf.offload) == ["transform", "device"] and arguments(zf.masked) == ["transform", "mask"]
+    assert arguments(zf.offload) == ["transform", "device", "compute", "master_dtype"]
+    assert arguments(zf.masked) == ["transform", "mask"]
     assert arguments(zf.leafwise) == ["function", "init", "optimizer", "needs"]
     assert arguments(zf.guest) == ["transformation", "needs"]
     assert arguments(zf.partition) == ["transforms", "labels"] and arguments(zf.ema) == ["decay"]

@@ -17,8 +17,8 @@ WAITS: dict[str, tuple[int, str]] = {
     "scale, overflow": (1, "as above; and the first leaf that overflowed is found"),
     "skip nonfinite": (1, "as above"),
     "clip over pipelines": (1, "what a function of the user's returns is checked before it is used"),
-    "offload": (1, "copies to the host are waited for at the end of the step"),
-    "offload, low precision": (1, "as above"),
+    "clip, on the host": (1, "the host computes, so it waits for each bucket of gradients"),
+    "on the host, masters": (1, "as above"),
 }
 
 # Launches of one step of an attached model with 148 leaves, none of which may grow. A second number is the aim, where
@@ -53,6 +53,9 @@ LAUNCHES: dict[str, int | tuple[int, int]] = {
     "skip nonfinite": (23, 16),
     "offload": (13, 10),
     "offload, low precision": 6,
+    "offload, chain": (23, 20),
+    "clip, on the host": 22,
+    "on the host, masters": 15,
 }
 
 
@@ -90,6 +93,13 @@ def test_launches_do_not_grow(device, pipeline):
     assert found["launches"] <= now, found["by"]
     # A budget that is met by far is a budget to lower.
     assert found["launches"] > now - 3, f"{found['launches']} launches: lower the budget of {now}"
+
+
+@pytest.mark.parametrize("pipeline", ["offload", "offload, chain"])
+@pytest.mark.parametrize("route", ["attached", "pure"])
+def test_offloaded_states_are_copied_in_buckets(device, pipeline, route):
+    """One copy each way for each transform that has a state by leaf: all 148 leaves are in one bucket."""
+    assert ask(device, "counts", route, pipeline, leaves=148)["copies"] == {"offload": 2, "offload, chain": 4}[pipeline]
 
 
 @pytest.mark.parametrize("pipeline", ["adamw", "clip, low precision", "sgd, momentum", "lion"])

@@ -95,7 +95,9 @@ from zerofn.kernels.recording import (
 from zerofn.ranks.group import Group
 
 if _TYPE_CHECKING:
+    from zerofn.core.offload import MASTERS as MASTERS
     from zerofn.core.offload import Conveyor as Conveyor
+    from zerofn.core.offload import update_on_host as update_on_host
     from zerofn.core.state_entries import Entry as Entry
     from zerofn.core.state_entries import entries as entries
     from zerofn.core.state_entries import rebuild as rebuild
@@ -120,7 +122,9 @@ if _TYPE_CHECKING:
 
 # What few transforms need is imported when it is asked for, so that one process loads no collectives for `adamw`.
 _LATER = {
+    "MASTERS": "zerofn.core.offload",
     "Conveyor": "zerofn.core.offload",
+    "update_on_host": "zerofn.core.offload",
     "Entry": "zerofn.core.state_entries",
     "entries": "zerofn.core.state_entries",
     "rebuild": "zerofn.core.state_entries",
@@ -163,6 +167,7 @@ __all__ = [
     "FIRST_FORMAT",
     "FORMAT",
     "FORMAT_ENTRY",
+    "MASTERS",
     "NOT_REDUCED",
     "OF_ITS_OWN",
     "ONE_OF_TWO",
@@ -284,6 +289,7 @@ __all__ = [
     "typed",
     "unflatten",
     "unknown_keyword",
+    "update_on_host",
     "users_line",
     "values_by_path",
     "watches_parameters",

@@ -25,9 +25,6 @@ class FakeTensor:
         assert non_blocking
         self.log.append(("copy", self.name, source.name))
 
-    def record_stream(self, stream: Any) -> None:
-        self.log.append(("keep until copied", self.name, stream.name))
-
 
 class FakeStream:
     def __init__(self, log: list[Any], name: str):
@@ -64,7 +61,7 @@ def log(monkeypatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_copy_waits_for_what_was_computed_and_keeps_the_memory_of_the_device(log, there):
+def test_a_copy_waits_for_what_was_computed_and_keeps_memory_until_the_device_has_waited(log, there):
     host, device = FakeTensor(log, "host's", "cpu"), FakeTensor(log, "device's", "cuda:0")
     pair: Any = (device, host) if there else (host, device)
     copy = CopyQueue(HERE).copy([pair])
@@ -73,12 +70,12 @@ def test_a_copy_waits_for_what_was_computed_and_keeps_the_memory_of_the_device(l
         ("on", "copies"),
         ("copy", pair[0].name, pair[1].name),
         ("off", "copies"),
-        ("keep until copied", "device's", "copies"),
         ("copies", "records"),
     ]
     log.clear()
+    assert copy.pairs == [pair]
     copy.wait_on_device()
-    assert log == [("compute", "waits for", "the event")]
+    assert log == [("compute", "waits for", "the event")] and not copy.pairs
     copy.wait_on_host()
     assert log[1:] == [("host", "waits for", "the event")]
 

@@ -199,6 +199,11 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
         ),
         zf.offload(zf.ema(0.9)),
     ),
+    "offload, on the host": lambda: zf.chain(
+        zf.precision(**HALF),
+        zf.clip_by_global_norm(1.0),
+        zf.offload(zf.chain(zf.accumulate(2), zf.adamw(LR), zf.ema(0.9)), compute="host", master_dtype=FP32),
+    ),
     "offload, guest": lambda: zf.chain(zf.offload(torchopt.adam(lr=1e-2))),
     "masked, partition": lambda: zf.chain(
         zf.masked(zf.clip_by_value(0.01), lambda path, *_: "weight" in path),

@@ -107,6 +107,11 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
     "skip nonfinite": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-3)),
     "offload": lambda: zf.offload(zf.adamw(1e-3)),
     "offload, low precision": lambda: low(zf.offload(zf.low_precision_adam(1e-3))),
+    "offload, chain": lambda: zf.chain(
+        zf.offload(zf.chain(zf.accumulate(1), zf.clip_by_global_norm(1.0), zf.adamw(1e-3), zf.ema(0.9)))
+    ),
+    "clip, on the host": lambda: zf.chain(zf.clip_by_global_norm(1.0), zf.offload(zf.adamw(1e-3), compute="host")),
+    "on the host, masters": lambda: low(zf.offload(zf.adamw(1e-3), compute="host", master_dtype=torch.float32)),
 }
 
 

@@ -141,6 +141,18 @@ def _of_a_bucket(call: str) -> ValueError:
     return ValueError(explain(f"{call} in an update_fn that treats leaves alone", why, right))
 
 
+class UnderWay(Protocol):
+    """Copies into a new state, of which some may wait for more leaves."""
+
+    def send(self) -> Any:
+        """Begin all of them. Returns the copy, which `State` waits for when somebody looks at it."""
+        ...
+
+    def wait_on_host(self) -> None:
+        """Begin all of them, and return once they have ended."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Context:
     """The argument of every update half besides gradients, state and parameters.
@@ -167,7 +179,7 @@ class Context:
         norms: norms of gradients for a metric; not used in a step that is recorded.
         comes: whether an update reaches this transform in this step; a tensor in a graph or under `vmap`.
         standing: metrics of this transform, by name, for a step that does not reach it.
-        under_way: functions that wait for copies, filled by `before_the_end`.
+        under_way: copies into the new state, filled by `before_the_end`.
         written: prefixes of the transforms that have begun to write into donated memory. If an error is raised after
             that, the state is neither the old one nor the new. Filled by `own` and `into`.
         prefix: the place of a nested transform, for instance ``"partition.decay."``.
@@ -191,7 +203,7 @@ class Context:
     norms: Norms | None = None
     comes: bool | Tensor = True
     standing: Mapping[str, Any] = field(default_factory=dict)
-    under_way: list[Callable[[], None]] = field(default_factory=list)
+    under_way: list[UnderWay] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
     prefix: str = ""
 
@@ -366,14 +378,24 @@ class Context:
             value = self.reduction.alike(value)
         self.metrics.setdefault(self.prefix + name, value)
 
-    def before_the_end(self, wait: Callable[[], None]) -> None:
-        """Call `wait` before the step returns the new state, because a copy into it is still running."""
-        self.under_way.append(wait)
+    def before_the_end(self, copies: UnderWay) -> None:
+        """Note copies into the new state, which begin before the step returns it, and may end later."""
+        if copies not in self.under_way:
+            self.under_way.append(copies)
+
+    def begun_copies(self, before: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+        """All noted copies, which have begun, and those from `before` this step that no later one of a queue covers."""
+        if not self.under_way:
+            return before
+        found = [copies.send() for copies in self.under_way]
+        self.under_way.clear()
+        later = {copy.queue for copy in found}
+        return (*[copy for copy in before if copy.queue not in later], *found)
 
     def wait_for_copies(self) -> None:
-        """Wait for all running copies."""
+        """Return once all noted copies have ended."""
         while self.under_way:
-            self.under_way.pop()()
+            self.under_way.pop().wait_on_host()
 
     def inside(self, name: str) -> Context:
         """The context of a transform nested in `name`."""

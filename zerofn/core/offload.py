@@ -1,19 +1,28 @@
-"""States on another device: prefetched before an update, copied back after it."""
+"""States on another device: copied to their parameters before an update and back after it, one bucket at a time.
+
+A bucket is one piece of memory at either end, and one copy each way. While one bucket is updated, the next one is on
+its way to the device and the one before on its way back. The host waits for nothing: the device waits for a bucket
+before it updates it, and in the next step for what is still on its way back. A state that somebody looks at is waited
+for then (`State.transforms`). The device holds about three buckets of the state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import functools
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compat.tensors import foreach
 from .context import Context
-from .executor import BUCKET_BYTES
+from .executor import buckets
 from .layout import Leaves
-from .transform import TransformState
-from .tree import map_overlaid
+from .pipeline import guard
+from .transform import Transform, TransformState
+from .tree import map_overlaid, memories
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `CopyQueue` copies between a device and the host in one direction. On CUDA it has its own stream beside the
@@ -21,20 +30,26 @@ from .tree import map_overlaid
 
 
 class PendingCopy:
-    """A copy that was begun. Until it is waited for, nobody may touch a target or write a source."""
+    """A copy that was begun. Until it is waited for, nobody may touch a target or write a source.
 
-    def __init__(self, device: torch.device, event: torch.Event | None):
-        self.device, self.event = device, event
+    It keeps targets and sources until the device has waited: the allocator would hand out the memory of one that is
+    freed earlier, since it knows nothing of this copy.
+    """
+
+    def __init__(self, queue: CopyQueue, event: torch.Event | None, pairs: Sequence[tuple[Tensor, Tensor]]):
+        self.queue, self.event, self.pairs = queue, event, pairs
 
     def wait_on_device(self) -> None:
         """Make later computations of the device wait for the copy. The host goes on."""
         if self.event is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+            torch.cuda.current_stream(self.queue.device).wait_event(self.event)
+        self.pairs = ()
 
     def wait_on_host(self) -> None:
         """Return once the host may read and write targets and sources."""
         if self.event is not None:
             self.event.synchronize()
+        self.pairs = ()
 
 
 class CopyQueue:
@@ -57,36 +72,148 @@ class CopyQueue:
         if self.stream is None:
             for target, source in pairs:
                 target.copy_(source)
-            return PendingCopy(self.device, None)
+            return PendingCopy(self, None, ())
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        for tensor in (x for pair in pairs for x in pair if x.device.type == "cuda"):
-            # The allocator must not hand out memory that is freed during the copy. For pinned memory of the host
-            # the copy itself sees to it.
-            tensor.record_stream(self.stream)
-        return PendingCopy(self.device, self.stream.record_event())
+        return PendingCopy(self, self.stream.record_event(), pairs)
+
+
+@functools.cache
+def queue(device: torch.device, back: bool) -> CopyQueue:
+    """The queue to a device or back from it, and its stream: one of each for all steps of a process."""
+    return CopyQueue(device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Conveyor` copies offloaded state to its parameters for an update and back, one bucket of leaves at a time.
-#
-# While one bucket is updated, the next one is prefetched and the one before is copied back. On a GPU the three run at
-# once, in both directions of the bus. The device holds about three buckets of the state.
+# A `Bucket` is those tensors of a state that are copied together.
 
 
-@dataclass(frozen=True)
-class _Fetch:
-    """The copy of one leaf's state to the device of its parameter: by slot, sources and targets."""
+ALIGNED = 64  # bytes to which tensors of a bucket are aligned, so that kernels read them with their widest loads
 
-    sources: dict[str, Tensor]
-    targets: dict[str, Tensor]
-    copy: PendingCopy
+
+class Packed:
+    """How tensors lie one after the other in one piece of memory."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.like = tensors
+        self.offsets: list[int] = []
+        self.nbytes = 0
+        for x in tensors:
+            self.offsets.append(self.nbytes)
+            self.nbytes += -(-x.numel() * x.element_size() // ALIGNED) * ALIGNED
+
+    def empty(self, device: torch.device, pin: bool = False) -> Tensor:
+        """Memory for the tensors, of bytes."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Tensors like these in such memory."""
+        found = []
+        for x, at in zip(self.like, self.offsets, strict=True):
+            flat = memory[at : at + x.numel() * x.element_size()].view(x.dtype)
+            found.append(flat.view(x.shape) if x.is_contiguous() else flat.as_strided(x.shape, _strides(x)))
+        return found
+
+    def memory(self) -> Tensor | None:
+        """The memory in which these tensors lie in this very way, and nothing else; `None` if they do not."""
+        storage = self.like[0].untyped_storage()
+        if storage.nbytes() != self.nbytes:
+            return None
+        start = storage.data_ptr()
+        for x, at in zip(self.like, self.offsets, strict=True):
+            if x.data_ptr() != start + at or not (x.is_contiguous() or x.stride() == _strides(x)):
+                return None
+        return torch.empty(0, dtype=torch.uint8, device=self.like[0].device).set_(storage)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """The strides of `x` in memory of its own: as they are, if its elements fill a piece of memory."""
+    return torch.empty_like(x, device="meta").stride()
+
+
+class Bucket:
+    """Tensors of a state that are copied together: to the device of their parameters, and back.
+
+    Args:
+        tensors: where they live.
+        device: of their parameters.
+        paths: of the parameters; empty for tensors that belong to no leaf.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, paths: Sequence[str]):
+        self.tensors, self.device, self.paths = tensors, device, paths
+        self.packed = Packed(tensors)
+        self.flat: Tensor | None = None
+        self.beside: list[Tensor] = []  # on the device, in `flat`
+        self.coming: Any = None
+        self.home: Tensor | None = None
+        self.homes: list[Tensor] = []  # of the new state, in `home`
+        self.changed: dict[int, Tensor] = {}  # by index, new tensors that do not lie in `flat`
+        self.taken: set[int] = set()
+        self.leaving: Any = None
+
+    def fetch(self) -> None:
+        """Begin to copy the tensors to the device, if that has not begun."""
+        if self.flat is None:
+            self.flat = self.packed.empty(self.device)
+            self.beside = self.packed.views(self.flat)
+            # A state from a file, or from elsewhere, lies as it came; after its first step it lies in buckets. What was
+            # sent home is there with the rest of the bucket.
+            memory = self.packed.memory() if self.home is None else self.home
+            pairs = list(zip(self.beside, self.tensors, strict=True)) if memory is None else [(self.flat, memory)]
+            self.coming = queue(self.device, False).copy(pairs)
+
+    def put(self, i: int, new: Tensor, donate: bool) -> Tensor:
+        """The tensor of the new state in the place of the i-th of these; its value comes with `send`."""
+        if self.home is None:
+            self._make_home(donate)
+        if new is not self.beside[i]:
+            # Another one of these tensors would be overwritten before it is read.
+            assert self.flat is not None
+            self.changed[i] = new if memories([new]).isdisjoint(memories([self.flat])) else new.clone()
+        self.taken.add(i)
+        self.leaving = None
+        return self.homes[i]
+
+    def _make_home(self, donate: bool) -> None:
+        there = self.tensors[0].device
+        pin = self.device.type == "cuda" and there.type == "cpu"
+        memory = self.packed.memory() if donate else None
+        if memory is not None and (not pin or memory.is_pinned()):
+            self.home, self.homes = memory, list(self.tensors)
+        else:
+            self.home = self.packed.empty(there, pin)
+            self.homes = self.packed.views(self.home)
 
     @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.targets.values())
+    def complete(self) -> bool:
+        """Whether all of its tensors have new values."""
+        return len(self.taken) == len(self.tensors)
+
+    def send(self) -> PendingCopy:
+        """Begin to copy new values back, if that has not begun."""
+        if self.leaving is None:
+            assert self.flat is not None and self.home is not None
+            if self.changed:
+                foreach("copy_", [self.beside[i] for i in self.changed], list(self.changed.values()))
+                self.changed = {}
+            self.leaving = queue(self.device, True).copy([(self.home, self.flat)])
+        return self.leaving
+
+    def wait_on_host(self) -> None:
+        """Return once the new values are where they live. Whoever needs them on the device copies them again."""
+        self.send().wait_on_host()
+        self.drop()
+
+    def drop(self) -> None:
+        """Free the memory of the device."""
+        self.flat, self.beside, self.coming = None, [], None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Conveyor` makes the copies of one transform's state in one step.
 
 
 class Conveyor:
@@ -99,117 +226,214 @@ class Conveyor:
     """
 
     def __init__(self, state: TransformState, params: Leaves, ctx: Context):
-        self.state, self.params, self.recorded = state, params, ctx.recorded
-        self.order = list(params)
-        self.place = {path: i for i, path in enumerate(self.order)}
-        self.prefetched: dict[str, _Fetch] = {}
-        self.brought: set[str] = set()
-        self.step = 1  # -1 where leaves come from the last to the first
-        self.queues: dict[tuple[str, torch.device], CopyQueue] = {}
+        self.params, self.recorded = params, ctx.recorded
+        self.buckets = [] if ctx.recorded else list(_buckets(state, params))
+        # By the address of a tensor's object, its bucket and its place there.
+        self.places = {id(x): (bucket, i) for bucket in self.buckets for i, x in enumerate(bucket.tensors)}
+        self.of_leaf: dict[str, list[int]] = {}
+        for i, bucket in enumerate(self.buckets):
+            for path in bucket.paths:
+                self.of_leaf.setdefault(path, []).append(i)
+        self.of_all = [i for i, bucket in enumerate(self.buckets) if not bucket.paths]
+        # That of tensors which belong to no leaf.
+        devices = {x.device for x in params.values()}
+        self.device = devices.pop() if len(devices) == 1 else None
+        self.last = -1
+        self.sent: deque[Bucket] = deque()
+
+    @staticmethod
+    def guarded(inner: Transform) -> Transform:
+        """`inner`, whose results share no memory: what is copied here would be copied once more behind it."""
+        return guard(inner, 1, True) if inner.facts.keeps else inner
+
+    @staticmethod
+    def laid_out(state: TransformState, params: Leaves, pin: bool) -> TransformState:
+        """A state with its tensors in the memory in which they are copied together, pinned or not."""
+        new: dict[int, Tensor] = {}
+        for bucket in _buckets(state, params):
+            memory = bucket.packed.empty(bucket.tensors[0].device, pin)
+            views = bucket.packed.views(memory)
+            foreach("copy_", views, list(bucket.tensors))
+            new.update(zip(map(id, bucket.tensors), views, strict=True))
+
+        def over(x: Any) -> Any:
+            return {key: over(y) for key, y in x.items()} if isinstance(x, dict) else new.get(id(x), x)
+
+        return over(state)
 
     def bring(self, state: TransformState, paths: Collection[str]) -> TransformState:
         """The state with that of some leaves on their parameters' devices; that of the next leaves is prefetched."""
-        if self.recorded:
-            return {slot: _beside(entry, self.params) for slot, entry in state.items()}
-        here = {slot: dict(entry) if isinstance(entry, dict) else entry for slot, entry in state.items()}
-        fetched = {p: fetch for p in paths if (fetch := self._fetched(p, state)) is not None}
-        for path, fetch in fetched.items():
-            fetch.copy.wait_on_device()
-            for slot, x in fetch.targets.items():
-                here[slot][path] = x
-        if fetched:
-            self._prefetch(list(paths))
-        return {slot: _beside(entry, self.params) for slot, entry in here.items()}
+        needed = dict.fromkeys(self.of_all)
+        for path in paths:
+            needed.update(dict.fromkeys(self.of_leaf.get(path, ())))
+        if needed:
+            while len(self.sent) > 1:
+                # Its memory on the device is used again.
+                sent = self.sent.popleft()
+                sent.send().wait_on_device()
+                sent.drop()
+            for i in needed:
+                self.buckets[i].fetch()
+            self._prefetch(min(needed), max(needed))
+            for i in needed:
+                self.buckets[i].coming.wait_on_device()
+        return {slot: self._beside(entry, self.device) for slot, entry in state.items()}
+
+    def _beside(self, x: Any, device: torch.device | None) -> Any:
+        """An entry with its tensors on their parameters' devices; what is in no bucket is moved by a plain copy."""
+        if isinstance(x, dict):
+            return {k: self._beside(y, self.params[k].device if k in self.params else device) for k, y in x.items()}
+        if id(x) in self.places:
+            bucket, i = self.places[id(x)]
+            return bucket.beside[i] if bucket.beside else x
+        return x.to(device) if isinstance(x, Tensor) and device is not None and x.ndim else x
 
     def take_back(self, new: TransformState, homes: TransformState, ctx: Context) -> TransformState:
         """The new state where the old one lives; in the same memory when donated."""
-        pairs: list[tuple[Tensor, Tensor]] = []
-        out = {slot: _home(entry, homes.get(slot), ctx, pairs) for slot, entry in new.items()}
-        if pairs and ctx.donate:
-            ctx.written.add(ctx.prefix)
-        for device in {x.device for _, x in pairs}:
-            copy = self._queue("back", device).copy([(t, x) for t, x in pairs if x.device == device])
-            ctx.before_the_end(copy.wait_on_host)
+        touched: dict[int, Bucket] = {}
+
+        def back(x: Any, old: Any) -> Any:
+            if not isinstance(old, Tensor) or x.device == old.device:
+                return x
+            bucket, i = self.places.get(id(old), (None, 0))
+            if ctx.recorded or bucket is None or not bucket.beside or not _alike(x, old):
+                return x.to(old.device)
+            if ctx.donate:
+                ctx.written.add(ctx.prefix)
+            touched[id(bucket)] = bucket
+            return bucket.put(i, x, ctx.donate)
+
+        out = {slot: map_overlaid(back, homes.get(slot), entry) for slot, entry in new.items()}
+        for bucket in touched.values():
+            ctx.before_the_end(bucket)
+            if bucket.complete:
+                bucket.send()
+                if bucket not in self.sent:
+                    self.sent.append(bucket)
         return out
 
-    def _fetched(self, path: str, state: TransformState) -> _Fetch | None:
-        """The copy of a leaf's state, prefetched or begun at this call; `None` where nothing has to be copied."""
-        away = self._away(path, state)
-        fetch = self.prefetched.pop(path, None)
-        if fetch is not None and all(away.get(slot) is x for slot, x in fetch.sources.items()):
-            return fetch
-        return self._fetch(path, away)
-
-    def _away(self, path: str, state: TransformState) -> dict[str, Tensor]:
-        """The tensors of a leaf's state that are on another device than the leaf, by slot."""
-        device = self.params[path].device
-        found = {slot: entry.get(path) for slot, entry in state.items() if isinstance(entry, dict)}
-        return {slot: x for slot, x in found.items() if isinstance(x, Tensor) and x.ndim and x.device != device}
-
-    def _fetch(self, path: str, away: dict[str, Tensor]) -> _Fetch | None:
-        if not away:
-            return None
-        device = self.params[path].device
-        targets = {slot: torch.empty_like(x, device=device) for slot, x in away.items()}
-        copy = self._queue("there", device).copy([(targets[slot], x) for slot, x in away.items()])
-        return _Fetch(away, targets, copy)
-
-    def _prefetch(self, paths: list[str]) -> None:
-        """Begin to copy the state of the leaves that follow, up to a bucket."""
-        if not self.brought and self.place[paths[0]] > 0:
-            self.step = -1
-        self.brought.update(paths)
-        i = (max if self.step > 0 else min)(self.place[p] for p in paths) + self.step
-        size = sum(fetch.nbytes for fetch in self.prefetched.values())
-        while 0 <= i < len(self.order) and size < BUCKET_BYTES:
-            path = self.order[i]
-            if path not in self.brought and path not in self.prefetched:
-                fetch = self._fetch(path, self._away(path, self.state))
-                if fetch is not None:
-                    self.prefetched[path] = fetch
-                    size += fetch.nbytes
-            i += self.step
-
-    def _queue(self, direction: str, device: torch.device) -> CopyQueue:
-        if (direction, device) not in self.queues:
-            self.queues[direction, device] = CopyQueue(device)
-        return self.queues[direction, device]
+    def _prefetch(self, first: int, last: int) -> None:
+        """Begin to copy the bucket that is updated next: the one behind, or in backward the one before."""
+        backwards = last < self.last or (self.last < 0 and first > 0)
+        self.last = first if backwards else last
+        following = first - 1 if backwards else last + 1
+        if 0 <= following < len(self.buckets) and not self.buckets[following].taken:
+            self.buckets[following].fetch()
 
 
-def _beside(entry: Any, params: Leaves) -> Any:
-    """An entry with its tensors on their parameters' devices, moved by a plain `Tensor.to` if they are elsewhere.
+def _buckets(state: TransformState, params: Leaves) -> Iterator[Bucket]:
+    """The tensors of a state that are not on their parameters' device, in buckets of leaves.
 
-    This is for copies that are recorded, and for states of other libraries. Those may keep leaves without their paths;
-    then all go to the parameters' device, if there is only one.
+    Tensors of another library that belong to no leaf go to the parameters' device, if there is only one.
     """
-    if type(entry) is dict and all(isinstance(x, Tensor) for x in entry.values()):
-        return {p: _to(params[p].device, x) if p in params else x for p, x in entry.items()}
     devices = {x.device for x in params.values()}
+    found: dict[str | None, list[Tensor]] = {}
 
-    def over(x: Any, device: torch.device | None) -> Any:
-        if not isinstance(x, dict):
-            return _to(device, x)
-        return {k: over(y, params[k].device if k in params else device) for k, y in x.items()}
+    def look(x: Any, path: str | None) -> None:
+        if isinstance(x, dict):
+            for key, y in x.items():
+                look(y, key if key in params else path)
+        elif isinstance(x, Tensor) and x.numel() and x.ndim:
+            device = params[path].device if path is not None else next(iter(devices)) if len(devices) == 1 else None
+            if device is not None and x.device != device:
+                found.setdefault(path, []).append(x)
 
-    return over(entry, devices.pop() if len(devices) == 1 else None)
+    for entry in state.values():
+        look(entry, None)
+    if not found:
+        return
+    if None in found:
+        yield Bucket(found[None], devices.pop(), ())
+    away = {path: x for path, x in params.items() if path in found}
+    for device in dict.fromkeys(x.device for x in away.values()):
+        for paths in buckets({path: x for path, x in away.items() if x.device == device}):
+            tensors = [x for path in paths for x in found[path]]
+            for home in dict.fromkeys(x.device for x in tensors):
+                yield Bucket([x for x in tensors if x.device == home], device, paths)
 
 
-def _to(device: torch.device | None, x: Tensor) -> Tensor:
-    return x.to(device) if device is not None and x.ndim else x
+def _alike(x: Tensor, old: Tensor) -> bool:
+    return x.shape == old.shape and x.dtype == old.dtype
 
 
-def _home(entry: Any, home: Any, ctx: Context, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-    """An entry of the state with every tensor on its home device; pairs of tensors to copy are added to `pairs`."""
+# ----------------------------------------------------------------------------------------------------------------------
+# `update_on_host` runs an update half on the host: gradients go there, and new parameters come back.
 
-    def back(x: Any, old: Any) -> Any:
-        if not isinstance(old, Tensor) or x.device == old.device:
-            return x
-        if ctx.recorded:
-            return x.to(old.device)
-        # State from a checkpoint lies in plain memory: it is pinned at its first step.
-        pin = x.device.type == "cuda" and old.device.type == "cpu"
-        target = old if ctx.donate and (not pin or old.is_pinned()) else torch.empty_like(old, pin_memory=pin)
-        pairs.append((target, x))
-        return target
 
-    return map_overlaid(back, home, entry)
+def update_on_host(
+    inner: Transform, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
+) -> tuple[Leaves, TransformState]:
+    """The update half of an optimizer that treats leaves alone, run where its state is. The host waits for gradients.
+
+    Args:
+        inner: the optimizer.
+        grads: gradients.
+        state: on the host. `MASTERS` are the parameters that are updated, in a wider dtype.
+        params: parameters, of which those with a gradient are updated.
+        carry: what `inner` has prepared.
+        ctx: of the step.
+    """
+    host, own = torch.device("cpu"), {slot: x for slot, x in state.items() if slot != MASTERS}
+    seen, given = {path: params[path] for path in grads}, grads
+    staged: list[_Staged] = []
+    if ctx.recorded:
+        seen, given = ({path: x.to(host) for path, x in leaves.items()} for leaves in (seen, given))
+    else:
+        away = {path: x for path, x in seen.items() if x.device != host}
+        for device in dict.fromkeys(x.device for x in away.values()):
+            staged.append(_Staged([path for path, x in away.items() if x.device == device], params, grads))
+        for one in staged:
+            seen, given = {**seen, **one.params}, {**given, **one.grads}
+    masters = state.get(MASTERS)
+    wide = seen if masters is None else {path: _current(masters[path], x) for path, x in seen.items()}
+    out, new = inner.update_fn(given, own, wide, carry, ctx)
+    if masters is not None:
+        new = {**new, MASTERS: {**masters, **out}}
+        out = {path: x.to(params[path].dtype) for path, x in out.items()}
+    if ctx.recorded:
+        return {path: x.to(params[path].device) for path, x in out.items()}, new
+    for one in staged:
+        out = {**out, **one.back(out, params, ctx.donate)}
+    if ctx.donate:
+        ctx.written.add(ctx.prefix)
+        out = {path: x if x is params[path] or path in away else params[path].copy_(x) for path, x in out.items()}
+    return {path: out[path] for path in grads}, new
+
+
+MASTERS = "master"
+
+
+def _current(master: Tensor, seen: Tensor) -> Tensor:
+    """The master of a parameter; where somebody has written into the parameter, its value of now."""
+    before = master.to(seen.dtype)
+    return master if torch.equal(before, seen) else torch.where(before == seen, master, seen.to(master.dtype))
+
+
+class _Staged:
+    """Parameters and gradients of one device on the host, in one piece of memory.
+
+    Attributes:
+        params: by path, on the host.
+        grads: by path, on the host.
+    """
+
+    def __init__(self, paths: Sequence[str], params: Leaves, grads: Leaves):
+        self.paths = paths
+        given = [*(params[path] for path in paths), *(grads[path] for path in paths)]
+        device, packed = given[0].device, Packed(given)
+        self.flat, self.home = packed.empty(device), packed.empty(torch.device("cpu"), device.type == "cuda")
+        self.there, here = packed.views(self.flat), packed.views(self.home)
+        foreach("copy_", self.there, given)
+        self.home.copy_(self.flat)
+        self.end = packed.offsets[len(paths)]
+        self.params, self.grads = (dict(zip(paths, x, strict=True)) for x in (here[: len(paths)], here[len(paths) :]))
+
+    def back(self, new: Leaves, params: Leaves, donate: bool) -> Leaves:
+        """New parameters on the device, in the memory of the old ones if that is donated."""
+        for path, x in self.params.items():
+            if new[path] is not x:
+                x.copy_(new[path])
+        self.flat[: self.end].copy_(self.home[: self.end], non_blocking=True)
+        mine = [params[path] if donate else torch.empty_like(params[path]) for path in self.paths]
+        foreach("copy_", mine, self.there[: len(mine)])
+        return dict(zip(self.paths, mine, strict=True))

@@ -467,10 +467,10 @@ def pipeline(
 def _guarded(t: Transform, paths: Set[str], where: str, checked: bool = False) -> Transform:
     """The same transform with checks and copies of the tensors that it returns or keeps."""
     check_signatures(t)
-    return _guard(t, len(paths), checked)
+    return guard(t, len(paths), checked)
 
 
-def _guard(t: Transform, leaves: int, checked: bool) -> Transform:
+def guard(t: Transform, leaves: int, checked: bool) -> Transform:
     """The same transform, whose functions raise where they return what does not fit its leaves.
 
     What it returns is copied where it shares memory with tensors that a later transform writes, unless

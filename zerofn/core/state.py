@@ -204,6 +204,8 @@ class State:
     step: Tensor
     micro_step: Tensor
     layout: Layout
+    # Copies into `transforms`, one behind the other on each queue.
+    _copies: tuple[Any, ...] = ()
     _parameters: Leaves | None = None
     _shown: Callable[[Any], Any] | None = None
     _named: Callable[[str, LeafTensors], LeafTensors] | None = None
@@ -228,7 +230,7 @@ class State:
         This is the one exception to frozen fields: after an interrupt the user has only this object, and would
         otherwise lose the run.
         """
-        vars(self).update(leaves=new.leaves, transforms=new.transforms, step=new.step, micro_step=new.micro_step)
+        vars(self).update(vars(new))
 
     def check_usable(self, where: str) -> None:
         """Raise a RuntimeError if its memory was donated or is half written. The compiler must not trace it.
@@ -378,6 +380,34 @@ class State:
         kept = {"params": self.leaves, **self.transforms}
         sizes = {name: sum(x.nbytes for x in flatten(tree)[0] if isinstance(x, Tensor)) for name, tree in kept.items()}
         return bars([(name, f"{size:,} B", size) for name, size in sizes.items()], repr(self))
+
+    @property
+    def arriving(self) -> dict[str, TransformState]:
+        """`transforms` for the next step, which waits on the device: tensors may still be on their way to the host."""
+        return self._transforms  # type: ignore[attr-defined]
+
+    def copies_on_device(self) -> tuple[Any, ...]:
+        """The copies into this state. The device waits for them before all that is launched from here on."""
+        for copy in self._copies:
+            copy.wait_on_device()
+        return self._copies
+
+
+def _transforms(state: State) -> dict[str, TransformState]:
+    """The states of transforms, once all copies into them have ended."""
+    if state._copies:
+        for copy in state._copies:
+            copy.wait_on_host()
+        vars(state)["_copies"] = ()
+    return state.arriving
+
+
+def _set_transforms(state: State, transforms: dict[str, TransformState]) -> None:
+    object.__setattr__(state, "_transforms", transforms)
+
+
+# Set here, since a field of a dataclass cannot be a property.
+State.transforms = property(_transforms, _set_transforms)  # type: ignore[assignment]
 
 
 # Of what `State.__reduce__` writes. `restored` reads this form, and those before it.

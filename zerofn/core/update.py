@@ -103,23 +103,23 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
             ctx = replace(ctx, donate=False)
     trained = pipe.layout.trained
     trainable = state.leaves if len(trained) == len(state.leaves) else {p: state.leaves[p] for p in trained}
+    copies = state.copies_on_device()
     try:
         with torch.set_grad_enabled((ctx.recorded or ctx.looks) and torch.is_grad_enabled()):
-            signal, states, emitted = run(pipe.stretches, grads, state.transforms, trainable, ctx)
+            signal, states, emitted = run(pipe.stretches, grads, state.arriving, trainable, ctx)
             new = signal or {} if emitted is True else finish(signal, trainable, emitted)
-    except (KeyError, RuntimeError) as error:
-        if wrong := misfits(pipe, state):
+    except BaseException as error:
+        ctx.wait_for_copies()
+        if isinstance(error, KeyError | RuntimeError) and (wrong := misfits(pipe, state)):
             right = "state = zf.init(tx, params) with this very tx"
             raise ValueError(bad_leaves("the state was made by another pipeline", wrong, right)) from error
         raise
-    finally:
-        if ctx.under_way:
-            ctx.wait_for_copies()
     step = state.step + 1
     step = step if emitted is True else select(emitted, step, state.step)
     if ctx.looks:
         pipe.looked()
-    after = State({**state.leaves, **new}, states, step, state.micro_step + 1, state.layout)
+    copies = ctx.begun_copies(copies)
+    after = State({**state.leaves, **new}, states, step, state.micro_step + 1, state.layout, copies)
     if donated:
         after = tree_map(partial(_into, level), state, after)
     shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": step}

@@ -39,7 +39,7 @@ class AccumulationWindow:
             return self.forced
         if not self.parts:
             return True
-        own = [(p, self.current.state.transforms[p.name]) for p in self.parts]
+        own = [(p, self.current.state.arriving[p.name]) for p in self.parts]
         return all(_counted(p, state) + 1 >= p.facts.window for p, state in own if state)
 
     def force(self, boundary: bool | None) -> None:

@@ -46,4 +46,4 @@ class CurrentState:
 
     def of_transform(self, name: str) -> TransformState:
         """The state of one transform."""
-        return self.state.transforms[name]
+        return self.state.arriving[name]

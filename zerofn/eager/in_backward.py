@@ -94,6 +94,8 @@ class InBackward:
         self.current, self.context = current, context
         self.ctx: Context | None = None
         self.under_way: Segment | None = None
+        # Into the state from before the step.
+        self.copies: tuple[Any, ...] = ()
         self.done: set[str] = set()
         # Whether the step is being given up: a second gradient of a leaf that still arrives is then dropped.
         self.closing = False
@@ -127,8 +129,9 @@ class InBackward:
                 refuse_capture()
             self.ctx = self.context()
             leaves = {path: state.leaves[path] for path in state.layout.trained}
+            self.copies = state.copies_on_device()
             with torch.set_grad_enabled(self.ctx.looks):
-                self.under_way = Segment(self.parts, state.transforms, leaves, self.ctx)
+                self.under_way = Segment(self.parts, state.arriving, leaves, self.ctx)
         stored, ctx = state.leaves[path], self.under_way.ctx
         ctx.written.clear()
         try:
@@ -164,7 +167,7 @@ class InBackward:
                     if leaf.path not in self.done:
                         self.under_way.feed({}, {leaf.path: state.leaves[leaf.path]})
                 self.under_way.close()
-            self.wait_for_copies()
+            copies = self.ctx.begun_copies(self.copies)
         except BaseException:
             # Leaves have their new values, and counters their old ones.
             self.current.tear()
@@ -173,7 +176,7 @@ class InBackward:
         if self.ctx.looks:
             self.pipe.looked()
         step = state.step + 1
-        self.current.state = State(state.leaves, transforms, step, state.micro_step + 1, state.layout)
+        self.current.state = State(state.leaves, transforms, step, state.micro_step + 1, state.layout, copies)
         metrics = {"updated": torch.tensor(True), "step": step, "skipped": torch.tensor(False), **self.ctx.metrics}
         self.forget()
         return metrics

@@ -283,7 +283,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Micro-steps that `scale_loss` or `skip_nonfinite` has skipped; 0 without them."""
-        states = self._own.home.current.state.transforms.values()
+        states = self._own.home.current.state.arriving.values()
         return sum(int(own[SKIPPED_STEPS]) for own in states if SKIPPED_STEPS in own)
 
     @property

@@ -456,7 +456,7 @@ class ResidentParams:
 
     def scale(self) -> Tensor | None:
         """The current loss scale."""
-        return self.pipe.scale_of(self.current.state.transforms)
+        return self.pipe.scale_of(self.current.state.arriving)
 
     def state_now(self) -> State:
         """The state, after writes by hand and updates within backward were stored in it."""

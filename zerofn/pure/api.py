@@ -63,7 +63,7 @@ def evaluate(pipe: Pipeline, fn: Callable[..., Any], state: State, inputs: tuple
         inputs: trees.
         record: whether the output, and the results of the pullback, can be differentiated.
     """
-    scale = pipe.scale_of(state.transforms)
+    scale = pipe.scale_of(state.arriving)
     # If all is recorded, `linearize` multiplies cotangents by the scale and divides gradients, with plain operations.
     inside = None if record else scale
     flat, spec = flatten(inputs)
@@ -323,7 +323,7 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     """
     check_function("zf.bind", fn)
     pipe = pipe_of(tx, state, "zf.bind")
-    scale = pipe.scale_of(state.transforms)
+    scale = pipe.scale_of(state.arriving)
     # All views, from storage on. `pipe.leaf_views` would begin at gathered parameters if `accumulate` comes before the
     # reduction.
     views = pipe.road.composed(pipe.stages, pipe.dtypes.gradient)
@@ -491,7 +491,7 @@ def records(where: str, create_graph: bool | None, gradients: Leaves, state: Sta
         check_graph(where, create_graph)
     if create_graph or recorded():
         return True
-    return create_graph is None and followed((gradients, state.leaves, state.transforms))
+    return create_graph is None and followed((gradients, state.leaves, state.arriving))
 
 
 def lost_graphs(pipe: Pipeline, record: bool, create_graph: bool | None, weight: Any) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
     ) -> tuple[State, Metrics]:
         tracing = torch.compiler.is_compiling()
         aux: dict[str, Any] = {}
-        scale = pipe.scale_of(state.transforms) if pipe.factors else None
+        scale = pipe.scale_of(state.arriving) if pipe.factors else None
         # If all is recorded, `linearize` multiplies cotangents by the scale and divides gradients, with plain
         # operations.
         edge = (None if record else scale, pipe.dtypes.output_dtype)
@@ -238,12 +238,12 @@ class PipelineCache:
             return self.numbered[self.resolve(state.layout)]
         # Nearly always the layout is that of the last call. Hashing a layout of many leaves is slow.
         layout, pipe, names = self.last
-        if state.layout is layout and list(state.transforms) == names:
+        if state.layout is layout and list(state.arriving) == names:
             return pipe
         pipe = self.resolved.get(state.layout)
-        if pipe is None or list(state.transforms) != [p.name for p in pipe.parts]:
+        if pipe is None or list(state.arriving) != [p.name for p in pipe.parts]:
             pipe = self.resolved[state.layout] = resolve_for(self.tx, state, "step")
-        self.last = state.layout, pipe, list(state.transforms)
+        self.last = state.layout, pipe, list(state.arriving)
         return pipe
 
 

@@ -1,4 +1,4 @@
-"""`offload`: keep a transform's state on another device, such as the CPU."""
+"""`offload`: keep a transform's state on another device, such as the CPU, or update parameters there."""
 
 from __future__ import annotations
 
@@ -11,38 +11,59 @@ from torch import Tensor
 from .._compat.tensors import is_shape_only
 from .._errors import explain
 from ..extend import (
+    MASTERS,
     Context,
     Conveyor,
     Layout,
     Leaves,
     Prepared,
+    Scope,
     Transform,
     TransformState,
     as_transform,
     chain,
+    check_dtype,
+    concrete,
     no_view,
     of_members,
     transform,
     tree_map,
+    update_on_host,
 )
 
 
 @transform
-def offload(transform: Transform, device: str | torch.device = "cpu") -> Transform:
+def offload(
+    transform: Transform,
+    device: str | torch.device = "cpu",
+    compute: str = "device",
+    master_dtype: torch.dtype | None = None,
+) -> Transform:
     """Keep a transform's state on another device, and bring it to the parameters bucket by bucket.
 
     The arithmetic still runs where the parameters are, so the numbers do not change. If the parameters are on a GPU,
     host memory is pinned, and while one bucket is updated the next arrives and the last one leaves; with `attach(...,
-    in_backward=True)` that happens during backward. If the parameters are already on `device`, nothing is moved and
-    nothing allocated. The state of an optimizer of another library (`zf.guest`) sees the whole tree, and is brought all
-    at once.
+    in_backward=True)` that happens during backward. The host waits for none of them: `opt.state`, `state.transforms`
+    and a save wait when they are asked for, so ask anew after each step. If the parameters are already on `device`,
+    nothing is moved and nothing allocated. The state of an optimizer of another library (`zf.guest`) sees the whole
+    tree, and is brought all at once.
+
+    With `compute="host"` optimizers run on the host, as in ZeRO-Offload (Ren et al., 2021): gradients go there bucket
+    by bucket, and new parameters come back. The host waits for each bucket, and the bus carries fewer bytes: of a bf16
+    parameter 6, and not 16 or 32. Clipping before it still runs on the device.
 
     Args:
         transform: an optimizer, an `accumulate`, an `ema`, or a chain of such.
         device: where the state lives; `"cuda"` is any GPU that a parameter is on, `"cuda:1"` is that one.
+        compute: where optimizers run: `"device"`, that of the parameters, or `"host"`.
+        master_dtype: with `compute="host"`, the dtype of parameters that are kept and updated there, such as
+            `torch.float32` for bf16 parameters. The device then has no fp32 numbers, and sees the same parameters as
+            behind `precision(param_dtype=torch.bfloat16)`. What you write into a parameter counts, and replaces its
+            master.
 
     Raises:
-        ValueError: the transform has a view, such as `precision`, or there is no such device.
+        ValueError: the transform has a view, such as `precision`; there is no such device; what is to run on the host
+            is no optimizer, or one that must see all leaves at once.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -52,21 +73,31 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
         )
     """
     inner = as_transform(transform)
+    _check_host(inner, device, compute, master_dtype)
     if inner.in_turn:
-        return chain(*(offload(part, device) for part in inner.parts))
+        # Of a chain, those that are no optimizers keep their state on the host, and run on the device.
+        hosted = [compute == "host" and (part.facts.optimizes or part.members_fn is not None) for part in inner.parts]
+        how = [(compute, master_dtype) if on else () for on in hosted]
+        return chain(*(offload(part, device, *given) for part, given in zip(inner.parts, how, strict=True)))
     if inner.members_fn is not None:
         # Offload each member by itself: it runs over its own leaves, so the states of all need not fit at once.
-        return of_members(inner, lambda member: offload(member, device))
+        return of_members(inner, lambda member: offload(member, device, compute, master_dtype))
     if inner.view_fn is not no_view:
         why = f"{inner.name} says how the model sees parameters; offload moves the state of an optimizer and its like"
         raise ValueError(explain(f"offload({inner.name}(...))", why, f"chain({inner.name}(...), offload(adamw(...)))"))
-    where = _device(device)
+    if compute == "host":
+        return _on_host(inner, master_dtype)
+    where, plain = _device(device), inner
+    inner = Conveyor.guarded(plain)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         on_gpu = any(x.device.type == "cuda" for x in leaves.values())
         # Made where it will live: if it were moved there, it would first have to fit beside the parameters.
-        state = inner.init_fn({p: _place(x, where, False) for p, x in leaves.items()}, layout)
-        return tree_map(lambda x: _place(x, where, on_gpu), state)
+        state = inner.init_fn({p: _place(x, where) for p, x in leaves.items()}, layout)
+        placed = tree_map(lambda x: _place(x, where), state)
+        # `zf.plan` makes tensors without memory.
+        known = all(concrete(x) and not is_shape_only(x) for x in leaves.values())
+        return Conveyor.laid_out(placed, leaves, on_gpu and where.type == "cpu") if known else placed
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         prepared = inner.prepare_fn(state, grads, params, ctx)
@@ -78,8 +109,52 @@ def offload(transform: Transform, device: str | torch.device = "cpu") -> Transfo
         return out, conveyor.take_back(new, state, ctx)
 
     # `copies`: tell the executor to run bucket by bucket, so that one bucket is updated while another is copied.
-    facts = replace(inner.facts, copies=True)
-    return replace(inner, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
+    facts = replace(inner.facts, copies=True, keeps=False)
+    return replace(plain, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(plain,))
+
+
+def _on_host(plain: Transform, master_dtype: torch.dtype | None) -> Transform:
+    """An optimizer that runs on the host."""
+    inner, cpu = Conveyor.guarded(plain), torch.device("cpu")
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        here = {p: x if x.is_meta else x.to(cpu) for p, x in leaves.items()}
+        if master_dtype is None:
+            return inner.init_fn(here, layout)
+        wide = {p: x.to(master_dtype, copy=True) for p, x in here.items()}
+        return {**inner.init_fn(wide, layout), MASTERS: wide}
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        return update_on_host(inner, grads, state, params, carry, ctx)
+
+    facts = replace(plain.facts, copies=True, keeps=False)
+    return replace(plain, facts=facts, init_fn=init, prepare_fn=inner.prepare_fn, update_fn=update, parts=(plain,))
+
+
+def _check_host(inner: Transform, device: Any, compute: str, master_dtype: torch.dtype | None) -> None:
+    """Refuse what cannot run on the host, and settings without effect."""
+    call = f"offload({inner.name}(...), compute={compute!r})"
+    if compute not in ("device", "host"):
+        raise ValueError(explain(call, "optimizers run on the parameters' device or on the host", "compute='host'"))
+    if compute == "device":
+        if master_dtype is not None:
+            why = "on the device parameters are updated in the dtype in which they are stored there"
+            right = "offload(..., compute='host', master_dtype=torch.float32); or zf.precision(param_dtype=...)"
+            raise ValueError(explain(f"offload({inner.name}(...), master_dtype={master_dtype})", why, right))
+        return
+    if _device(device).type != "cpu":
+        why = "what runs on the host has its state there"
+        raise ValueError(explain(f"{call} with device={device!r}", why, "offload(..., compute='host')"))
+    if master_dtype is not None:
+        check_dtype("offload", "master_dtype", master_dtype, (torch.float32, torch.float64))
+    if inner.in_turn or inner.members_fn is not None:
+        return
+    if not inner.facts.optimizes:
+        why = f"{inner.name} makes no new parameters, which are what comes back from the host"
+        raise ValueError(explain(call, why, f"offload({inner.name}(...)), whose state alone is on the host"))
+    if inner.scope is not Scope.LEAF:
+        why = "gradients go to the host bucket by bucket, and it must see those of all leaves at once"
+        raise ValueError(explain(call, why, f"offload({inner.name}(...)), which runs on the device"))
 
 
 def _device(given: Any) -> torch.device:
@@ -90,12 +165,8 @@ def _device(given: Any) -> torch.device:
         raise ValueError(explain(f"offload(device={given!r})", why, "offload(transform, device='cpu')")) from error
 
 
-def _place(x: Tensor, device: torch.device, pin: bool) -> Tensor:
-    if x.ndim == 0 or x.is_meta:
-        return x
-    moved = x if _is_on(x.device, device) else x.to(device)
-    # `zf.plan` makes tensors without memory: nothing to pin.
-    return moved.pin_memory() if pin and device.type == "cpu" and not is_shape_only(x) else moved
+def _place(x: Tensor, device: torch.device) -> Tensor:
+    return x if x.ndim == 0 or x.is_meta or _is_on(x.device, device) else x.to(device)
 
 
 def _is_on(here: torch.device, device: torch.device) -> bool:
