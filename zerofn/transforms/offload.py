@@ -75,10 +75,13 @@ def offload(
     inner = as_transform(transform)
     _check_host(inner, device, compute, master_dtype)
     if inner.in_turn:
-        # Of a chain, those that are no optimizers keep their state on the host, and run on the device.
-        hosted = [compute == "host" and (part.facts.optimizes or part.members_fn is not None) for part in inner.parts]
-        how = [(compute, master_dtype) if on else () for on in hosted]
-        return chain(*(offload(part, device, *given) for part, given in zip(inner.parts, how, strict=True)))
+
+        def over(part: Transform) -> Transform:
+            """Of a chain, those that are no optimizers keep their state on the host, and run on the device."""
+            hosted = compute == "host" and (part.facts.optimizes or part.members_fn is not None)
+            return offload(part, device, compute, master_dtype) if hosted else offload(part, device)
+
+        return chain(*map(over, inner.parts))
     if inner.members_fn is not None:
         # Offload each member by itself: it runs over its own leaves, so the states of all need not fit at once.
         return of_members(inner, lambda member: offload(member, device, compute, master_dtype))
