@@ -13,9 +13,6 @@ pytestmark = pytest.mark.skipif(virtual_cuda.COMPILER is None, reason="no C++ co
 
 # Steps that make the host wait, with the number of waits and the reason.
 WAITS: dict[str, tuple[int, str]] = {
-    "scale, clip, low precision": (1, "counts of updates are the host's, so it must know whether this step counts"),
-    "scale, overflow": (1, "as above; and the first leaf that overflowed is found"),
-    "skip nonfinite": (1, "as above"),
     "clip over pipelines": (1, "what a function of the user's returns is checked before it is used"),
     "clip, on the host": (1, "the host computes, so it waits for each bucket of gradients"),
     "on the host, masters": (1, "as above"),
@@ -86,6 +83,57 @@ def test_a_step_makes_the_host_wait_for_nothing(device, pipeline, route):
     assert sum(waits.values()) <= WAITS.get(pipeline, (0, ""))[0], waits
 
 
+# What comes behind `scale_loss` or `skip_nonfinite`.
+BEHIND_A_VERDICT = [
+    "adam",
+    "adamw, schedule",
+    "adamw, own schedule",
+    "clip, adamw",
+    "clip by value, adamw",
+    "sgd",
+    "sgd, momentum",
+    "sgd, dampening",
+    "rmsprop",
+    "lion",
+    "lion, schedule",
+    "building blocks",
+    "trace",
+    "adamw, ema",
+    "accumulate",
+    "accumulate, then skip",
+    "skip",
+    "skip behind clip",
+    "partition",
+    "masked",
+    "muon",
+    "weighted",
+    "watch",
+    "own transform",
+    "low precision",
+    "low precision, kahan",
+]
+# Waits of three steps behind a verdict, with the reason; all others have none.
+READ_BEHIND = {
+    "adamw, own schedule": (3, "a function of the user's may ask for the number of its step"),
+    "weighted": (3, "the weights of a window are checked, and are the host's"),
+}
+
+
+@pytest.mark.parametrize("route", ["attached", "pure"])
+@pytest.mark.parametrize(
+    "pipeline", [pytest.param(x, marks=pytest.mark.slow if "low" in x else ()) for x in BEHIND_A_VERDICT]
+)
+def test_a_skipped_step_is_answered_on_the_device(device, pipeline, route):
+    """The host waits for no verdict, and parameters, states and metrics are those of the CPU, which reads it."""
+    wrong, waits = ask(device, "skipping", pipeline, route)
+    assert wrong == [] and waits == READ_BEHIND.get(pipeline, (0, ""))[0]
+
+
+@pytest.mark.parametrize("pipeline", ["adamw", "low precision, stochastic"])
+def test_a_step_within_backward_makes_the_host_wait_for_nothing(device, pipeline):
+    assert ask(device, "counts", "attached", pipeline, in_backward=True)["waits"] == {}
+
+
 @pytest.mark.parametrize("pipeline", LAUNCHES)
 def test_launches_do_not_grow(device, pipeline):
     found = ask(device, "counts", "attached", pipeline, leaves=148)
@@ -110,6 +158,7 @@ def test_launches_grow_slower_than_leaves(device, pipeline):
 
 def test_every_transform_is_in_the_table(device):
     assert set(ask(device, "names")) == set(LAUNCHES)
+    assert ask(device, "names_of_skipping") == BEHIND_A_VERDICT
 
 
 # Kernels that Triton interprets take seconds: those of one rounding stand for all.
@@ -135,10 +184,10 @@ def test_leaves_on_two_devices_are_refused(device):
     assert "entry 0 are on devices [0, -1, 0, 0]" in ask(device, "on_two_devices")
 
 
-def test_an_overflow_is_found_in_two_waits(device):
-    """One for whether there is one, and one for where."""
+def test_an_overflow_is_found_without_a_wait(device):
+    """Whether there is one, and where."""
     waits, first = ask(device, "overflowed")
-    assert sum(waits.values()) == 2 and first == 7
+    assert waits == {} and first == 7
 
 
 @pytest.mark.parametrize("formula", ["path", "dtype"])

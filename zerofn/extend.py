@@ -79,8 +79,16 @@ from zerofn.kernels.formulas import (
     times,
     towards,
 )
-from zerofn.kernels.fused_adam import alike, fused_operator, fused_update, many_for_fused, plain, typed
-from zerofn.kernels.norms import length, not_finite, squared_norm
+from zerofn.kernels.fused_adam import (
+    alike,
+    fused_on_device,
+    fused_operator,
+    fused_update,
+    many_for_fused,
+    plain,
+    typed,
+)
+from zerofn.kernels.norms import length, not_finite, not_finite_each, squared_norm
 from zerofn.kernels.recording import (
     certain,
     concrete,
@@ -104,6 +112,7 @@ if _TYPE_CHECKING:
     from zerofn.core.wires import Averaging as Averaging
     from zerofn.core.wires import Sharding as Sharding
     from zerofn.kernels.adam import adam_ as adam_
+    from zerofn.kernels.adam import adam_on_device as adam_on_device
     from zerofn.kernels.adam import adam_operator as adam_operator
     from zerofn.kernels.adam import adam_update as adam_update
     from zerofn.kernels.adam import has_kernel as has_kernel
@@ -131,6 +140,7 @@ _LATER = {
     "Averaging": "zerofn.core.wires",
     "Sharding": "zerofn.core.wires",
     "adam_": "zerofn.kernels.adam",
+    "adam_on_device": "zerofn.kernels.adam",
     "adam_operator": "zerofn.kernels.adam",
     "adam_update": "zerofn.kernels.adam",
     "has_kernel": "zerofn.kernels.adam",
@@ -207,6 +217,7 @@ __all__ = [
     "ViewOf",
     "Wire",
     "adam_",
+    "adam_on_device",
     "adam_operator",
     "adam_update",
     "alike",
@@ -236,6 +247,7 @@ __all__ = [
     "entries",
     "explain",
     "flatten",
+    "fused_on_device",
     "fused_operator",
     "fused_update",
     "given",
@@ -259,6 +271,7 @@ __all__ = [
     "no_view",
     "no_weight",
     "not_finite",
+    "not_finite_each",
     "number",
     "of_members",
     "on_stacks",

@@ -16,6 +16,7 @@ from torch import Tensor
 from ._errors import explain
 from .core.arguments import TINY, check_count, check_number, plain
 from .core.html import curve
+from .core.transform import OfTensors
 
 SHOWN = 100  # steps in the plot of a schedule without an end
 
@@ -25,7 +26,7 @@ def _call(name: str, **given: Any) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class _Schedule:
+class _Schedule(OfTensors):
     """The base class: schedules compare by their numbers, and print as the call that made them.
 
     Attributes:
@@ -122,8 +123,9 @@ class Piecewise(_Schedule):
     def __call__(self, step: Any) -> Any:
         if isinstance(step, Tensor):
             both = self.before(step), self.after(step - self.boundary)
-            # torch.where of two floats is float32.
-            rates = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in both]
+            # torch.where of two floats is float32. A number is filled on a GPU: a copy to it would wait.
+            wide: dict[str, Any] = dict(dtype=torch.float64, device=step.device)
+            rates = [x.to(**wide) if isinstance(x, Tensor) else torch.full((), x, **wide) for x in both]
             return torch.where(step < self.boundary, *rates)
         return self.before(step) if step < self.boundary else self.after(step - self.boundary)
 

@@ -289,3 +289,100 @@ def leaf_by_leaf(formula: str) -> tuple[int, list[str]]:
         found.append({p: x.cpu() for p, x in state.params.items()})
     here, there = found
     return virtual_cuda.count(rows, "launch"), [p for p in here if not torch.equal(here[p], there[p])]
+
+
+def _guarded(*transforms: zf.Transform, dtype: torch.dtype | None = None) -> zf.Transform:
+    cast = [] if dtype is None else [zf.precision(store_dtype=dtype)]
+    return zf.chain(*cast, zf.scale_loss("dynamic", init_scale=8.0, growth_interval=2), *transforms)
+
+
+# Pipelines that skip a step, by what comes behind the verdict on it.
+SKIPPING: dict[str, Callable[[], zf.Transform]] = {
+    "adam": lambda: _guarded(zf.adam(1e-2, weight_decay=0.1)),
+    "adamw, schedule": lambda: _guarded(zf.adamw(zf.schedules.warmup_cosine(1e-1, 2, 10))),
+    "adamw, own schedule": lambda: _guarded(zf.adamw(lambda step: 0.1 / (1 + int(step)))),
+    "clip, adamw": lambda: _guarded(zf.clip_by_global_norm(0.1), zf.adamw(1e-2)),
+    "clip by value, adamw": lambda: _guarded(zf.clip_by_value(0.1), zf.adamw(1e-2)),
+    "sgd": lambda: _guarded(zf.sgd(1e-2)),
+    "sgd, momentum": lambda: _guarded(zf.sgd(1e-2, momentum=0.9, weight_decay=0.1)),
+    "sgd, dampening": lambda: _guarded(zf.sgd(zf.schedules.linear(0.1, 0.0, 9), momentum=0.9, dampening=0.5)),
+    "rmsprop": lambda: _guarded(zf.rmsprop(1e-2, momentum=0.9)),
+    "lion": lambda: _guarded(zf.lion(1e-2, weight_decay=0.1)),
+    "lion, schedule": lambda: _guarded(zf.lion(zf.schedules.linear(0.1, 0.0, 9))),
+    "building blocks": lambda: _guarded(zf.scale_by_adam(), zf.add_decayed_weights(0.1), zf.scale_by_lr(1e-2)),
+    "trace": lambda: _guarded(zf.trace(0.9, nesterov=True), zf.scale_by_lr(1e-2)),
+    "adamw, ema": lambda: _guarded(zf.adamw(1e-2), zf.ema(0.9)),
+    "accumulate": lambda: _guarded(zf.accumulate(2), zf.adamw(1e-2)),
+    "accumulate, then skip": lambda: zf.chain(zf.accumulate(2), zf.skip_nonfinite(), zf.sgd(1e-2, momentum=0.9)),
+    "skip": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-2)),
+    "skip behind clip": lambda: zf.chain(zf.clip_by_global_norm(0.1), zf.skip_nonfinite(), zf.sgd(1e-2)),
+    "partition": lambda: _guarded(
+        zf.partition(
+            {"a": zf.adamw(1e-2), "b": zf.chain(zf.clip_by_value(0.01), zf.sgd(1e-2, momentum=0.9))},
+            lambda path: "a" if path < "p005" else "b",
+        )
+    ),
+    "masked": lambda: _guarded(zf.masked(zf.add_decayed_weights(0.1), lambda path: path > "p005"), zf.adamw(1e-2)),
+    "muon": lambda: _guarded(muon_for_matrices()),
+    "weighted": lambda: _guarded(zf.accumulate(2, weighted=True), zf.adamw(1e-2)),
+    "watch": lambda: _guarded(zf.adamw(1e-2), zf.watch(lambda old, new: {"moved": (new - old).square().sum()})),
+    "own transform": lambda: _guarded(doubled(), zf.adamw(1e-2)),
+    "low precision": lambda: _guarded(zf.low_precision_adam(1e-2), dtype=BF16),
+    "low precision, kahan": lambda: _guarded(zf.low_precision_adam(1e-2, rounding="kahan"), dtype=BF16),
+}
+
+
+@zf.leafwise(needs="element")
+def doubled(grad: Tensor, param: Tensor) -> Tensor:
+    return 2 * grad
+
+
+def _skipped(pipeline: str, device: str, route: str) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    """What is left of six steps of which the third is skipped, their metrics, and the waits of the last three.
+
+    A leaf is without a gradient in the second and the fourth step.
+    """
+    torch.manual_seed(0)
+    params = {f"p{i:03d}": torch.randn(BLOCK[i % 12]) for i in range(14)}
+    grads = [{p: torch.randn_like(x) for p, x in params.items()} for _ in range(6)]
+    grads[2]["p007"][0] = torch.inf
+    tx, told, waits = SKIPPING[pipeline](), [], 0
+    model = nn.Module()
+    for p, x in params.items():
+        model.register_parameter(p, nn.Parameter(x.to(device)))
+    opt = zf.attach(model, tx) if route == "attached" else None
+    state = zf.init(tx, dict(model.named_parameters())) if opt is None else opt.state
+    for i, by_path in enumerate(grads):
+        if i in (1, 3):
+            by_path["p003"] = None
+        given = {p: None if g is None else g.to(device, state.leaves[p].dtype) for p, g in by_path.items()}
+        more = {"weight": 1.0 + i} if pipeline == "weighted" else {}
+        with LOG() as rows:
+            if opt is None:
+                state, metrics = zf.update(tx, given, state, **more)
+            else:
+                for p, x in model.named_parameters():
+                    x.grad = given.get(p)
+                opt.step(**more)
+                state, metrics = opt.state, opt.metrics
+        waits += virtual_cuda.count(rows, "wait") if i > 2 else 0
+        told.append({name: x.item() for name, x in metrics.items()})
+    kept = dict(_tensors(state.transforms))
+    return {p: x.detach().cpu() for p, x in {**state.leaves, **kept, "step": state.step}.items()}, told, waits
+
+
+def skipping(pipeline: str, route: str) -> tuple[list[str], int]:
+    """What differs from the same steps on the CPU; and the waits."""
+    here, of_here, _ = _skipped(pipeline, "cpu", route)
+    there, of_there, waits = _skipped(pipeline, "cuda", route)
+    assert here.keys() == there.keys() and here["step"] < 6
+    near = any(part in pipeline for part in ("clip, ", "behind clip", "muon", "building", "schedule", "dampening"))
+    bad = [p for p in here if not (near and torch.allclose(here[p], there[p])) and not torch.equal(here[p], there[p])]
+    for i, (a, b) in enumerate(zip(of_here, of_there, strict=True)):
+        assert a.keys() == b.keys()
+        bad += [f"{k} at {i}: {a[k]} {b[k]}" for k in a if a[k] != b[k] and abs(a[k] - b[k]) > 1e-5 * abs(a[k])]
+    return bad, waits
+
+
+def names_of_skipping() -> list[str]:
+    return list(SKIPPING)

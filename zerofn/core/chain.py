@@ -92,6 +92,7 @@ def in_turn(parts: tuple[Transform, ...]) -> Transform:
         "chain",
         Scope.LEAF if alone else Scope.WHOLE,
         most(p.needs for p in parts),
+        Facts(capturable=_capturable(parts)),
         init_fn=init,
         prepare_fn=prepare if alone else nothing_to_prepare,
         update_fn=update,
@@ -406,6 +407,10 @@ def _outcome(t: Transform) -> tuple[str, Facts]:
     return "gradient to gradient", Facts(directs=any(f.directs for f in facts))
 
 
+def _capturable(parts: Iterable[Transform]) -> bool:
+    return all(part.facts.capturable for part in parts)
+
+
 def _check_labels(given: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
     wrong = [(p, f"label {v!r} has no transform") for p, v in given.items() if v not in inner]
     if wrong:
@@ -427,6 +432,7 @@ def _by_label(
     # A member that looks at its whole group cannot be run bucket by bucket, nor leaf by leaf.
     alone = all(t.scope is Scope.LEAF for t in members.values())
     facts = _outcome(next(iter(members.values())))[1] if members else Facts(optimizes=True)
+    facts = replace(facts, capturable=_capturable(members.values()))
 
     def groups(layout: Layout, paths: Set[str]) -> dict[str, set[str]]:
         given = labels(layout, paths)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._compat.tensors import foreach
 from .._errors import explain, kind_of
+from ..kernels.formulas import TensorList, write_where
 from ..kernels.norms import leaf_norms
 from ..kernels.recording import concrete, number
 from .layout import Layout, Leaves
@@ -177,7 +178,12 @@ class Context:
         micro_step: micro-steps before this one, for messages.
         metrics: filled by `report`.
         norms: norms of gradients for a metric; not used in a step that is recorded.
-        comes: whether an update reaches this transform in this step; a tensor in a graph or under `vmap`.
+        verdicts: whether a transform may leave its `emit` on the device, as a tensor that nobody reads (`verdict`).
+        unread: whether the numbers of the state are on the device and nobody reads them, though the step is not
+            recorded: in a step that can be captured, and behind a verdict. `number` and `read` return tensors, and
+            functions that write into donated memory leave it as it is where `comes` is false.
+        comes: whether an update reaches this transform in this step; a tensor in a graph, under `vmap`, and behind a
+            verdict that is on the device.
         standing: metrics of this transform, by name, for a step that does not reach it.
         under_way: copies into the new state, filled by `before_the_end`.
         written: prefixes of the transforms that have begun to write into donated memory. If an error is raised after
@@ -201,6 +207,8 @@ class Context:
     micro_step: Any = 0
     metrics: dict[str, Tensor] = field(default_factory=dict)
     norms: Norms | None = None
+    verdicts: bool = False
+    unread: bool = False
     comes: bool | Tensor = True
     standing: Mapping[str, Any] = field(default_factory=dict)
     under_way: list[UnderWay] = field(default_factory=list)
@@ -209,7 +217,7 @@ class Context:
 
     def own(self, x: Tensor) -> Tensor:
         """A tensor that may be written: `x` itself when donated, else a copy."""
-        if not self.donate:
+        if not self.donate or self.choosing is not None:
             return x.clone()
         self.written.add(self.prefix)
         return x
@@ -218,16 +226,14 @@ class Context:
         """The new value of a state tensor: copied into the memory of `old` if that is donated, else `new` itself."""
         if not self.donate:
             return new
-        self.written.add(self.prefix)
-        return old.copy_(new)
+        return self._write(old, new)
 
     def copied(self, old: Tensor, new: Tensor) -> Tensor:
         """As `into`, for a tensor that belongs to somebody else, such as a gradient: a copy if nothing is donated."""
         if not self.donate:
             # What is recorded is never written, so there it need not be copied.
             return new.to(old.dtype, copy=not self.recorded)
-        self.written.add(self.prefix)
-        return old.copy_(new)
+        return self._write(old, new)
 
     def put(self, operation: Callable[..., Tensor], old: Tensor, *given: Any) -> Tensor:
         """`operation(old, *given)` in the dtype of `old`; in the memory of `old` if it is donated.
@@ -239,20 +245,54 @@ class Context:
         """
         if not self.donate:
             return operation(old, *given).to(old.dtype)
+        if self.choosing is not None:
+            return self._write(old, operation(old, *given))
         self.written.add(self.prefix)
         return operation(old, *given, out=old)
 
+    @property
+    def choosing(self) -> Tensor | None:
+        """What says, on the device, whether donated memory is written; `None` where it is."""
+        return self.comes if self.unread and isinstance(self.comes, Tensor) else None
+
+    def _write(self, old: Tensor, new: Tensor) -> Tensor:
+        """Write new values into donated memory."""
+        self.written.add(self.prefix)
+        if self.choosing is None:
+            return old.copy_(new)
+        several: Any = old, new
+        olds, news = (x.tensors if isinstance(x, TensorList) else [x] for x in several)
+        write_where(self.choosing, olds, news)
+        return old
+
     def number(self, x: Any) -> Any:
-        """The Python number in a 0-d tensor; the tensor itself if the computation is recorded."""
-        return x if self.recorded or not isinstance(x, Tensor) else x.item()
+        """The Python number in a 0-d tensor; the tensor itself if the computation is recorded, or numbers unread."""
+        return x if self.recorded or self.unread or not isinstance(x, Tensor) else x.item()
 
     def read(self, x: Tensor) -> Any:
         """The Python number in a 0-d tensor that nobody differentiates; the tensor itself if Python cannot read it."""
+        if self.unread:
+            return x
         return number(x) if self.recorded else x.item()
 
     def read_each(self, xs: Leaves) -> dict[str, Any]:
         """`read` of each of these numbers, by path."""
+        if self.unread:
+            return dict(xs)
         return dict(zip(xs, map(number if self.recorded else Tensor.item, xs.values()), strict=True))
+
+    def verdict(self, x: Tensor) -> Any:
+        """Whether a step goes on, from a 0-d bool tensor, for `Prepared.emit`: a bool; or the tensor itself.
+
+        The tensor is returned where Python cannot read it, and on a GPU if all transforms behind know a choice that is
+        made there (`Facts.capturable`): then no step waits for the answer.
+        """
+        return x if self.verdicts else self.read(x)
+
+    @property
+    def late(self) -> bool:
+        """Whether a verdict stays on the device."""
+        return self.verdicts or self.unread
 
     def put_each(self, operation: str, olds: Leaves, given: Any, begun: Mapping[str, Any] | None = None) -> Leaves:
         """`put` of each leaf, by path, in the memory of the old ones if that is donated: one call for all of them.
@@ -270,7 +310,11 @@ class Context:
             op = getattr(torch, operation)
             return {path: self.put(op, x, given[path] if several else given) for path, x in olds.items()}
         self.written.add(self.prefix)
-        foreach(f"{operation}_", list(olds.values()), list(map(given.__getitem__, olds)) if several else given)
+        tensors, second = list(olds.values()), list(map(given.__getitem__, olds)) if several else given
+        if self.choosing is None:
+            foreach(f"{operation}_", tensors, second)
+        else:
+            write_where(self.choosing, tensors, foreach(operation, tensors, second))
         return dict(olds)
 
     def _put_where(self, operation: str, olds: Leaves, given: Leaves, begun: Mapping[str, Any]) -> Leaves:
@@ -288,7 +332,11 @@ class Context:
         if not olds or self.recorded or not self.donate:
             return {path: self.copied(x, given[path]) for path, x in olds.items()}
         self.written.add(self.prefix)
-        foreach("copy_", list(olds.values()), list(map(given.__getitem__, olds)))
+        tensors, news = list(olds.values()), list(map(given.__getitem__, olds))
+        if self.choosing is None:
+            foreach("copy_", tensors, news)
+        else:
+            write_where(self.choosing, tensors, news)
         return dict(olds)
 
     def marked(self, flags: Leaves, paths: Collection[str], known: Mapping[str, Any]) -> Leaves:
@@ -304,12 +352,26 @@ class Context:
             return numbers
         return torch.stack(numbers).cpu().unbind()
 
-    def check(self, x: Tensor, good: Callable[[Any], bool], error: Callable[[], Exception]) -> None:
+    def check(
+        self, x: Tensor, good: Callable[[Any], bool], error: Callable[[], Exception], every: int | None = None
+    ) -> None:
         """Raise `error()` unless the number in a 0-d tensor is good.
 
         In a graph and in a batch, where Python cannot read it, nothing is checked.
+
+        Args:
+            x: the number.
+            good: whether it is.
+            error: what is raised.
+            every: on a GPU, where reading it waits for the device, it is read once in so many micro-steps, by all ranks
+                alike; and never where the micro-steps are counted there, as in a step that can be captured. By default
+                it is read in every step.
         """
-        if (not self.recorded or concrete(x)) and not good(x.item()):
+        if self.recorded and not concrete(x):
+            return
+        if every is not None and not x.is_cpu and (self.unread or (int(self.micro_step) + 1) % every):
+            return
+        if not good(x.item()):
             raise error()
 
     def agreed(self, x: Tensor, error: Callable[[Tensor], Exception]) -> None:
@@ -372,7 +434,12 @@ class Context:
         else:
             value = torch.as_tensor(value)
         if isinstance(self.comes, Tensor) and name in self.standing:
-            held = torch.as_tensor(self.standing[name], dtype=value.dtype, device=value.device)
+            held = self.standing[name]
+            if isinstance(held, Tensor):
+                held = held.to(value.device, value.dtype)
+            else:
+                # Filled there: a copy of a number to a GPU would wait.
+                held = torch.full((), held, dtype=value.dtype, device=value.device)
             value = torch.where(self.comes.to(value.device), value, held)
         if self.recorded and value.is_floating_point():
             value = self.reduction.alike(value)
@@ -409,7 +476,8 @@ class Prepared:
     Attributes:
         carry: passed to the update of every leaf.
         state: the shared entries of its state that change.
-        emit: whether updates go on to the next transform. A 0-d bool tensor under `vmap`.
+        emit: whether updates go on to the next transform. A 0-d bool tensor under `vmap`, and where `Context.verdict`
+            gives one.
         close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
             is gathered bucket by bucket, while a bucket is in the cache for its update.
         carries_state: whether the carry has the state, as that of a chain has the states of its transforms. Then each

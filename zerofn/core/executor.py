@@ -19,7 +19,7 @@ from .context import Context, Prepared, WithinBucket, check_prepared
 from .facts import Facts, Scope
 from .layout import Leaves
 from .returned_values import CheckedUpdate, in_order
-from .transform import Transform, TransformState, gives_parameters, nothing_to_prepare, pass_through
+from .transform import OfTensors, Transform, TransformState, gives_parameters, nothing_to_prepare, pass_through
 from .tree import Places, flatten, moved, of_leaves, overlaid, places, select
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -144,9 +144,9 @@ def run(
         fixed = not (ctx.lr or ctx.numbers)
         for later in parts[1:]:
             for part in later.scheduled:
-                if fixed and type(part.facts.rate) is float:
+                if fixed and (type(part.facts.rate) is float or (ctx.late and isinstance(part.facts.rate, OfTensors))):
                     continue
-                part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}))
+                part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}, unread=ctx.late))
     for i, here in enumerate(parts):
         if here.keeps_old_for_later and old is None and (ctx.donate or ctx.donate_to_kernels):
             old = {path: x.clone() for path, x in params.items()}
@@ -173,7 +173,7 @@ def _held_metrics(
     ctx: Context,
 ) -> dict[str, Tensor]:
     """The metrics of transforms that a held step does not reach."""
-    ctx = replace(ctx, metrics={})
+    ctx = replace(ctx, metrics={}, unread=ctx.late)
     for parts in (behind, *[stretch.parts for stretch in later]):
         report_held(parts, states, params, ctx)
     return ctx.metrics
@@ -321,7 +321,8 @@ class Segment:
             if not isinstance(p.emit, bool):
                 # An accumulation window that closes in a skipped step has the sum of the steps before.
                 emitted, comes = p.emit if emitted is True else emitted & p.emit, both(comes, p.emit)
-                signal = passed(emitted, out)
+                # Only a derivative needs finite numbers where they are not chosen.
+                signal = passed(emitted, out) if self.ctx.recorded else out
         return signal
 
     def _within_bucket(self) -> Context:
@@ -334,7 +335,8 @@ class Segment:
     def _context_of(self, part: Transform, comes: bool | Tensor) -> Context:
         """The context of a transform if only a tensor says whether updates reach it."""
         found = standing(part, self.old.get(part.name, {}), self.params, self.ctx)
-        return replace(self.ctx, comes=comes, standing=found)
+        unread = self.ctx.unread or not self.ctx.recorded
+        return replace(self.ctx, comes=comes, standing=found, unread=unread)
 
     def close(self) -> None:
         """Close the transforms after all leaves were fed."""
@@ -472,7 +474,7 @@ def _update(grads: Leaves, state: TransformState, params: Leaves, found: Leaves,
 GRAD_NORM = Transform(
     ".grad_norm",
     needs="number",
-    facts=Facts(reports=frozenset(["grad_norm"]), copies=False),
+    facts=Facts(reports=frozenset(["grad_norm"]), copies=False, capturable=True),
     prepare_fn=_prepare,
     update_fn=_update,
 )

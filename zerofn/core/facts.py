@@ -41,6 +41,11 @@ class Facts:
         fixed: slots of its state by leaf whose tensors have one shape whatever the leaf is, and are equal on all ranks.
             Where leaves are sharded, any other tensor of a leaf in its state has the shape of the shard, or is 0-d. A
             key of a nested dict has a slash before it: `"moments/edges"`.
+        capturable: its update half reads no number of a device, also where numbers of its state are there
+            (`Context.unread`), and writes into donated memory by functions of the context alone. So it may run in a
+            captured CUDA graph, and behind a verdict that only the device knows.
+        skips: it may skip a step by a number that the device has (`Context.verdict`).
+        constant: entries of its state that never change. They stay on the host where its counters are on the device.
         holds: it keeps gradients for a later micro-step.
     """
 
@@ -60,6 +65,9 @@ class Facts:
     torch_names: tuple[tuple[str, str], ...] = ()
     starts_wide: bool = False
     fixed: tuple[str, ...] = ()
+    capturable: bool = False
+    skips: bool = False
+    constant: tuple[str, ...] = ()
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:

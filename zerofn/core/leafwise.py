@@ -226,7 +226,13 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
         return Transform(
             made.name,
             needs=needs,
-            facts=Facts(optimizes=optimizer, rate=config.get("lr") if optimizer else None, starts_wide=True),
+            facts=Facts(
+                optimizes=optimizer,
+                rate=config.get("lr") if optimizer else None,
+                starts_wide=True,
+                # A function may ask for the number of its step.
+                capturable=not made.counts,
+            ),
             init_fn=made.init,
             prepare_fn=made.prepare,
             update_fn=made.update,

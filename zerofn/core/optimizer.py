@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
-from .._compat.tensors import foreach_add
-from ..kernels.formulas import NotOnLists, batches, on_lists, once
+from .._compat.tensors import foreach, foreach_add
+from ..kernels.formulas import NotOnLists, TensorList, batches, on_lists, once
 from ..kernels.norms import squared_norm
-from ..kernels.recording import concrete, only_compiled, root
+from ..kernels.recording import concrete, number, only_compiled, root
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .facts import Facts, Scope
 from .layout import Layout, Leaves
 from .state import counter
-from .transform import ScalarOrSchedule, Transform, TransformState
+from .transform import OfTensors, ScalarOrSchedule, Transform, TransformState
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These types are the arguments of an optimizer's formula, which updates one leaf, and of its kernel, which updates
@@ -56,7 +56,9 @@ class LeafStep:
 
     def scalar(self, value: Any, like: Tensor) -> Any:
         """A number to compute with beside `like`: a tensor in its dtype and on its device, anything else as it is."""
-        return value.to(like) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(like.device, like.dtype) if isinstance(like, TensorList) else value.to(like)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class LeafList:
         shared: state that all leaves share, by name; only read.
         norms: an empty list where a metric needs the norms of the gradients. A kernel that computes them anyway appends
             one for each; otherwise another pass does.
+        skip: a 0-d bool tensor of the device: where it is true nothing is written. For a `device_kernel`.
     """
 
     params: list[Tensor]
@@ -87,6 +90,7 @@ class LeafList:
     numbers: Numbers = field(default_factory=dict)
     shared: TransformState = field(default_factory=dict)
     norms: list[float] | None = None
+    skip: Tensor | None = None
 
     def where(self, chosen: list[bool]) -> LeafList:
         """The leaves for which `chosen` is true; norms are not asked for of a part."""
@@ -95,8 +99,9 @@ class LeafList:
             return [x for x, on in zip(entries, chosen, strict=True) if on]
 
         slots = {name: pick(entries) for name, entries in self.slots.items()}
-        lists = pick(self.params), pick(self.grads), slots, self.count, self.lr, pick(self.paths), pick(self.offsets)
-        return LeafList(*lists, self.numbers, self.shared)
+        count = torch.stack(pick([*self.count])) if isinstance(self.count, Tensor) else self.count
+        lists = pick(self.params), pick(self.grads), slots, count, self.lr, pick(self.paths), pick(self.offsets)
+        return LeafList(*lists, self.numbers, self.shared, skip=self.skip)
 
 
 class Given(NamedTuple):
@@ -131,11 +136,25 @@ class Given(NamedTuple):
 Derived = Callable[[Any, Any, Numbers], Numbers]
 
 
-def one_more(counts: Leaves, paths: Collection[str], recorded: bool) -> Leaves:
+def one_more(counts: Leaves, paths: Collection[str], ctx: Context) -> Leaves:
     """Counts of these leaves plus one, by one `foreach` call: single additions show in a step of many small leaves."""
     before = list(map(counts.__getitem__, paths))
-    after = [c + 1 for c in before] if recorded or not before else foreach_add(before, 1)
+    if ctx.unread and before:
+        return dict(zip(paths, _counted(before, ctx), strict=True))
+    after = [c + 1 for c in before] if ctx.recorded or not before else foreach_add(before, 1)
     return dict(zip(paths, after, strict=True))
+
+
+def _counted(before: list[Tensor], ctx: Context) -> list[Tensor]:
+    """Counts that nobody reads, plus one if the step counts; in their memory if that is donated."""
+    comes = ctx.choosing
+    # A list: torch would read a single 0-d tensor as a number.
+    one: Any = 1 if comes is None else [comes.to(before[0])] * len(before)
+    if not ctx.donate:
+        return foreach("add", before, one)
+    ctx.written.add(ctx.prefix)
+    foreach("add_", before, one)
+    return before
 
 
 def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:
@@ -155,7 +174,7 @@ def each(
     rate: Any,
     numbers: Numbers,
     derived: Derived | None,
-    recorded: bool,
+    ctx: Context,
     dtypes: Iterable[torch.dtype] = (torch.float64,),
 ):
     """Every leaf's path, its count, and numbers derived from it, once for all leaves with the same count.
@@ -163,7 +182,7 @@ def each(
     Args:
         dtypes: of the tensors that derived tensors are combined with.
     """
-    if recorded and not all(map(concrete, counts.values())):
+    if ctx.unread or (ctx.recorded and not all(map(concrete, counts.values()))):
         # For float32 cast for all leaves together, and not by one operation in the graph for each leaf.
         narrow = all(dtype is torch.float32 for dtype in dtypes)
         yield from _unread(counts, rate, numbers, derived, torch.float32 if narrow else torch.float64)
@@ -180,10 +199,10 @@ def _unread(
     if derived is None:
         yield from ((path, count, {}) for path, count in counts.items())
         return
-    # Counts are on the CPU, and a rate may be elsewhere: torch mixes devices of 0-d tensors only, and these are not.
+    # Counts are mostly on the CPU, and a rate may be elsewhere: torch mixes devices of 0-d tensors only.
     given = [x.device for x in (rate, *numbers.values()) if isinstance(x, Tensor) and x.device.type != "cpu"]
     together = torch.stack(list(counts.values()))
-    together = together.to(given[0]) if given else together
+    together = together.to(given[0]) if given and together.is_cpu else together
     made = derived(_wide(together), _wide(rate), {k: _wide(x) for k, x in numbers.items()})
     spread = once(*(x.to(dtype).expand(len(counts)) if isinstance(x, Tensor) else x for x in made.values()))
     columns = [x.unbind() if isinstance(x, Tensor) else [x] * len(counts) for x in spread]
@@ -409,6 +428,7 @@ def optimizer(
     derived: Derived | None = None,
     operator: Operator | None = None,
     graph_kernel: Kernel | None = None,
+    device_kernel: Kernel | None = None,
     pulled: Pulled | None = None,
     counterpart: type | None = None,
     torch_names: Mapping[str, str] = NONE,
@@ -439,6 +459,9 @@ def optimizer(
             formula does.
         graph_kernel: the kernel in a compiled graph, if it is another one: it calls an operator that `torch.library`
             knows, `count` is a tensor of the shape `(leaves,)`, and numbers may be tensors.
+        device_kernel: the kernel where counts are on the device and nobody reads them (`Context.unread`): `count` is a
+            tensor of the shape `(leaves,)`, the rate may be a 0-d tensor, and `skip` says whether to write nothing.
+            Otherwise the formula is computed there.
         pulled: the hand-written derivative of the formula, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`. It
             takes cotangents of the new parameter and slots, the old parameter, the gradient and the new slots, and
             returns cotangents of the old ones. With it the kernel runs in steps that are differentiated in reverse
@@ -465,7 +488,19 @@ def optimizer(
     kernel_of_graph = graph_kernel or kernel
     in_graph = None if operator is None or kernel_of_graph is None else (operator, kernel_of_graph)
     update = _OptimizerUpdate(
-        name, lr, slots, formula, kernel, dict(numbers), dict(shared), derived, in_graph, pulled, of_lists, of_norms
+        name,
+        lr,
+        slots,
+        formula,
+        kernel,
+        dict(numbers),
+        dict(shared),
+        derived,
+        in_graph,
+        pulled,
+        of_lists,
+        of_norms,
+        device_kernel,
     )
     facts = Facts(
         optimizes=True,
@@ -476,6 +511,8 @@ def optimizer(
         counterpart=counterpart,
         torch_names=tuple(torch_names.items()),
         fixed=tuple([slot for slot, start in slots.items() if start is without_elements]),
+        capturable=True,
+        constant=tuple(shared),
     )
     return Transform(
         name,
@@ -505,6 +542,7 @@ class _OptimizerUpdate:
     pulled: Pulled | None
     of_lists: bool
     of_norms: bool
+    device_kernel: Kernel | None
 
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
@@ -519,9 +557,11 @@ class _OptimizerUpdate:
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         # A group has one optimizer: its prefix is its name, whatever the user calls the transform.
-        rate = ctx.lr.get(ctx.prefix, self.lr)
+        rate, step = ctx.lr.get(ctx.prefix, self.lr), state["step"]
         if rate is not self.lr or not self.checked:
-            rate = learning_rate(self.name, rate, ctx.read(state["step"]), ctx.unrecorded)
+            # A function of the user's may ask for a number. Where a step is to be captured it has been asked before.
+            reads = ctx.verdicts and callable(rate) and not isinstance(rate, OfTensors)
+            rate = learning_rate(self.name, rate, number(step) if reads else ctx.read(step), ctx.unrecorded)
         changed, numbers = ctx.numbers.get(ctx.prefix), self.numbers
         if changed:
             numbers = {**numbers, **_by_number(changed, numbers)}
@@ -529,15 +569,17 @@ class _OptimizerUpdate:
             (rate,) = once(rate)
             rate, numbers = ctx.replicated(rate), {key: ctx.replicated(x) for key, x in numbers.items()}
         ctx.report("lr", rate)
-        return Prepared(carry=(rate, numbers), state={"step": state["step"] + 1})
+        return Prepared(carry=(rate, numbers), state={"step": step + 1})
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        counts = one_more(state["count"], grads, ctx.recorded)
+        counts = one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
         slots = dict(zip(self.slots, map(state.__getitem__, self.slots), strict=True))
         given = Given(grads, params, slots, counts, *carry, common, ctx)
         kernel, pulled, derived = self.kernel, self.pulled, self.derived
-        if kernel is not None and not ctx.recorded:
+        if ctx.unread:
+            new, own = self._on_device(given)
+        elif kernel is not None and not ctx.recorded:
             new, own = _in_place(kernel, by_count(counts).items(), given)
         elif self.in_graph is not None and (groups := _groups(self.in_graph[0], given)) is not None:
             there = given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels))
@@ -549,6 +591,15 @@ class _OptimizerUpdate:
         else:
             new, own = _by_formula(self.formula, derived, given, self.of_lists, self.of_norms)
         return new, {**own, "count": counts}
+
+    def _on_device(self, given: Given) -> tuple[Leaves, TransformState]:
+        """The update where nobody reads counts and rates."""
+        ctx = given.ctx
+        if self.device_kernel is None or not given.grads or any(isinstance(x, Tensor) for x in given.numbers.values()):
+            return _by_formula(self.formula, self.derived, given, self.of_lists, self.of_norms)
+        comes = ctx.choosing
+        counts, skip = torch.stack(list(given.counts.values())), None if comes is None else ~comes
+        return _in_place(self.device_kernel, [(counts, list(given.grads))], given, skip)
 
 
 def _groups(operator: Operator, given: Given) -> list[tuple[Any, list[str]]] | None:
@@ -562,7 +613,7 @@ def _groups(operator: Operator, given: Given) -> list[tuple[Any, list[str]]] | N
     return None
 
 
-def _listed(group: list[str], count: Any, given: Given) -> LeafList:
+def _listed(group: list[str], count: Any, given: Given, skip: Tensor | None = None) -> LeafList:
     """Leaves as lists for a kernel, which writes parameters and slots: copies of the old ones unless donated."""
     grads, params, slots, _, lr, numbers, common, ctx = given
     # By `map` over C functions: this runs for every leaf in every step.
@@ -577,15 +628,17 @@ def _listed(group: list[str], count: Any, given: Given) -> LeafList:
     # Norms are requested of tensors: one that a member of a group has changed is another.
     asked = ctx.norms.requests if ctx.norms is not None else {}
     norms = [] if asked and all(map(is_, map(asked.get, group), gradients)) else None
-    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms)
+    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms, skip)
 
 
-def _in_place(kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given) -> tuple[Leaves, TransformState]:
+def _in_place(
+    kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given, skip: Tensor | None = None
+) -> tuple[Leaves, TransformState]:
     """New parameters and slots by a kernel on lists, in the memory of the old ones if that is donated."""
     new: Leaves = {}
     own: TransformState = {}
     for count, group in groups:
-        leaves = _listed(group, count, given)
+        leaves = _listed(group, count, given, skip)
         if given.ctx.donate:
             given.ctx.written.add(given.ctx.prefix)
         kernel(leaves)
@@ -608,7 +661,7 @@ def _with_derivative(
 ) -> tuple[Leaves, TransformState]:
     """As `_in_place`, in new memory and recorded by autograd, with the hand-written derivative."""
     grads, params, slots, counts, lr, numbers, common, ctx = given
-    derived_numbers = each(counts, lr, numbers, derived, ctx.recorded)
+    derived_numbers = each(counts, lr, numbers, derived, ctx)
     steps = [LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in derived_numbers]
     paths = [at.path for at in steps]
 
@@ -634,8 +687,8 @@ def _by_formula(
     new: Leaves = {}
     own: TransformState = {slot: {} for slot in slots}
     dtypes = (x.dtype for p, g in grads.items() for x in (g, params[p]))
-    rows = list(each(counts, lr, numbers, derived, ctx.recorded, dtypes))
-    on_a_list = _on_lists(formula, rows, given) if of_lists else {}
+    rows = list(each(counts, lr, numbers, derived, ctx, dtypes))
+    on_a_list = _on_lists(formula, rows, given) if of_lists and not (ctx.unread and derived) else {}
     begun = _of_norms(formula, rows, given) if of_norms else None
     for p, count, made in rows:
         if p in on_a_list:
@@ -696,7 +749,8 @@ def _on_lists(
     found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     none: Any = None
     on_list: Callable[..., Any] = formula
-    for batch, (p, g, *values) in batches(*columns, [count for _, count, _ in rows]):
+    # A number of one leaf's count that nobody reads is not that of the batch.
+    for batch, (p, g, *values) in batches(*columns, [None if ctx.unread else count for _, count, _ in rows]):
         _, count, made = rows[batch[0]]
         old = dict(zip(slots, values[:-1], strict=True))
         try:
@@ -753,7 +807,7 @@ def direction(
         return Prepared(carry={key: ctx.replicated(x) for key, x in numbers.items()})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
-        counts = one_more(state["count"], grads, ctx.recorded)
+        counts = one_more(state["count"], grads, ctx)
         given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, None, found, {}, ctx)
         out, own = _by_formula(formula, derived, given, of_lists, of_norms)
         return out, {**own, "count": counts}
@@ -762,7 +816,7 @@ def direction(
         name,
         Scope.WHOLE if of_norms else Scope.LEAF,
         "number" if of_norms else "element",
-        Facts(directs=True, keeps=False),
+        Facts(directs=True, keeps=False, capturable=True),
         init_fn=init,
         prepare_fn=prepare,
         update_fn=update,

@@ -42,7 +42,7 @@ from .survey import (
     survey,
 )
 from .transform import Transform, TransformState, no_state, nothing_to_prepare, number_tensors, pass_through
-from .tree import check_state
+from .tree import check_state, tree_map
 from .view import WIRE, Dtypes, Factor, IncompleteWire, LeafView, Ranks, View, Wire, cutting_wires, place_in
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -182,6 +182,22 @@ class Pipeline:
         return stretches(self.updates)
 
     @cached_property
+    def verdicts(self) -> int | None:
+        """The place of the first part that may skip a step by a number of the device; `None` if there is none."""
+        return next((i for i, part in enumerate(self.parts) if part.facts.skips), None)
+
+    @cached_property
+    def keeps_verdicts(self) -> bool:
+        """Whether, on a GPU, verdicts on a step stay on the device, and with them counts of what they skip.
+
+        Not where a reduction comes behind them, which skipped steps would make too, nor where a transform behind them
+        has to read.
+        """
+        if self.verdicts is None or self.road.late or self.layout.placement.owners:
+            return False
+        return all([part.facts.capturable for part in self.updates])
+
+    @cached_property
     def numbers(self) -> tuple[tuple[str, Tensor], ...]:
         """The tensors among the arguments of its transforms, with their names."""
         return number_tensors(self.tx)
@@ -237,7 +253,25 @@ class Pipeline:
 def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformState] | None = None) -> State:
     """The state before any step, of stored parameters (meta tensors too). Pass `transforms` if they have states."""
     own = init_transforms(pipe, stored) if transforms is None else transforms
-    return State(stored, own, counter(), counter(), pipe.layout)
+    state = State(stored, own, counter(), counter(), pipe.layout)
+    return with_counters_on_device(pipe, state, pipe.verdicts or 0) if pipe.keeps_verdicts else state
+
+
+def with_counters_on_device(pipe: Pipeline, state: State, first: int) -> State:
+    """The same state with the counters of parts from the place `first` on where the parameters are, if on a GPU."""
+    device = next((x.device for x in state.leaves.values() if x.is_cuda), None)
+    if device is None:
+        return state
+    own = dict(state.transforms)
+    for part in pipe.parts[first:]:
+        if part.name in own:
+            fixed = {key: x for key, x in own[part.name].items() if key in part.facts.constant}
+            own[part.name] = {**tree_map(lambda x: _moved(x, device), own[part.name]), **fixed}
+    return replace(state, transforms=own, step=state.step.to(device))
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    return x.to(device) if isinstance(x, Tensor) and x.is_cpu else x
 
 
 def _check_shards(pipe: Pipeline, stored: Leaves, states: dict[str, TransformState]) -> None:

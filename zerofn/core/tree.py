@@ -166,7 +166,11 @@ def select(pred: bool | Tensor, new: Any, old: Any) -> Any:
     news, spec = flatten(new)
     olds, _ = flatten(old)
     pairs = zip(news, olds, strict=True)
-    return unflatten(spec, [torch.where(pred.to(n.device), n, o) if isinstance(n, Tensor) else n for n, o in pairs])
+    return unflatten(spec, [_chosen(pred, n, o) if n is not o and isinstance(n, Tensor) else n for n, o in pairs])
+
+
+def _chosen(pred: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(pred.to(new.device), new, old)
 
 
 def clone(tree: Tree) -> Tree:

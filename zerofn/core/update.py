@@ -87,6 +87,8 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     donated, level = False, None
     if grads and next(iter(grads.values())).is_cuda and not ctx.recorded:
         refuse_capture()
+        if pipe.keeps_verdicts:
+            ctx = replace(ctx, verdicts=True)
     if ctx.recorded:
         check_vmap(pipe, ctx.weight, grads, state)
         # Asked here: of a frame that the compiler gives up, functions that it calls are compiled by themselves.

@@ -466,8 +466,7 @@ def divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return _by_parts(divided, x, scale, dtype)
     if x.dtype == dtype and _is_number(scale):
         # By a Python number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
-        # peak of memory. Not by a tensor: some kernels cast it to fp16 first, where 65536 is infinite. The scale lives
-        # on the CPU, so that reading it waits for no device.
+        # peak of memory. Not by a tensor: some kernels cast it to fp16 first, where 65536 is infinite.
         return x / float(scale)
     return (wide(x) / scale).to(dtype)
 
@@ -479,8 +478,8 @@ def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.
 
 
 def _is_number(scale: Tensor) -> bool:
-    """Whether Python can read its value: under vmap it has several, and while it is traced none yet."""
-    if scale.ndim or torch.compiler.is_compiling() or makes_proxies() or type(scale) is not Tensor:
+    """Whether Python reads its value: under vmap it has several, while traced none yet; a GPU would be waited for."""
+    if scale.ndim or not scale.is_cpu or torch.compiler.is_compiling() or makes_proxies() or type(scale) is not Tensor:
         return False
     return innermost_transform() is None or not is_wrapped(scale)
 

@@ -488,7 +488,9 @@ class Attachment:
             metrics = self._update(grads, weight, rates, numbers) if early is None else self._finish(early, grads)
             # The others are copies already. This one is an entry of the state, into which `load_state_dict` writes.
             metrics["step"] = metrics["step"].detach().clone()
-            if home.refreshing and (home.reads or bool(metrics["updated"])):
+            # Where only a GPU knows whether the step was skipped, values are written that may not have changed.
+            updated = metrics["updated"]
+            if home.refreshing and (home.reads or not updated.is_cpu or bool(updated)):
                 for refresh in home.refreshing:
                     refresh()
             if self.groups.scheduled:

@@ -177,7 +177,7 @@ class ParamGroups:
                 optimizer.check_names(group)
             rate = group["lr"]
             if not optimizer.owns_rate:
-                if rate != optimizer.rate:
+                if rate is not optimizer.rate and rate != optimizer.rate:
                     _refuse_rate(rate, optimizer.transform)
             elif rate is not optimizer.transform.facts.rate and not same_value(rate, optimizer.transform.facts.rate):
                 rates[optimizer.prefix] = rate
@@ -197,7 +197,9 @@ class ParamGroups:
         """Write the rates of the pipeline's schedules into the groups."""
         for group, optimizer in zip(self.groups, self.optimizers, strict=True):
             if callable(optimizer.transform.facts.rate) and optimizer.prefix + "lr" in metrics:
-                group["lr"] = optimizer.rate = float(metrics[optimizer.prefix + "lr"])
+                rate = metrics[optimizer.prefix + "lr"]
+                # Read when somebody looks at it, if it is on a GPU.
+                group["lr"] = optimizer.rate = float(rate) if rate.is_cpu else rate
 
     def check(self, saved: list[dict[str, Any]]) -> None:
         """Raise a ValueError for groups of a `state_dict` that `load` cannot take: the next step would refuse them."""

@@ -179,6 +179,23 @@ class Settings(NamedTuple):
     beta1: float
     seed: int
     form: Any  # of the random draws
+    skip: Tensor | None = None  # an int64 of the device: nothing is written if it is not 0
+
+    def of_entry(self, i: int) -> Settings:
+        """The settings of one entry, where each has a step of its own (`adam_on_device`)."""
+        if not isinstance(self.step, Tensor) or not self.step.ndim:
+            return self
+        numbers = [x[i] if isinstance(x, Tensor) and x.ndim else x for x in self.scalars]
+        return self._replace(step=self.step[i], scalars=Scalars(*numbers))
+
+    def of_entries(self, entries: Sequence[int]) -> Settings:
+        """The settings of some entries, where each has a step of its own."""
+        if not isinstance(self.step, Tensor) or not self.step.ndim or len(entries) == len(self.step):
+            return self
+        each = [self.of_entry(i) for i in entries]
+        columns: Any = zip(*[own.scalars for own in each], strict=True)
+        numbers = [torch.stack(x) if isinstance(x[0], Tensor) and x[0].ndim == 0 else x[0] for x in columns]
+        return self._replace(step=torch.stack([own.step for own in each]), scalars=Scalars(*numbers))
 
     def mode(self, dtypes: Dtypes) -> Mode:
         """How entries of these dtypes are rounded; float32 is stored as computed, whatever `rounding` says."""
@@ -268,13 +285,10 @@ def run_unchunked(leaves: Leaves, settings: Settings) -> None:
     """Eager torch on each tensor as a whole; also for tensors without an address."""
     for i in range(len(leaves.params)):
         column = [None if tensors is None else tensors[i] for tensors in (*leaves[:1], *leaves[2:5])]
-        _write(column, formula_on_entry(leaves, i, settings))
-
-
-def _write(tensors: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        if tensor is not None and value is not None:
-            tensor.copy_(value)
+        found = formula_on_entry(leaves, i, settings.of_entry(i))
+        for old, new in zip(column, found, strict=True):
+            if old is not None and new is not None:
+                old.copy_(new if settings.skip is None else torch.where(settings.skip[0] != 0, old, new))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -377,10 +391,11 @@ def run_triton(leaves: Leaves, settings: Settings, norms: list[Any] | None = Non
     found: dict[int, Any] = {}
     devices = list(map(Tensor.get_device, leaves.params))
     for (*dtypes, device), entries, part in _by_kind(leaves, [*zip(*_columns(leaves), devices, strict=True)]):
+        own = settings.of_entries(entries)
         if not triton_kernel(tuple(dtypes[:4]), settings.rounding, settings.beta1, device):
-            run_unchunked(part, settings)
+            run_unchunked(part, own)
             continue
-        found |= zip(entries, _launch(part, settings, norms is not None), strict=False)
+        found |= zip(entries, _launch(part, own, norms is not None), strict=False)
         _written(part)
     _append(norms, found, leaves)
 
@@ -396,11 +411,15 @@ def _launch(leaves: Leaves, settings: Settings, norms: bool = False) -> list[Ten
     step, stride = (_readable(x) for x in (settings.step, settings.form))
     stride = stride_of(stride)
     numbers: Any = [_readable(x) for x in settings.scalars]
-    if any(isinstance(x, Tensor) for x in numbers):
+    if isinstance(step, Tensor) and step.ndim:
+        # A row for each leaf; the eighth number is nothing.
+        numbers = [x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in (*numbers, 0.0)]
+        numbers = torch.stack([x.expand(len(step)) for x in numbers], 1)
+    elif any(isinstance(x, Tensor) for x in numbers):
         # Filled on the device: a copy of a number to it could wait.
         numbers = torch.stack([x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in numbers])
-    words = (x.to(torch.int64).reshape(1) if isinstance(x, Tensor) else x for x in (step, settings.seed, stride))
-    given = module.Numbers(*words, numbers)
+    words = (x.to(torch.int64).reshape(-1) if isinstance(x, Tensor) else x for x in (step, settings.seed, stride))
+    given = module.Numbers(*words, numbers, settings.skip)
     roundings = module.Roundings(*settings.mode(leaves.dtypes(0)))
     return module.run(leaves.tensors, leaves.keys, leaves.offsets, given, roundings, norms)
 
@@ -711,6 +730,58 @@ def _run(implementation: str, leaves: Leaves, settings: Settings, plain: bool, n
             tensor.copy_(copy)
 
 
+def adam_on_device(
+    *lists: Sequence[Tensor],
+    steps: Tensor,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    rounding: str,
+    seed: int,
+    keys: Sequence[int],
+    offsets: Sequence[int],
+    form: Any,
+    skip: Tensor | None = None,
+    norms: list[Any] | None = None,
+) -> None:
+    """As `adam_`, where the numbers of the updates are on the device: on a GPU the host reads none.
+
+    Args:
+        steps: the number of this update for each leaf, of the shape `(leaves,)`.
+        lr: a number or a 0-d tensor.
+        skip: a 0-d bool tensor; nothing is written where it is true.
+    """
+    numbers: Any = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, rounding=rounding, seed=seed)
+    draws: Any = dict(keys=keys, offsets=offsets)
+    if steps.is_cpu:
+        if skip is None or not skip.item():
+            _by_step(list(map(list, lists)), steps.tolist(), lr=lr, form=form, **numbers, **draws)
+        return
+    params, grads, exp_avgs, exp_avg_sqs, *rest = lists
+    used = rest[0] if rounding == "kahan" else None
+    leaves = Leaves(params, grads, exp_avgs, exp_avg_sqs, used, keys, offsets)
+    _check(leaves, 1, rounding, form, "auto", "adam_")
+    flags = None if skip is None else skip.to(torch.int64).reshape(1)
+    scalars_of_leaves = scalars(steps, lr, beta1, beta2, eps, weight_decay)
+    settings = Settings(steps, scalars_of_leaves, rounding, beta1, seed, form, flags)
+    _run(implementation_for(params), leaves, settings, False, norms)
+
+
+def _by_step(
+    lists: list[list[Tensor]], steps: list[int], keys: Sequence[int], offsets: Sequence[int], **how: Any
+) -> None:
+    """`adam_` on leaves that may have different numbers of updates."""
+    groups: dict[int, list[int]] = {}
+    for i, step in enumerate(steps):
+        groups.setdefault(step, []).append(i)
+    for step, entries in groups.items():
+        chosen: Any = [[xs[i] for i in entries] for xs in lists if xs]
+        where: Any = dict(keys=[keys[i] for i in entries], offsets=[offsets[i] for i in entries])
+        adam_(*chosen, step=step, **how, **where)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # `zerofn::adam_` is the C kernel of low-precision Adam as a custom operator, for compiled graphs.
 #
@@ -744,13 +815,8 @@ def _run_operator(
     """
     lr, beta1, beta2, eps, weight_decay = numbers.tolist()
     how: Any = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, rounding=rounding, seed=seed)
-    groups: dict[int, list[int]] = {}
-    for i, step in enumerate(steps.tolist()):
-        groups.setdefault(step, []).append(i)
-    for step, entries in groups.items():
-        lists: Any = [[xs[i] for i in entries] for xs in (params, grads, exp_avgs, exp_avg_sqs, compensations) if xs]
-        where: Any = dict(keys=[keys[i] for i in entries], offsets=[offsets[i] for i in entries])
-        adam_(*lists, step=step, form=int(form), **how, **where)
+    lists = [params, grads, exp_avgs, exp_avg_sqs, compensations]
+    _by_step(lists, steps.tolist(), keys, offsets, form=int(form), **how)
 
 
 _OPERATOR = operator(

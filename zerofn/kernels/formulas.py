@@ -342,6 +342,36 @@ def _factor(x: Any) -> Any:
     return _number(x)
 
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def write_where(chosen: Tensor, olds: Sequence[Tensor], news: Sequence[Tensor]) -> None:
+    """Write `news` into `olds`, if a 0-d bool tensor of their device is true.
+
+    Many tensors of one dtype are written together: `old + chosen * (new - old)`, in integers of their bits, since NaN
+    times zero is NaN.
+
+    Examples:
+        >>> x = [torch.tensor([0.1, torch.nan]), torch.tensor([-0.0])]
+        >>> write_where(torch.tensor(False), x, [torch.full((2,), torch.nan), torch.ones(1)]); x
+        [tensor([0.1000,    nan]), tensor([-0.])]
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, old in enumerate(olds):
+        kinds.setdefault((old.dtype, old.device), []).append(i)
+    for (dtype, device), places in kinds.items():
+        here, flag = [olds[i] for i in places], chosen.to(device)
+        if len(here) == 1 or dtype.itemsize not in _INTEGERS:
+            for i in places:
+                olds[i].copy_(torch.where(flag, news[i].to(dtype), olds[i]))
+            continue
+        kind = _INTEGERS[dtype.itemsize]
+        bits = [x.view(kind) for x in here]
+        change = foreach("sub", [news[i].to(dtype).view(kind) for i in places], bits)
+        foreach("mul_", change, flag.to(kind))
+        foreach("add_", bits, change)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Which leaves are computed together.
 

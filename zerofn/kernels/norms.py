@@ -97,6 +97,14 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     return torch.stack([n.to(torch.float32) for n in leaf_norms(leaves, math.inf).values()]).mul(0.0).sum()
 
 
+def not_finite_each(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`not_finite` of each leaf by path; on a GPU, where nothing records, in one call for all."""
+    tensors = list(leaves.values())
+    if any(map(_IS_CPU, tensors)) or recorded() or not all(map(Tensor.numel, tensors)):
+        return {path: not_finite({path: t}) for path, t in leaves.items()}
+    return {path: n.to(torch.float32) for path, n in leaf_norms(leaves, math.inf).items()}
+
+
 def _bounds(t: Tensor) -> tuple[Tensor, ...]:
     """Finite if all of `t` is. A norm of order infinity takes twelve times as long on a CPU; NaN comes through."""
     total = _squares(t)

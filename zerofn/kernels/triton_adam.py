@@ -41,7 +41,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Elements of one program, and of one turn of its loop. 1024 elements on 128 threads are 8 for each, 16 bytes of bf16.
 CHUNK, BLOCK, WARPS = 1 << 14, 1 << 10, 4
 # The columns of the table, each with one entry for each row: see `_packed`.
-_COLUMNS = 8
+_COLUMNS = 9
 
 
 @triton.jit
@@ -209,7 +209,10 @@ def _block(
     return tl.where(at < numel, g * g, 0.0) if MASKED else g * g
 
 
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["step_at", "seed_at", "stride_at", "numbers"])
+_UNALIGNED = ["step_at", "seed_at", "stride_at", "skip_at", "numbers"]
+
+
+@triton.jit(do_not_specialize=["rows", "each"], do_not_specialize_on_alignment=_UNALIGNED)
 def adam_kernel(
     starts,
     table,
@@ -217,7 +220,9 @@ def adam_kernel(
     step_at,
     seed_at,
     stride_at,
+    skip_at,
     numbers,
+    each,
     squares,
     P: tl.constexpr,
     G: tl.constexpr,
@@ -236,11 +241,13 @@ def adam_kernel(
     Args:
         starts: for each row the number of chunks in the rows before it.
         table: `_COLUMNS` columns of int64 with one entry for each row: addresses of parameter, gradient, first and
-            second moment and compensation; elements; key; index of the first element in the leaf.
+            second moment and compensation; elements; key; index of the first element in the leaf; number of the leaf.
         rows: how many.
         step_at, seed_at, stride_at: where the number of the update, the seed, and what counters of neighbours differ by
             are, each an int64.
+        skip_at: where an int64 is that is not 0 if nothing is to be written.
         numbers: the seven float32 of `zerofn.kernels.adam.Scalars`.
+        each: 1 where each leaf has a step and eight numbers of its own, 0 where all have the same.
         squares: one float32 for each chunk, the sum of the squares of its gradients; written if `SQUARES`.
     """
     chunk = tl.program_id(0)
@@ -254,7 +261,11 @@ def adam_kernel(
     p, g = tl.load(table), tl.load(table + rows)
     m, v, c = tl.load(table + 2 * rows), tl.load(table + 3 * rows), tl.load(table + 4 * rows)
     numel, key, offset = tl.load(table + 5 * rows), tl.load(table + 6 * rows), tl.load(table + 7 * rows)
-    step, seed, stride = tl.load(step_at), tl.load(seed_at), tl.load(stride_at).to(tl.uint32)
+    place = tl.load(table + 8 * rows) * each
+    step, seed, stride = tl.load(step_at + place), tl.load(seed_at), tl.load(stride_at).to(tl.uint32)
+    numbers += place * 8
+    # A leaf that is skipped has no elements.
+    numel = tl.where(tl.load(skip_at) != 0, 0, numel)
     block, first = (offset >> 32) & 0xFFFFFFFF, (offset & 0xFFFFFFFF).to(tl.uint32)
     p_k0, p_k1 = stride, stride
     m_k0, m_k1 = stride, stride
@@ -317,16 +328,19 @@ class Numbers(NamedTuple):
     """What changes from step to step: numbers of the host, or tensors of the device, which the host never reads.
 
     Attributes:
-        step: the number of this update, an int or an int64 tensor of one element.
+        step: the number of this update, an int or an int64 tensor of one element; or of one for each leaf, with
+            scalars of the shape `(leaves, 8)`.
         seed: the low 64 bits count; an int or an int64 tensor of one element.
         stride: what counters of neighbouring elements differ by, an int or an int64 tensor of one element.
         scalars: the seven numbers of `zerofn.kernels.adam.Scalars`, floats or one float32 tensor.
+        skip: an int64 tensor of one element; nothing is written if it is not 0.
     """
 
     step: Any
     seed: Any
     stride: Any
     scalars: Any
+    skip: Tensor | None = None
 
 
 class Roundings(NamedTuple):
@@ -374,12 +388,13 @@ def run(
         for i, x in enumerate((numbers.step, numbers.seed, numbers.stride))
     )
     scalars = numbers.scalars if isinstance(numbers.scalars, Tensor) else packed[4:8].view(torch.float32)
+    skip, each = packed[3:4] if numbers.skip is None else numbers.skip, int(scalars.ndim == 2)
     norms = norms and count == len(columns[0])
     squares = torch.empty(total if norms else 1, dtype=torch.float32, device=device)
     starts = packed[at.starts : at.table]
     kinds = [_KINDS[column[0].dtype] for column in columns[:4]]
     launch(
-        adam_kernel, total, starts, packed[at.table :], count, step, seed, stride, scalars, squares,
+        adam_kernel, total, starts, packed[at.table :], count, step, seed, stride, skip, scalars, each, squares,
         *kinds, *roundings, norms, CHUNK, BLOCK,
     )  # fmt: skip
     if not norms:
@@ -413,7 +428,8 @@ class _Places:
 def _packed(numbers: Numbers, chunks: list[int], rows: list[Sequence[int]], device: torch.device) -> Tensor:
     """All that the kernel reads besides leaves, in one tensor of the host: one copy for each step.
 
-    It is: step, seed, stride, nothing; eight float32; the starts of rows, to an even number; the columns of the table.
+    It is: step, seed, stride, 0 (nothing is skipped); eight float32; the starts of rows, to an even number; the columns
+    of the table.
     """
     words = array("q", bytes(8 * _Places(len(rows[0])).table))
     for i, x in enumerate((numbers.step, numbers.seed, numbers.stride)):
@@ -441,14 +457,14 @@ def _rows(columns: Sequence[Sequence[Tensor]], keys: Sequence[int], offsets: Seq
         yield from addresses
         if len(columns) < 5:
             yield [0] * len(lengths)
-        yield from (lengths, keys, offsets)
+        yield from (lengths, keys, offsets, range(len(lengths)))
         return
     sizes = [column[0].element_size() for column in columns]
     found: list[list[int]] = []
     for i, (offset, n) in enumerate(zip(offsets, lengths, strict=True)):
         for start, stop in block_ranges(offset, n):
             row = [column[i] + (start - offset) * size for column, size in zip(addresses, sizes, strict=True)]
-            found.append([*row, *[0] * (5 - len(row)), stop - start, keys[i], start])
+            found.append([*row, *[0] * (5 - len(row)), stop - start, keys[i], start, i])
     yield from map(list, zip(*found, strict=True))
 
 

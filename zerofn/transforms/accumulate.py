@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
     return Transform(
         "accumulate",
         needs="element",
-        facts=Facts(window=every, weighted=weighted, keeps=False),
+        facts=Facts(window=every, weighted=weighted, keeps=False, capturable=not weighted),
         through=_through,
         init_fn=window.init,
         prepare_fn=window.prepare,
@@ -113,6 +113,9 @@ class _Window:
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
+        if ctx.unread:
+            # Whether the window closes is chosen afterwards, between sums and means.
+            ctx = replace(ctx, donate=False)
         begun = ctx.read_each(state["seen"])
         sums = {path: x for path, x in state["sum"].items() if path in grads}
         addends: Leaves = grads

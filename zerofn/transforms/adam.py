@@ -24,6 +24,7 @@ from ..extend import (
     check_betas,
     check_lr,
     check_number,
+    fused_on_device,
     fused_operator,
     fused_update,
     given,
@@ -204,6 +205,18 @@ def _kernel(decoupled: bool, group: LeafList) -> None:
     fused_update(*lists, step=group.count, decoupled=decoupled, lr=group.lr, norms=group.norms, **numbers)
 
 
+def _device_kernel(decoupled: bool, group: LeafList) -> None:
+    """torch's fused kernel, which reads counts on the device and can skip the step there."""
+    kinds = set(map(_KIND, group.params))
+    if len(kinds) > 1:
+        for kind in kinds:
+            _device_kernel(decoupled, group.where([_KIND(p) == kind for p in group.params]))
+        return
+    lists = group.params, group.grads, *group.slots.values()
+    numbers: Any = dict(group.numbers)
+    fused_on_device(*lists, steps=group.count, decoupled=decoupled, lr=group.lr, skip=group.skip, **numbers)
+
+
 def _graph_kernel(decoupled: bool, group: LeafList) -> None:
     """The operator that calls torch's fused kernel in a compiled graph."""
     lists = group.params, group.grads, *group.slots.values()
@@ -249,4 +262,5 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
     more: Any = dict(settable=settable, derived=_corrections, pulled=pulled, counterpart=like_torch)
     more["operator"] = lambda group: many_for_fused(group.params, group.grads)
     kernel, more["graph_kernel"] = partial(_kernel, decoupled), partial(_graph_kernel, decoupled)
+    more["device_kernel"] = partial(_device_kernel, decoupled)
     return with_moment_check(optimizer(name, lr, slots, formula, kernel, numbers, **more))

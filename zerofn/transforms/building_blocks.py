@@ -132,7 +132,7 @@ def add_decayed_weights(weight_decay: float) -> Transform:
         decay = ctx.replicated(weight_decay)
         return {path: plus(g, decay, params[path].to(g.dtype)) for path, g in grads.items()}, state
 
-    facts = Facts(directs=True, keeps=False)
+    facts = Facts(directs=True, keeps=False, capturable=True)
     return Transform("add_decayed_weights", needs="element", facts=facts, update_fn=update)
 
 

@@ -27,4 +27,4 @@ def centralize() -> Transform:
             for path, g in grads.items()
         }, state
 
-    return Transform("centralize", needs="row", facts=Facts(keeps=False), update_fn=update)
+    return Transform("centralize", needs="row", facts=Facts(keeps=False, capturable=True), update_fn=update)

@@ -70,7 +70,9 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
         right = f"clip_by_global_norm({max_norm}, over=lambda squares: squares + squares_of_the_others)"
         raise TypeError(explain(f"clip_by_global_norm({max_norm}, over={over!r})", why, right))
 
-    facts, prepare = Facts(reports=frozenset(["grad_norm"]), keeps=False), partial(_prepare, max_norm, over)
+    # What a function of the user's returns is read, to be checked.
+    facts = Facts(reports=frozenset(["grad_norm"]), keeps=False, capturable=over is None)
+    prepare = partial(_prepare, max_norm, over)
     return Transform("clip_by_global_norm", Scope.TREE, "number", facts, prepare_fn=prepare, update_fn=_update)
 
 
@@ -146,4 +148,4 @@ def clip_by_value(max_value: float) -> Transform:
         limit = ctx.replicated(max_value)
         return over_leaves(lambda g: g.clamp(-limit, limit), grads), state
 
-    return Transform("clip_by_value", needs="element", facts=Facts(keeps=False), update_fn=update)
+    return Transform("clip_by_value", needs="element", facts=Facts(keeps=False, capturable=True), update_fn=update)

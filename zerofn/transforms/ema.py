@@ -54,5 +54,5 @@ def ema(decay: float) -> Transform:
         averages = {p: averages[p] for p in params}
         return params, {AVERAGE: over_leaves(lambda old, x: ctx.put(towards, old, x, weight), averages, params)}
 
-    facts = Facts(watches=True, sees_old=False, keeps=False)
+    facts = Facts(watches=True, sees_old=False, keeps=False, capturable=True)
     return Transform("ema", needs="element", facts=facts, init_fn=init, update_fn=update)

@@ -34,6 +34,7 @@ from ..extend import (
     check_number,
     counter,
     not_finite,
+    not_finite_each,
     transform,
     where,
 )
@@ -143,7 +144,7 @@ class _Rule:
             Scope.TREE,
             needs="number",
             view_fn=lambda layout, ranks: View(factor=_scale_of),
-            facts=Facts(keeps=False),
+            facts=Facts(keeps=False, capturable=True, skips=True),
             through=_through,
             init_fn=self.init,
             prepare_fn=self.prepare,
@@ -159,14 +160,18 @@ class _Rule:
         }
 
     def prepare(self, state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-        finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
-        ok: Any = ctx.read(finite)
-        new = self.after(state, ok)
-        # All ranks have the same `ok`, so all of them join the collective in the search.
-        first = where(ok, lambda: torch.tensor(-1), lambda: _first_overflow(grads, ctx))
-        ctx.check(new["stuck_steps"], lambda steps: steps < STUCK, lambda: self.stuck(new["stuck_steps"], first, ctx))
+        if ctx.late:
+            # One number for both: the first leaf that overflowed, and so whether one has.
+            first = _first_overflow(grads, ctx)
+            ok: Any = ctx.verdict(first < 0)
+        else:
+            ok = ctx.verdict(torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu())
+            # All ranks have the same `ok`, so all of them join the collective in the search.
+            first = where(ok, lambda: torch.tensor(-1), lambda: _first_overflow(grads, ctx))
+        new, stuck = self.after(state, ok), lambda: self.stuck(new["stuck_steps"], first, ctx)
+        ctx.check(new["stuck_steps"], lambda steps: steps < STUCK, stuck, every=STUCK)
         ctx.report("loss_scale", new["scale"])
-        ctx.report("skipped", ~finite)
+        ctx.report("skipped", ~torch.as_tensor(ok))
         ctx.report(OVERFLOW_LEAF, first)
         ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
         return Prepared(state=new, emit=ok)
@@ -220,17 +225,16 @@ def _through(spec: Spec) -> Spec:
 
 def _first_overflow(grads: Leaves, ctx: Context) -> Tensor:
     """Index of the first leaf (in layout order) whose gradient is not finite on some rank; -1 if none."""
-    count = len(ctx.layout.leaves)
-    places = [i for i, leaf in enumerate(ctx.layout.leaves) if leaf.path in grads]
+    count, each = len(ctx.layout.leaves), not_finite_each(grads)
     found = torch.zeros((), dtype=torch.float64)
-    if places:
-        paths = [ctx.layout.leaves[i].path for i in places]
-        flags = [torch.isfinite(not_finite({path: grads[path]})) for path in paths]
-        # All flags in one copy to the host.
-        finite = torch.stack([flag.to(flags[0].device) for flag in flags]).cpu()
-        found = torch.where(finite, 0.0, torch.tensor([count - i for i in places], dtype=torch.float64)).amax()
+    if each:
+        device = next(iter(each.values())).device
+        none = torch.zeros((), device=device)
+        flags = torch.stack([each.get(leaf.path, none).to(device) for leaf in ctx.layout.leaves])
+        left = torch.arange(count, 0, -1, dtype=torch.float64, device=device)
+        found = torch.where(torch.isfinite(flags), 0.0, left).amax()
     found = ctx.reduction.max(found).to(torch.int64)
-    return torch.where(found > 0, count - found, torch.full_like(found, -1))
+    return torch.where(found > 0, count - found, -1)
 
 
 def _stuck_message(leaf: str, times: int, micro_step: int, scale: Any) -> str:

@@ -23,6 +23,7 @@ from ..extend import (
     Transform,
     TransformState,
     adam_,
+    adam_on_device,
     adam_operator,
     adam_update,
     check_dtype,
@@ -109,6 +110,7 @@ def low_precision_adam(
         settable,
         operator=how.operator,
         graph_kernel=how.graph_kernel,
+        device_kernel=how.device_kernel,
         counterpart=torch.optim.AdamW,
     )
     return _checked(built, how)
@@ -129,6 +131,12 @@ class _Rounded:
         numbers = {key: float(x) for key, x in group.numbers.items()}
         lists = group.params, group.grads, *group.slots.values()
         adam_(*lists, step=group.count, lr=group.lr, norms=group.norms, **numbers, **self.draws(group))
+
+    def device_kernel(self, group: LeafList) -> None:
+        numbers: Any = dict(group.numbers)
+        lists = group.params, group.grads, *group.slots.values()
+        how: Any = dict(steps=group.count, lr=group.lr, skip=group.skip, norms=group.norms)
+        adam_on_device(*lists, **how, **numbers, **self.draws(group))
 
     def graph_kernel(self, group: LeafList) -> None:
         lists = group.params, group.grads, *group.slots.values()

@@ -78,7 +78,11 @@ def sgd(
         if given(decay):
             g = plus(g, decay, p)
         if given(momentum):
-            m = _momentum(at.count == 1, m, beta, 1 - damping, g)
+            first: Any = at.count == 1
+            if isinstance(first, Tensor) and not isinstance(m, Tensor) and not given(dampening):
+                # A list, of whose leaves nobody reads it. The zeros from which the momentum starts change nothing.
+                first = False
+            m = _momentum(first, m, beta, 1 - damping, g)
             g = plus(g, beta, m) if nesterov else m
         return plus(p, -at.scalar(at.lr, p), g), {"momentum": m}
 
@@ -86,7 +90,7 @@ def sgd(
     numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
     # `momentum` can be set later only if the state has a buffer for it.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
-    torch_form: Any = dict(counterpart=torch.optim.SGD, torch_names={"momentum": "momentum_buffer"})
+    torch_form: Any = dict(of_lists=True, counterpart=torch.optim.SGD, torch_names={"momentum": "momentum_buffer"})
     return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable=settable, **torch_form)
 
 

@@ -53,16 +53,16 @@ def skip_nonfinite(patience: int = 100) -> Transform:
         return {SKIPPED_STEPS: counter(), "in_a_row": counter()}
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-        finite = torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu()
-        ok: Any = ctx.read(finite)
+        finite = torch.isfinite(ctx.reduction.max(not_finite(grads)))
+        ok: Any = ctx.verdict(finite if ctx.late else finite.cpu())
         bad = (~torch.as_tensor(ok)).to(torch.int64)
         new = {SKIPPED_STEPS: state[SKIPPED_STEPS] + bad, "in_a_row": (state["in_a_row"] + bad) * bad}
-        ctx.check(new["in_a_row"], lambda steps: steps < patience, lambda: _out_of_patience(patience))
-        ctx.report("skipped", ~finite)
+        ctx.check(new["in_a_row"], lambda steps: steps < patience, lambda: _out_of_patience(patience), every=patience)
+        ctx.report("skipped", ~torch.as_tensor(ok))
         ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
         return Prepared(state=new, emit=ok)
 
-    facts = Facts(reports=frozenset([SKIPPED_STEPS]), keeps=False)
+    facts = Facts(reports=frozenset([SKIPPED_STEPS]), keeps=False, capturable=True, skips=True)
     return Transform("skip_nonfinite", Scope.TREE, needs="number", facts=facts, init_fn=init, prepare_fn=prepare)
 
 

@@ -127,7 +127,7 @@ def _named(
     return Transform(
         name,
         needs="element",
-        facts=Facts(watches=True, reports=reports, keeps=False),
+        facts=Facts(watches=True, reports=reports, keeps=False, capturable=True),
         prepare_fn=prepare,
         update_fn=update,
         named_fn=lambda other: _named(other, fn, then, labels, of_sums, of_metrics),
