@@ -33,8 +33,8 @@ LAUNCHES: dict[str, int | tuple[int, int]] = {
     "low precision, nearest": 6,
     "clip, low precision": (16, 9),
     # Each gradient is divided by the scale as it leaves backward.
-    "scale, clip, low precision": (178, 12),
-    "scale, overflow": (173, 12),
+    "scale, clip, low precision": (536, 12),
+    "scale, overflow": (217, 12),
     "rmsprop": (34, 12),
     "lion": (46, 12),
     "muon, adamw": (146, 60),
@@ -47,7 +47,7 @@ LAUNCHES: dict[str, int | tuple[int, int]] = {
     # torchopt's own operations.
     "guest": 2967,
     "masked": (18, 16),
-    "skip nonfinite": (23, 16),
+    "skip nonfinite": (42, 16),
     "offload": (13, 10),
     "offload, low precision": 6,
     "offload, chain": (23, 20),

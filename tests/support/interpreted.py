@@ -224,17 +224,18 @@ def instructions(kinds: Sequence[int], roundings: Sequence[bool], target: str = 
     from zerofn.kernels import triton_adam  # inside: a kernel by itself, and its launches
 
     names = triton_adam.adam_kernel.arg_names
-    given: dict[str, Any] = {name: "*i64" for name in names[:6]} | {
+    given: dict[str, Any] = {name: "*i64" for name in names[:7]} | {
         "rows": "i32",
+        "each": "i32",
         "numbers": "*fp32",
         "squares": "*fp32",
     }
-    constants = dict(zip(names[8:], [*kinds, *roundings, True, triton_adam.CHUNK, triton_adam.BLOCK], strict=True))
+    constants = dict(zip(names[10:], [*kinds, *roundings, True, triton_adam.CHUNK, triton_adam.BLOCK], strict=True))
     source = ASTSource(
         fn=triton_adam.adam_kernel,
         signature={name: given.get(name, "constexpr") for name in names},
         constexprs=constants,
-        attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 7)},
+        attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 9)},
     )
     compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_adam.CUDA_OPTIONS)
     return dict(collections.Counter(CALLS.findall(compiled.asm["ptx"])))

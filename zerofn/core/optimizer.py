@@ -557,11 +557,11 @@ class _OptimizerUpdate:
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         # A group has one optimizer: its prefix is its name, whatever the user calls the transform.
-        rate, step = ctx.lr.get(ctx.prefix, self.lr), state["step"]
+        step, rate = state["step"], ctx.lr.get(ctx.prefix, self.lr)
         if rate is not self.lr or not self.checked:
             # A function of the user's may ask for a number. Where a step is to be captured it has been asked before.
-            reads = ctx.verdicts and callable(rate) and not isinstance(rate, OfTensors)
-            rate = learning_rate(self.name, rate, number(step) if reads else ctx.read(step), ctx.unrecorded)
+            asks = ctx.verdicts and callable(rate) and not _of_tensors(rate)
+            rate = learning_rate(self.name, rate, number(step) if asks else ctx.read(step), ctx.unrecorded)
         changed, numbers = ctx.numbers.get(ctx.prefix), self.numbers
         if changed:
             numbers = {**numbers, **_by_number(changed, numbers)}
@@ -821,6 +821,10 @@ def direction(
         prepare_fn=prepare,
         update_fn=update,
     )
+
+
+def _of_tensors(rate: Any) -> bool:
+    return isinstance(rate, OfTensors)
 
 
 def _by_number(given: Numbers, known: Numbers) -> dict[str, Any]:

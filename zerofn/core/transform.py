@@ -40,13 +40,11 @@ from .view import ViewOf, no_view
 # A transform's state: shared 0-d tensors by name, and tensors of leaves by name and path.
 TransformState = dict[str, Any]
 Schedule = Callable[[Any], Any]
+ScalarOrSchedule = float | Tensor | Schedule
 
 
 class OfTensors:
     """The base class of schedules that compute with a step that is a 0-d tensor, and do not ask for its number."""
-
-
-ScalarOrSchedule = float | Tensor | Schedule
 
 
 def no_state(leaves: Leaves, layout: Layout) -> TransformState:

@@ -100,7 +100,7 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
 def not_finite_each(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     """`not_finite` of each leaf by path; on a GPU, where nothing records, in one call for all."""
     tensors = list(leaves.values())
-    if any(map(_IS_CPU, tensors)) or recorded() or not all(map(Tensor.numel, tensors)):
+    if recorded() or any(map(_IS_CPU, tensors)) or not all(map(Tensor.numel, tensors)):
         return {path: not_finite({path: t}) for path, t in leaves.items()}
     return {path: n.to(torch.float32) for path, n in leaf_norms(leaves, math.inf).items()}
 

@@ -165,7 +165,8 @@ class _Rule:
             first = _first_overflow(grads, ctx)
             ok: Any = ctx.verdict(first < 0)
         else:
-            ok = ctx.verdict(torch.isfinite(ctx.reduction.max(not_finite(grads))).cpu())
+            # NaN or infinity are not zero.
+            ok = ctx.verdict((ctx.reduction.max(not_finite(grads)) == 0).cpu())
             # All ranks have the same `ok`, so all of them join the collective in the search.
             first = where(ok, lambda: torch.tensor(-1), lambda: _first_overflow(grads, ctx))
         new, stuck = self.after(state, ok), lambda: self.stuck(new["stuck_steps"], first, ctx)
@@ -181,27 +182,27 @@ class _Rule:
         return FloatingPointError(_stuck_message(leaf, int(steps), int(ctx.micro_step) + 1, least))
 
     def after(self, state: TransformState, ok: Any) -> TransformState:
-        """The next state. It uses `torch.where`, so that `ok` may be a bool, or a tensor under `vmap`."""
-        good = torch.as_tensor(ok)
-        zero = torch.zeros_like(state["good_steps"])
-        streak = torch.where(good, state["good_steps"] + 1, zero)
-        grow = good & (streak >= self.growth_interval)
-        backs_off = ~good & (state["hysteresis_left"] <= 1)
-        left = torch.where(good, state["hysteresis_left"], (state["hysteresis_left"] - 1).clamp(min=1))
-        now = state["scale"]
-        dynamic = self.dynamic
-        at_minimum = now <= (self.min_scale if dynamic else torch.inf)
-        if dynamic:
+        """The next state, in products and sums, so that `ok` may be a bool, or a tensor that nobody reads."""
+        good = torch.as_tensor(ok).to(torch.int64)
+        bad, now = 1 - good, state["scale"]
+        streak = (state["good_steps"] + 1) * good
+        grow = streak >= self.growth_interval
+        at_minimum = now <= (self.min_scale if self.dynamic else torch.inf)
+        left, backs_off = state["hysteresis_left"], bad > 0
+        if self.hysteresis > 1:
+            backs_off = backs_off & (left <= 1)
+            left = torch.where(grow, self.hysteresis, (left - bad).clamp(min=1))
+        if self.dynamic:
             now = torch.where(backs_off, (now * self.backoff_factor).clamp(min=self.min_scale), now)
             # A scale that grew to infinity would never come back: half of infinity is infinity.
             grown = now * self.growth_factor
-            now = torch.where(grow & torch.isfinite(grown), grown, now)
+            now = torch.where(grow & (grown < torch.inf), grown, now)
         return {
             "scale": now,
-            "good_steps": torch.where(grow, zero, streak),
-            "hysteresis_left": torch.where(grow, torch.full_like(left, self.hysteresis), left),
-            SKIPPED_STEPS: state[SKIPPED_STEPS] + (~good).to(torch.int64),
-            "stuck_steps": torch.where(~good & at_minimum, state["stuck_steps"] + 1, zero),
+            "good_steps": streak * ~grow,
+            "hysteresis_left": left,
+            SKIPPED_STEPS: state[SKIPPED_STEPS] + bad,
+            "stuck_steps": (state["stuck_steps"] + 1) * (bad * at_minimum),
         }
 
 
@@ -231,10 +232,12 @@ def _first_overflow(grads: Leaves, ctx: Context) -> Tensor:
         device = next(iter(each.values())).device
         none = torch.zeros((), device=device)
         flags = torch.stack([each.get(leaf.path, none).to(device) for leaf in ctx.layout.leaves])
-        left = torch.arange(count, 0, -1, dtype=torch.float64, device=device)
-        found = torch.where(torch.isfinite(flags), 0.0, left).amax()
-    found = ctx.reduction.max(found).to(torch.int64)
-    return torch.where(found > 0, count - found, -1)
+        # Infinity and NaN times zero are not zero. The first leaf has the largest number.
+        bad = flags.mul(0.0).ne(0.0)
+        found = (bad * torch.arange(count, 0, -1, dtype=torch.float64, device=device)).amax()
+    found = ctx.reduction.max(found)
+    # Of none it is 0, which becomes -1.
+    return ((count + 1 - found).remainder(count + 1) - 1).to(torch.int64)
 
 
 def _stuck_message(leaf: str, times: int, micro_step: int, scale: Any) -> str:

@@ -53,9 +53,10 @@ def skip_nonfinite(patience: int = 100) -> Transform:
         return {SKIPPED_STEPS: counter(), "in_a_row": counter()}
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-        finite = torch.isfinite(ctx.reduction.max(not_finite(grads)))
+        # NaN or infinity are not zero.
+        finite = ctx.reduction.max(not_finite(grads)) == 0
         ok: Any = ctx.verdict(finite if ctx.late else finite.cpu())
-        bad = (~torch.as_tensor(ok)).to(torch.int64)
+        bad = 1 - torch.as_tensor(ok).to(torch.int64)
         new = {SKIPPED_STEPS: state[SKIPPED_STEPS] + bad, "in_a_row": (state["in_a_row"] + bad) * bad}
         ctx.check(new["in_a_row"], lambda steps: steps < patience, lambda: _out_of_patience(patience), every=patience)
         ctx.report("skipped", ~torch.as_tensor(ok))
