@@ -324,11 +324,30 @@ SKIPPING: dict[str, Callable[[], zf.Transform]] = {
     ),
     "masked": lambda: _guarded(zf.masked(zf.add_decayed_weights(0.1), lambda path: path > "p005"), zf.adamw(1e-2)),
     "muon": lambda: _guarded(muon_for_matrices()),
+    "lamb": lambda: _guarded(zf.lamb(1e-2)),
+    "lars": lambda: _guarded(zf.lars(1e-2)),
+    "adabelief": lambda: _guarded(zf.adabelief(1e-2)),
+    "nadam": lambda: _guarded(zf.nadam(1e-2)),
+    "radam": lambda: _guarded(zf.radam(1e-2)),
+    "adan": lambda: _guarded(zf.adan(1e-2)),
+    "adopt": lambda: _guarded(zf.adopt(1e-2)),
+    "adafactor": lambda: _guarded(zf.adafactor(1e-2)),
+    "adaptive clip, mars": lambda: _guarded(zf.adaptive_clip(0.1), zf.mars(), zf.scale_by_adam(), zf.scale_by_lr(1e-2)),
+    "cautious": lambda: _guarded(zf.cautious(zf.scale_by_adam()), zf.scale_by_lr(1e-2)),
+    "add noise": lambda: _guarded(zf.add_noise(0.1), zf.adamw(1e-2)),
     "weighted": lambda: _guarded(zf.accumulate(2, weighted=True), zf.adamw(1e-2)),
     "watch": lambda: _guarded(zf.adamw(1e-2), zf.watch(lambda old, new: {"moved": (new - old).square().sum()})),
     "own transform": lambda: _guarded(doubled(), zf.adamw(1e-2)),
     "low precision": lambda: _guarded(zf.low_precision_adam(1e-2), dtype=BF16),
     "low precision, kahan": lambda: _guarded(zf.low_precision_adam(1e-2, rounding="kahan"), dtype=BF16),
+}
+
+
+# Of others numbers are derived from the count in float32, not in float64, or norms are added up in another order.
+SAME_BITS = {
+    *("adam", "clip by value, adamw", "sgd", "sgd, momentum", "rmsprop", "lion", "trace", "adamw, ema", "accumulate"),
+    *("accumulate, then skip", "skip", "partition", "masked", "weighted", "watch", "own transform", "add noise"),
+    *("low precision", "low precision, kahan", "adamw, own schedule"),
 }
 
 
@@ -376,10 +395,12 @@ def skipping(pipeline: str, route: str) -> tuple[list[str], int]:
     here, of_here, _ = _skipped(pipeline, "cpu", route)
     there, of_there, waits = _skipped(pipeline, "cuda", route)
     assert here.keys() == there.keys() and here["step"] < 6
-    near = any(part in pipeline for part in ("clip, ", "behind clip", "muon", "building", "schedule", "dampening"))
-    bad = [p for p in here if not (near and torch.allclose(here[p], there[p])) and not torch.equal(here[p], there[p])]
+    near = pipeline not in SAME_BITS
+    bad = [p for p in here if not torch.equal(here[p], there[p])]
+    bad = [p for p in bad if not (near and torch.allclose(here[p], there[p], rtol=1e-5, atol=1e-6))]
     for i, (a, b) in enumerate(zip(of_here, of_there, strict=True)):
-        assert a.keys() == b.keys()
+        # Of an optimizer that looks at the whole tree the CPU reports no rate where it is not reached.
+        assert a.keys() == b.keys() - ({"lr"} - a.keys())
         bad += [f"{k} at {i}: {a[k]} {b[k]}" for k in a if a[k] != b[k] and abs(a[k] - b[k]) > 1e-5 * abs(a[k])]
     return bad, waits
 

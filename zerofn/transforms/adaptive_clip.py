@@ -67,7 +67,9 @@ def adaptive_clip(clipping: float, eps: float = 1e-3) -> Transform:
             out[path] = g * torch.where(norm > most, most / torch.where(norm > most, norm, 1.0), 1.0).to(g.dtype)
         return out, state
 
-    return Transform("adaptive_clip", Scope.TREE, "row", Facts(keeps=False), prepare_fn=prepare, update_fn=update)
+    return Transform(
+        "adaptive_clip", Scope.TREE, "row", Facts(keeps=False, capturable=True), prepare_fn=prepare, update_fn=update
+    )
 
 
 def _row_norms(x: Tensor) -> Tensor:
