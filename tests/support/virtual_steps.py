@@ -335,6 +335,7 @@ SKIPPING: dict[str, Callable[[], zf.Transform]] = {
     "adaptive clip, mars": lambda: _guarded(zf.adaptive_clip(0.1), zf.mars(), zf.scale_by_adam(), zf.scale_by_lr(1e-2)),
     "cautious": lambda: _guarded(zf.cautious(zf.scale_by_adam()), zf.scale_by_lr(1e-2)),
     "add noise": lambda: _guarded(zf.add_noise(0.1), zf.adamw(1e-2)),
+    "offload": lambda: _guarded(zf.offload(zf.adamw(1e-2))),
     "weighted": lambda: _guarded(zf.accumulate(2, weighted=True), zf.adamw(1e-2)),
     "watch": lambda: _guarded(zf.adamw(1e-2), zf.watch(lambda old, new: {"moved": (new - old).square().sum()})),
     "own transform": lambda: _guarded(doubled(), zf.adamw(1e-2)),
@@ -346,7 +347,17 @@ SKIPPING: dict[str, Callable[[], zf.Transform]] = {
 # Of others numbers are derived from the count in float32, not in float64, or norms are added up in another order.
 SAME_BITS = {
     *("adam", "clip by value, adamw", "sgd", "sgd, momentum", "rmsprop", "lion", "trace", "adamw, ema", "accumulate"),
-    *("accumulate, then skip", "skip", "partition", "masked", "weighted", "watch", "own transform", "add noise"),
+    *(
+        "accumulate, then skip",
+        "skip",
+        "partition",
+        "masked",
+        "weighted",
+        "watch",
+        "own transform",
+        "add noise",
+        "offload",
+    ),
     *("low precision", "low precision, kahan", "adamw, own schedule"),
 }
 

@@ -112,7 +112,8 @@ def offload(
         return out, conveyor.take_back(new, state, ctx)
 
     # `copies`: tell the executor to run bucket by bucket, so that one bucket is updated while another is copied.
-    facts = replace(inner.facts, copies=True, keeps=False)
+    # Its counters are on the host with all the rest, which a verdict of the device does not reach.
+    facts = replace(inner.facts, copies=True, keeps=False, capturable=False)
     return replace(plain, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(plain,))
 
 
@@ -130,7 +131,7 @@ def _on_host(plain: Transform, master_dtype: torch.dtype | None) -> Transform:
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         return update_on_host(inner, grads, state, params, carry, ctx)
 
-    facts = replace(plain.facts, copies=True, keeps=False)
+    facts = replace(plain.facts, copies=True, keeps=False, capturable=False)
     return replace(plain, facts=facts, init_fn=init, prepare_fn=inner.prepare_fn, update_fn=update, parts=(plain,))
 
 
