@@ -10,9 +10,10 @@ import torch
 from .._compat.tensors import writes
 from .._errors import bad_leaves
 from ..core.layout import Leaves
+from ..core.rank_agreement import fingerprint
 from ..ranks.collectives import all_gather_into, gather_numbers
 from ..ranks.group import Group
-from ..sharded.forward_writes import WRITTEN, checksum
+from ..sharded.forward_writes import WRITTEN
 from ..sharded.reducer import check_marks
 from ..sharded.schedule import KEPT
 from .current_state import CurrentState
@@ -78,7 +79,7 @@ class WholeParameters:
 
     def _checksums(self) -> list[int]:
         with torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            return [checksum(p.detach().contiguous()) for p in self.params.values()]
+            return [fingerprint(p) for p in self.params.values()]
 
     def agree(self) -> None:
         """Compare the values of all ranks, if any has noticed a write. All ranks call it; see `compare`."""

@@ -15,18 +15,16 @@ import weakref
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._compat.tensors import version
 from .._errors import bad_leaves
 from ..core.layout import Leaf, Leaves
+from ..core.rank_agreement import MASK, fingerprint
 
 # Of two units that are gathered at a time; a loop over the blocks frees one after the other.
 AFTER = "written after its block was freed; write into the parameters of one block before those of the next"
 WRITTEN = "what the model wrote in forward into its parameters"
-# Numbers that ranks compare are not negative, and have at most 63 bits.
-MASK = (1 << 62) - 1
 
 
 class ForwardWrites:
@@ -40,7 +38,7 @@ class ForwardWrites:
 
     Attributes:
         lost: by path, why a write could not be stored.
-        sums: by path, `checksum` of every leaf that was written into since the last step.
+        sums: by path, `fingerprint` of every leaf that was written into since the last step.
         freed: tensors on full parameters that were freed in this call, which user code may still have: the leaf, the
             tensor, and how often it had been written into. A later write into one would be lost, and is refused.
     """
@@ -56,7 +54,7 @@ class ForwardWrites:
         if not self.exact:
             self.lost[leaf.path] = "seen through a view half of the pipeline, which has no way back from here"
             return False
-        self.sums[leaf.path] = checksum(full)
+        self.sums[leaf.path] = fingerprint(full)
         low, high = self.span(leaf)
         mine, stored = full.reshape(-1)[low:high], self.params[leaf.path]
         before = stored if stored.dtype == mine.dtype else stored.to(mine.dtype)
@@ -122,11 +120,3 @@ def carried(mine: Tensor, before: Tensor, stored: Tensor) -> Tensor:
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether tensors of one dtype have equal numbers, or equal bits: NaN is not equal to itself."""
     return torch.equal(a, b) or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
-def checksum(x: Tensor) -> int:
-    """A number below 2^62 that is equal for equal bits, and hardly ever for others."""
-    bits = x.reshape(-1).view(torch.uint8)
-    words = F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
-    # Each word has a factor of its own, or a permutation would have the same sum; odd, or bits would be lost.
-    return int((words * (2 * torch.arange(len(words), device=x.device) + 1)).sum()) & MASK
