@@ -108,24 +108,31 @@ class UnitPlans:
     def to_gather(self, plan: Plan, shards: Sequence[Tensor]) -> list[list[Tensor]]:
         """What this rank sends of its shards, by bucket."""
         return [
-            [see(plan.stages, shards[plan.place[leaf.path]], leaf).to(plan.dtypes[leaf.path]) for leaf in bucket]
+            [_cast(see(plan.stages, shards[plan.place[leaf.path]], leaf), plan.dtypes[leaf.path]) for leaf in bucket]
             for bucket in plan.buckets
         ]
 
     def gathered(self, bucket: Sequence[Leaf], rows: Tensor) -> Iterator[tuple[Leaf, Tensor]]:
         """The full parameters of a bucket, from the rows of all ranks."""
         for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
-            yield leaf, see(self.full_stages, full.view(leaf.shape), leaf)
+            yield leaf, see(self.full_stages, full if len(leaf.shape) == 1 else full.view(leaf.shape), leaf)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # A call of `to` takes longer than the question.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `split` puts parameters into units: those of a block, or small neighbours outside of all blocks.
+# `split` puts parameters into units: those of a block, or of small neighbours.
 #
-# A block is an element of one of the model's outermost `ModuleList`, `Sequential` or `ModuleDict`.
+# A block is an element of one of the model's outermost `ModuleList`, `Sequential` or `ModuleDict`. A collective takes
+# its time even if it moves nearly nothing, so small neighbours travel together.
 
 
-# How many elements neighbours outside of blocks have at most to be one unit.
-SMALL = 1 << 18
+# How many elements neighbours have at most to be one unit; blocks also at most one of so many shares of all blocks, so
+# that two units are a small part of them.
+SMALL, SHARES = 1 << 18, 8
 
 
 def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> tuple[list[list[Leaf]], list[nn.Module]]:
@@ -133,22 +140,26 @@ def split(model: nn.Module, leaves: tuple[Leaf, ...], params: Leaves) -> tuple[l
     named = {id(p): path for path, p in params.items()}
     by_path = {leaf.path: leaf for leaf in leaves}
     done: set[str] = set()
-    units: list[list[Leaf]] = []
+    found: list[tuple[list[Leaf], int, bool]] = []  # leaves of a block or of another module, and how many elements
     modules: list[nn.Module] = []
-    loose: list[Leaf] = []  # the last unit, if it is no block
     for module, block in pieces(model):
         paths = [named[id(p)] for p in module.parameters(recurse=block) if id(p) in named]
         unit = [by_path[p] for p in dict.fromkeys(paths) if p not in done]
         if paths:
             modules.append(module)
+        if unit:
+            found.append((unit, sum(leaf.numel for leaf in unit), block))
         done.update(leaf.path for leaf in unit)
-        if not unit:
-            continue
-        if not block and loose and sum(leaf.numel for leaf in (*loose, *unit)) <= SMALL:
-            loose.extend(unit)
-            continue
-        units.append(unit)
-        loose = [] if block else unit
+    share = min(SMALL, sum(size for _, size, block in found if block) // SHARES)
+    units: list[list[Leaf]] = []
+    filled, of_blocks = 0, None
+    for unit, size, block in found:
+        if block is of_blocks and filled + size <= (share if block else SMALL):
+            units[-1].extend(unit)
+            filled += size
+        else:
+            units.append(unit)
+            filled, of_blocks = size, block
     return units, modules
 
 
