@@ -7,7 +7,12 @@ from zerofn.extend import span, width
 from zerofn.kernels.packing import flagged, flat_to_sum, row_of, rows_to_sum, wholes_of  # inside: a kernel by itself
 
 SHAPES = [(5, 3), (4,), (1,), (0, 2), (), (2, 3)]
-DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+]
 
 
 def both(fn, *given):

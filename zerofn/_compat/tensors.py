@@ -44,7 +44,7 @@ def base_of(x: Tensor) -> Tensor:
     return x if x._base is None else x._base
 
 
-_CDATA = attrgetter("_cdata")
+storage_number = attrgetter("_cdata")
 
 
 def memory(x: Tensor) -> int:
@@ -61,7 +61,7 @@ def memories(tensors: Iterable[Tensor]) -> set[int]:
     if set(map(type, tensors)) <= {Tensor} and functorch.peek_interpreter_stack() is None:
         try:
             # No Python call per tensor.
-            return set(map(_CDATA, map(Tensor.untyped_storage, tensors)))
+            return set(map(storage_number, map(Tensor.untyped_storage, tensors)))
         except NotImplementedError:  # one is sparse
             pass
     return {memory(innermost(x)) for x in tensors} - {0}
@@ -420,14 +420,15 @@ def outlasting(name: str) -> Iterator[None]:
 # `p.grad` as torch keeps it, and writes into a parameter as they are counted, whatever class a parameter has.
 
 
-# The properties of this package's classes of parameters take 2 us longer.
-read_grad, _write_grad = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
+# The properties of this package's classes of parameters take 2 us longer. `write_grad_alone` is for functions that are
+# kept out of graphs.
+read_grad, write_grad_alone = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 
 
 @uncompiled
 def write_grad(p: Tensor, value: Tensor | None) -> None:
     """`p.grad = value` of a plain parameter. The compiler of torch 2.14 fails at descriptors."""
-    _write_grad(p, value)
+    write_grad_alone(p, value)
 
 
 @uncompiled
@@ -435,7 +436,7 @@ def clear_grads(params: Iterable[Tensor]) -> None:
     """`p.grad = None` of parameters of any class."""
     with torch.DisableTorchFunctionSubclass():
         for p in params:
-            _write_grad(p, None)
+            write_grad_alone(p, None)
 
 
 # How often a tensor may have been written into: its version, and how often its `.data` was read.

@@ -80,7 +80,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
             return {leaf.path: view.view(xs[leaf.path], leaf) for leaf in leaves}
         if into:
             # A caller who says where to write to gives the leaves of one bucket.
-            flat = [into[leaf.path].view(-1) for leaf in leaves]
+            flat = [x if (x := into[leaf.path]).ndim == 1 else x.view(-1) for leaf in leaves]
             wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
             return into
         out: Leaves = {}
@@ -119,7 +119,8 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], buckets: Sequence[S
             return {leaf.path: view.pull(gs[leaf.path], leaf) for leaf in leaves if leaf.path in gs}
         out: Leaves = {}
         for bucket, paths, numels, shapes, dtype in buckets:
-            flat = [gs[path].reshape(-1) if path in gs else None for path in paths]
+            given = map(gs.get, paths)
+            flat = [g if g is None or g.ndim == 1 else g.reshape(-1) for g in given]
             buffer = wire.pack(flat, bucket, numels, dtype, stored[paths[0]].device)
             found = wire.unpack(wire.send(buffer)[1], bucket, numels, [g is not None for g in flat])
             for path, shape, g in zip(paths, shapes, found, strict=True):

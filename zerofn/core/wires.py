@@ -23,6 +23,7 @@ from ..ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_int
 from ..ranks.differentiable import check_batch
 from ..ranks.group import Group
 from .layout import Leaf, span, width
+from .view import same_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `Sharding` all-gathers and reduce-scatters flat shards; `Averaging` all-reduces full leaves.
@@ -41,17 +42,21 @@ class Cuts(NamedTuple):
         widths: elements of the leaf in each rank's row, padding included.
         numels: elements of the full leaf.
         spans: this rank's flat range of the leaf.
+        sizes: elements in that range.
     """
 
     widths: list[int]
     numels: list[int]
     spans: list[tuple[int, int]]
+    sizes: list[int]
 
 
 # Every step asks several times for the cuts of leaves that travel together.
 @remembered_by_shape
 def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int) -> Cuts:
-    return Cuts([width(x, size) for x in shapes], [prod(x) for x in shapes], [span(x, rank, size) for x in shapes])
+    spans = [span(x, rank, size) for x in shapes]
+    sizes = [high - low for low, high in spans]
+    return Cuts([width(x, size) for x in shapes], [prod(x) for x in shapes], spans, sizes)
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,8 @@ class Sharding:
             leaves: what is in them.
             into: flat tensors to write into; new ones by default.
         """
-        widths, numels, _ = _cuts(leaves, self.group.rank, self.group.size)
-        return wholes_of(rows, widths, numels, into)
+        cuts = _cuts(leaves, self.group.rank, self.group.size)
+        return wholes_of(rows, cuts.widths, cuts.numels, into)
 
     def pack(
         self,
@@ -133,8 +138,8 @@ class Sharding:
 
         A leaf without a gradient is sent as zeros. One flag per leaf tells whether any rank has a gradient.
         """
-        widths, full, _ = _cuts(leaves, self.group.rank, self.group.size)
-        return rows_to_sum(grads, widths, full, self.group.size, dtype, device)
+        cuts = _cuts(leaves, self.group.rank, self.group.size)
+        return rows_to_sum(grads, cuts.widths, cuts.numels, self.group.size, dtype, device)
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
         """Reduce-scatter the rows: (work handle, this rank's row of the sum)."""
@@ -145,10 +150,13 @@ class Sharding:
         self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int], given: Sequence[bool] = ()
     ) -> list[Tensor | None]:
         """This rank's shard of every gradient; `None` if no rank had one."""
-        widths, _, spans = _cuts(leaves, self.group.rank, self.group.size)
+        widths, _, _, sizes = _cuts(leaves, self.group.rank, self.group.size)
         *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
         used = flagged(flags, given)
-        return [b[: high - low] if u else None for b, (low, high), u in zip(blocks, spans, used, strict=True)]
+        return [
+            None if not u else b if n == each else b[:n]
+            for b, n, each, u in zip(blocks, sizes, widths, used, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -169,11 +177,7 @@ class Averaging:
         """All of the leaf."""
         return 0, leaf.numel
 
-    def store(self, x: Tensor, leaf: Leaf) -> Tensor:
-        return x
-
-    def view(self, x: Tensor, leaf: Leaf) -> Tensor:
-        return x
+    store = view = staticmethod(same_tensor)
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
         # A gradient without a batch dimension has the shape of the leaf, or is a flat shard of it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -93,8 +93,10 @@ class GradientHooks:
             return
         # torch does not show these hooks to the garbage collector: a strong reference would keep a dropped model alive.
         mine: weakref.ref[GradientHooks] = weakref.ref(self)
+        # Gradients of plain parameters go to the stream as they are.
+        straight = self.stream if faces is None else None
         for leaf in pipe.layout.trainable:
-            hook = functools.partial(_hand_over, mine, leaf.path)
+            hook = functools.partial(_hand_over, mine, leaf.path) if straight is None else straight.hook(leaf.path)
             with torch.DisableTorchFunctionSubclass():
                 undo.append(shown[leaf.path].register_post_accumulate_grad_hook(hook).remove)
 
@@ -113,7 +115,8 @@ class GradientHooks:
             for p in [self.params[leaf.path]]
         }
         on = wire.on(group, wire.reduce_dtype)
-        return Stream(on, channels.more, leaves, like, self._take, MARKS, view.name)
+        check = functools.partial(check_readable, stored=self.params)
+        return Stream(on, channels.more, leaves, like, check, self._take, MARKS, view.name)
 
     def left(self) -> bool:
         """Whether gradients of this micro-step have been taken out of `p.grad` to be reduced."""
@@ -145,7 +148,6 @@ class GradientHooks:
             return
         write_grad(p, None)
         grad = self.local(path, grad).detach()
-        check_readable({path: grad}, {path: self.params[path]})
         if self.in_backward is not None and self.units is not None and path in self.units.schedule.partial:
             self._hold(path, grad)
         else:
@@ -185,12 +187,13 @@ class GradientHooks:
 
     def _pass_on(self, path: str, grad: Tensor) -> None:
         if self.stream is not None:
-            self.stream.arrived(path, grad)
+            self.stream.arrived(*self.stream.home[path], grad)
         elif self.in_backward is not None:
             self._use(self.in_backward, path, grad)
 
     def _use(self, to: InBackward, path: str, grad: Tensor) -> None:
         """Update a leaf. Its gathered copies become out of date, also those of an evaluation before the step."""
+        check_readable({path: grad}, self.params)
         with nullcontext() if self.units is None else self.units.updating(path):
             to.arrived(path, grad)
 
@@ -202,22 +205,26 @@ class GradientHooks:
         old = self.held.get(path)
         self.held[path] = grad if old is None else old.add_(grad)
 
-    def _take(self, leaf: Leaf, g: Tensor) -> None:
-        """Take a reduced gradient from the stream; those of several backwards add up."""
-        dtype, shape = self.forms[leaf.path]
-        if not self.pipe.road.behind_reduction:
-            # As in the pure route, a gradient keeps the dtype of the reduction until a view has pulled it.
-            g = g.to(dtype)
-        g = g.reshape(shape)
-        if self.in_backward is not None:
-            self.store_writes(leaf)
-            self._use(self.in_backward, leaf.path, pull(self.pipe.road.behind_reduction, g, leaf).to(dtype))
-            return
-        old = self.reduced.get(leaf.path)
-        self.reduced[leaf.path] = g if old is None else old.add_(g)
+    def _take(self, leaves: Sequence[Leaf], grads: Sequence[Tensor | None]) -> None:
+        """Take reduced gradients from the stream; those of several backwards add up."""
+        road, reduced = self.pipe.road, self.reduced
+        for leaf, g in zip(leaves, grads, strict=True):
+            if g is None:
+                continue
+            dtype, shape = self.forms[leaf.path]
+            if not road.behind_reduction and g.dtype != dtype:
+                # As in the pure route, a gradient keeps the dtype of the reduction until a view has pulled it.
+                g = g.to(dtype)
+            if g.shape != shape:
+                g = g.reshape(shape)
+            if self.in_backward is not None:
+                self.store_writes(leaf)
+                self._use(self.in_backward, leaf.path, pull(road.behind_reduction, g, leaf).to(dtype))
+                continue
+            old = reduced.get(leaf.path)
+            reduced[leaf.path] = g if old is None else old.add_(g)
 
 
-@torch.no_grad()
 def _add(p: Tensor, g: Tensor, hooks: bool) -> None:
     """Add a gradient to `p.grad`, with the hooks that autograd would run if there are `hooks`."""
     if not hooks:

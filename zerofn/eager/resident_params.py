@@ -422,8 +422,8 @@ class ResidentParams:
             self.refreshing.append(self.fully_sharded.reshard)
         if self.stored_params.buckets:
             self.refreshing.append(self.stored_params.refresh)
-            if self.wholes is not None:
-                self.refreshing.append(self.wholes.note)
+        if self.wholes is not None:
+            self.refreshing.append(self.wholes.note)
         if not self.pipe.road.exact:
             # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
             self.refresh()

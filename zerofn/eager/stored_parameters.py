@@ -13,7 +13,7 @@ from .._errors import explain
 from ..core.bucketed_views import into_buckets
 from ..core.layout import Leaf, Leaves
 from ..core.pipeline import Pipeline
-from ..core.view import see, store
+from ..core.view import same_tensor, see, store
 from .current_state import CurrentState
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ class StoredParameters:
 
     Attributes:
         buckets: the leaves that `refresh` writes at once, each with its parameters; none if parameters are the stored
-            tensors.
+            tensors, and are seen as they are.
         leaves: those whose parameter is a copy: in another dtype, or seen through a view that changes numbers.
         copies: their parameters by path.
     """
@@ -48,7 +48,8 @@ class StoredParameters:
         self.pipe, self.params, self.current = pipe, params, current
         # Between the stored and the resident form.
         self.views = pipe.road.after_update
-        buckets = into_buckets(pipe.layout.leaves, {path: x.dtype for path, x in params.items()}) if self.views else []
+        changed = any([view.view is not same_tensor for view in self.views])
+        buckets = into_buckets(pipe.layout.leaves, {path: x.dtype for path, x in params.items()}) if changed else []
         self.buckets = [(bucket, {leaf.path: params[leaf.path] for leaf in bucket}) for bucket in buckets]
         stored, viewed = current.state.leaves, pipe.road.renumbers_after_update
         self.leaves = [x for x in pipe.layout.leaves if viewed or params[x.path].dtype != stored[x.path].dtype]
@@ -65,7 +66,7 @@ class StoredParameters:
                 plain = dict(zip(params, map(Tensor.detach, params.values()), strict=True))
             seen = road.see(self.views, stored, bucket, plain)
             for path, x in seen.items():
-                if x.data_ptr() != plain[path].data_ptr():
+                if x is not plain[path] and x.data_ptr() != plain[path].data_ptr():
                     plain[path].copy_(x)
         if self.copies:
             self.counts = self._counts()

@@ -228,7 +228,8 @@ class CompiledCalls:
 def _hand_on(accept: Callable[[Leaf, Tensor, bool], None], leaf: Leaf, p: Tensor, taker: Tensor) -> None:
     g, taker.grad = taker.grad, None
     if g is not None and p.requires_grad:
-        accept(leaf, g, True)
+        with torch.no_grad():
+            accept(leaf, g, True)
 
 
 def cast_in(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -303,7 +303,8 @@ def wrap(local: Tensor, of: Origin, cls: type[Face] = Face, requires_grad: bool 
     if not rows and not local.numel():
         local = local.new_zeros(())
     mine = local if local.shape == rows else local.view(rows)
-    made: Any = cls(mine, spec, requires_grad=requires_grad)
+    # The rest of torch's constructor only keeps itself out of graphs, which takes longer than the tensor.
+    made: Any = cls.__new__(cls, mine, spec, requires_grad=requires_grad)
     made.of = of
     return made
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat.autograd import has_hooks, next_sequence_nr, reaches, saved_by, saved_tensors_hooks, sequence_nr
+from .._compat.autograd import applied, has_hooks, next_sequence_nr, reaches, saved_by, saved_tensors_hooks, sequence_nr
 from .._compat.functorch import beneath_functorch, functorch_active, innermost, is_batch, uncompiled
 from .._compat.tensors import all_plain, version
 from .._errors import explain
@@ -96,6 +96,9 @@ class Units:
     def look(self, path: str, keep: bool) -> Tensor:
         """A full parameter, differentiable; with `keep`, each call returns the same tensor until its unit is freed."""
         i, j = self.plans.place[path]
+        seen = self.schedule.units[i].seen
+        if keep and seen is not None and i == self.schedule.current and not (self.suspended or functorch_active()):
+            return seen[j]
         if self.suspended:
             whole = self.shown[path]
             with torch.DisableTorchFunctionSubclass():
@@ -113,7 +116,7 @@ class Units:
                 return unit.seen[j]
             # The same tensor in every mode, as a parameter is.
             with outside_inference_mode(), torch.enable_grad():
-                found = GatherUnit.apply(self, i, PARAMETERS, *self.inputs[i])
+                found = applied(GatherUnit)(self, i, PARAMETERS, *self.inputs[i])
             unit.give(found)
             if keep:
                 unit.seen = found

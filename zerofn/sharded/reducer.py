@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compat.functorch import uncompiled
+from .._compat.tensors import read_grad, write_grad_alone
 from .._errors import explain
+from .._interrupts import interrupts_held
 from .._profiler_ranges import VIEW, WAIT, ranged
 from ..core.bucketed_views import Like, into_buckets
 from ..core.layout import Leaf, Leaves
@@ -146,9 +150,16 @@ class Stream:
         control: another group, for the agreement on rounds and at `finish_reductions`.
         leaves: trainable leaves, in the order in which backward is expected to reach them.
         like: by path, shape, dtype and device of gradients.
-        done: takes each reduced gradient; called in a fixed order.
+        check: raises for gradients of a bucket that cannot be packed.
+        done: takes the reduced gradients of a bucket; called in a fixed order.
         marks: names of the numbers that `finish_reductions` compares.
         name: of the transform that reduces, for profilers.
+
+    Attributes:
+        home: by path, the bucket of a leaf and its place in it.
+        waiting: by bucket and place, the gradients that wait for their bucket to be sent.
+        missing: how many leaves of each bucket have none.
+        later: by bucket and place, gradients of later backwards, of leaves of which one waits.
     """
 
     def __init__(
@@ -157,21 +168,21 @@ class Stream:
         control: Group,
         leaves: Sequence[Leaf],
         like: dict[str, Like],
-        done: Callable[[Leaf, Tensor], None],
+        check: Callable[[Leaves], None],
+        done: Callable[[Sequence[Leaf], Sequence[Tensor | None]], None],
         marks: tuple[str, ...],
         name: str,
     ):
         self.agreement = RoundAgreement(control, marks)
-        self.wire, self.control, self.done, self.name = wire, control, done, name
+        self.wire, self.control, self.check, self.done, self.name = wire, control, check, done, name
         self.buckets = [
             GradBucket(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
             for bucket in into_buckets(leaves, {p: x.dtype for p, x in like.items()})
         ]
         self.devices = [like[bucket.leaves[0].path].device for bucket in self.buckets]
-        self.home = {leaf.path: i for i, bucket in enumerate(self.buckets) for leaf in bucket.leaves}
-        # By path, gradients that wait for their bucket; and how many leaves of each bucket have none.
-        self.pending: dict[str, deque[Tensor]] = {}
-        self.missing = [len(bucket.leaves) for bucket in self.buckets]
+        self.home = {leaf.path: (i, j) for i, b in enumerate(self.buckets) for j, leaf in enumerate(b.leaves)}
+        self.sizes = [len(bucket.leaves) for bucket in self.buckets]
+        self._forget()
         # The bucket to send next, and the rounds that were sent.
         self.next = self.rounds = 0
         self.patience = PATIENCE
@@ -180,19 +191,52 @@ class Stream:
         # which of its leaves have a gradient here.
         self.flying: deque[tuple[Any, Tensor, Tensor, int, list[bool]]] = deque()
 
+    def _forget(self) -> None:
+        self.waiting: list[list[Tensor | None]] = [[None] * n for n in self.sizes]
+        self.missing = list(self.sizes)
+        self.later: dict[tuple[int, int], deque[Tensor]] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients wait to be sent."""
+        return self.missing != self.sizes
+
     @property
     def idle(self) -> bool:
         """Whether nothing has arrived since the last `finish_reductions`."""
         return not (self.pending or self.rounds or self.next or self.broken)
 
-    def arrived(self, path: str, grad: Tensor) -> None:
-        """Take a gradient of this rank, which this may write into, and send the buckets that it completes."""
-        queue = self.pending.setdefault(path, deque())
-        queue.append(grad)
-        if len(queue) == 1:
-            self.missing[self.home[path]] -= 1
-        while self.missing[self.next] == 0 and self._may_begin(len(queue) > DEPTH):
-            self._send()
+    def hook(self, path: str) -> Callable[[Tensor], None]:
+        """The hook of a plain parameter, which takes the gradient that autograd has added to `p.grad`."""
+        # torch does not show hooks to the garbage collector: a strong reference would keep a dropped model alive.
+        return partial(_take_gradient, weakref.ref(self), *self.home[path])
+
+    def arrived(self, i: int, j: int, grad: Tensor) -> None:
+        """Take a gradient of this rank, of a leaf by its bucket and its place there, and send what is complete."""
+        queued = 0
+        if self.waiting[i][j] is None:
+            self.waiting[i][j] = grad
+            self.missing[i] -= 1
+        else:
+            queue = self.later.setdefault((i, j), deque())
+            queue.append(grad)
+            queued = len(queue)
+        self.send_complete(queued >= DEPTH)
+
+    def send_complete(self, behind: bool = False) -> None:
+        """Send the buckets that are complete. Ctrl-C waits for them.
+
+        Args:
+            behind: so many gradients wait that backward waits for other ranks.
+        """
+        with interrupts_held():
+            try:
+                while self.missing[self.next] == 0 and self._may_begin(behind):
+                    self._send()
+            except KeyboardInterrupt:
+                # A second one.
+                self.broken = True
+                raise
 
     def _may_begin(self, behind: bool) -> bool:
         """Whether all ranks know of the next bucket's round. If not, asks them, and waits if gradients are `behind`."""
@@ -220,27 +264,41 @@ class Stream:
         """Send the next bucket with the gradients that have arrived for it."""
         if self.agreement.cut:
             raise cut_short()
-        leaves, numels, dtype = self.buckets[self.next]
-        if not self.next and not self.rounds:
+        i = self.next
+        leaves, numels, dtype = self.buckets[i]
+        grads = self.waiting[i]
+        self.check({leaf.path: g for leaf, g in zip(leaves, grads, strict=True) if g is not None})
+        if not i and not self.rounds:
             self.agreement.begin()
         with ranged(VIEW, self.name):
             with torch.no_grad():
-                grads = _oldest(self.pending, leaves)
-                buffer = self.wire.pack(grads, leaves, numels, dtype, self.devices[self.next])
+                flat = [None if g is None else _flat(g) for g in grads]
+                buffer = self.wire.pack(flat, leaves, numels, dtype, self.devices[i])
             given = [g is not None for g in grads]
-            del grads
-            _drop_oldest(self.pending, leaves)
+            del grads, flat
+            # After packing: a wire that raises sends none.
+            self._begin_next_round(i)
             try:
                 work, out = self.wire.send(buffer, async_op=True)
-                self.flying.append((work, out, buffer, self.next, given))
-                here = self.pending
-                self.missing[self.next] = sum(leaf.path not in here for leaf in leaves) if here else len(leaves)
-                self.next = (self.next + 1) % len(self.buckets)
+                self.flying.append((work, out, buffer, i, given))
+                self.next = (i + 1) % len(self.buckets)
                 self.rounds += self.next == 0
             except KeyboardInterrupt:
                 self.agreement.cut = True
                 raise
         self._hold_back()
+
+    def _begin_next_round(self, i: int) -> None:
+        """Forget the gradients of a bucket; those of later backwards come next."""
+        waiting: list[Tensor | None] = [None] * self.sizes[i]
+        self.waiting[i] = waiting
+        for j in range(len(waiting)) if self.later else ():
+            queue = self.later.get((i, j))
+            if queue is not None:
+                waiting[j] = queue.popleft()
+                if not queue:
+                    del self.later[i, j]
+        self.missing[i] = sum(g is None for g in waiting)
 
     def _hold_back(self) -> None:
         """Wait until few buckets are under way."""
@@ -254,11 +312,10 @@ class Stream:
         work.wait()
         self.agreement.begun()
         leaves, numels = self.buckets[i][:2]
-        with torch.no_grad():
-            found = () if self.dropping else self.wire.unpack(out, leaves, numels, given)
-            for leaf, g in zip(leaves, found, strict=not self.dropping):
-                if g is not None:  # a view of the bucket's buffer
-                    self.done(leaf, g)
+        if not self.dropping:
+            with torch.no_grad():
+                # Views of the bucket's buffer.
+                self.done(leaves, self.wire.unpack(out, leaves, numels, given))
 
     def finish_reductions(self, marks: dict[str, int], noticed: bool = False) -> bool:
         """Send all remaining buckets, in as many rounds on every rank, and wait for all of them.
@@ -280,7 +337,7 @@ class Stream:
         while True:
             while self.rounds < agreement.allowed:
                 self._send()
-            agreement.ask(bool(self.pending), marks, noticed)
+            agreement.ask(self.pending, marks, noticed)
             rows, found = agreement.answer()
             if self.rounds == agreement.allowed:
                 break
@@ -293,8 +350,7 @@ class Stream:
 
     def discard(self, marks: dict[str, int]) -> None:
         """Drop the gradients that have arrived. This rank completes rounds that others have begun, with zeros."""
-        self.pending.clear()
-        self.missing = [len(bucket.leaves) for bucket in self.buckets]
+        self._forget()
         self.dropping, self.broken = True, False
         try:
             self.finish_reductions(marks)
@@ -307,20 +363,33 @@ def _lost() -> RuntimeError:
     return RuntimeError(explain(wrong, "some of them are lost", "opt.zero_grad(), and backward again"))
 
 
-def _oldest(pending: dict[str, deque[Tensor]], leaves: Sequence[Leaf]) -> list[Tensor | None]:
-    """The oldest waiting gradient of each leaf, flat; `None` if none waits."""
-    queues = [pending.get(leaf.path) for leaf in leaves]
-    return [None if queue is None else queue[0].reshape(-1) for queue in queues]
+@uncompiled
+def _take_gradient(of: weakref.ref[Stream], i: int, j: int, p: Tensor) -> None:
+    """Take the gradient in `p.grad`, of a leaf by its bucket and its place there. Runs for each leaf in each backward.
+
+    Python looks for Ctrl-C, and for another thread's turn, when it has called a function. The lines from the first
+    write to `write_grad` call none, so the gradient is in one place, whenever it comes.
+    """
+    stream, grad = of(), read_grad(p)
+    if stream is None or grad is None:
+        return
+    waiting = stream.waiting[i]
+    if waiting[j] is None:
+        waiting[j] = grad
+        stream.missing[i] -= 1
+        write_grad_alone(p, None)
+        if not stream.missing[stream.next]:
+            stream.send_complete()
+    else:
+        with interrupts_held():
+            write_grad_alone(p, None)
+            stream.arrived(i, j, grad)
 
 
-def _drop_oldest(pending: dict[str, deque[Tensor]], leaves: Sequence[Leaf]) -> None:
-    """Forget the oldest waiting gradient of each leaf. Call it after packing: a wire that raises sends none."""
-    for leaf in leaves:
-        queue = pending.get(leaf.path)
-        if queue is not None:
-            queue.popleft()
-            if not queue:
-                del pending[leaf.path]
+def _flat(g: Tensor) -> Tensor:
+    """A gradient, flat. It has a graph if backward was recorded."""
+    g = g.detach() if g.requires_grad else g
+    return g if g.ndim == 1 else g.reshape(-1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._compat.autograd import NO_BACKWARD, after_this_node, at_end_of_backward, graph_task, in_backward
 from .._compat.functorch import uncompiled
-from .._compat.tensors import memory, writes
+from .._compat.tensors import memory, storage_number, writes
 from .._interrupts import interrupts_held
 from ..core.layout import Leaf
 from ..ranks.backend import collectives_begun
@@ -185,7 +185,7 @@ class Schedule:
         for j, full in enumerate(fulls):
             storage = full.untyped_storage()
             if storage.nbytes():
-                self.known[memory(full)] = (weakref.ref(storage), i, j)
+                self.known[storage_number(storage)] = (weakref.ref(storage), i, j)
         self.known = {k: entry for k, entry in self.known.items() if entry[0]() is not None}
 
     def origin(self, t: Tensor) -> tuple[int, int] | None:
@@ -307,15 +307,17 @@ class Schedule:
         self._perform(GRADIENTS, i, begin)
 
     def land(self) -> None:
-        """Wait for the reduce-scatters under way, and take their gradients."""
-        with interrupts_held(), self.lock:
+        """Wait for the reduce-scatters under way, and take their gradients and those that have waited."""
+        with interrupts_held(), self.lock, outside_inference_mode(), torch.no_grad():
             while self.flying:
                 flight = self.flying.popleft()
-                with outside_inference_mode(), torch.no_grad():
-                    shards = flight.wait()
-                self._take(flight.unit, [g if it else None for g, it in zip(shards, flight.wanted, strict=True)], False)
-            if self.late and self.alone():
-                self.accept_late()
+                # Hooks on parameters do not run: it began when there were none.
+                self.late += [
+                    (leaf, g, False)
+                    for leaf, g, wanted in zip(flight.unit.leaves, flight.wait(), flight.wanted, strict=True)
+                    if g is not None and wanted
+                ]
+            self._accept_late()
 
     def drop(self) -> None:
         """Drop gradients that are not in `p.grad` yet, as the user clears it."""
@@ -383,24 +385,12 @@ class Schedule:
         with outside_inference_mode(), torch.no_grad():
             self.land()
             self.kept += 1
-            self._take(unit, end(), True)
+            self.late += [(leaf, g, True) for leaf, g in zip(unit.leaves, end(), strict=True) if g is not None]
+            self._accept_late()
 
-    def _take(self, unit: Unit, shards: list[Tensor | None], hooks: bool) -> None:
-        """Take gradients of this rank's shards that autograd does not bring to `p.grad`.
-
-        Args:
-            unit: whose they are.
-            shards: of each leaf, or `None`.
-            hooks: whether hooks on parameters are to be run. What began to be reduced when there were none has none.
-        """
-        with outside_inference_mode(), torch.no_grad():
-            self.late += [(leaf, g, hooks) for leaf, g in zip(unit.leaves, shards, strict=True) if g is not None]
-            if self.late and self.alone():
-                self.accept_late()
-
-    def accept_late(self) -> None:
-        """Take the gradients that waited until no other backward was running here."""
-        with interrupts_held(), self.lock:
+    def _accept_late(self) -> None:
+        """Take gradients that autograd does not bring to `p.grad`, once no other backward is running here."""
+        if self.late and self.alone():
             late, self.late = self.late, []
             for leaf, g, hooks in late:
                 self.accept(leaf, g, hooks)
@@ -444,8 +434,6 @@ class Schedule:
                 # A checkpoint repeats forward, and what forward writes.
                 self.store_writes()
                 self.rest(BACKWARD, ends=not self.unfinished)
-                if self.late and self.alone():
-                    self.accept_late()
                 self.forward_writes.check()
 
         # The engine drops its functions when a backward has ended, or has raised: then `rest` is not called, and what
@@ -466,10 +454,8 @@ class Schedule:
         # What forward has written into a copy is looked for when the copy is freed.
         self.reshard()
         self.unfinished.clear()
-        if self.flying:
+        if self.flying or self.late:
             self.land()
-        if self.late:
-            self.accept_late()
         rows = self.rest(STEP, told)
         self.forward_writes.sums.clear()
         return rows

@@ -115,8 +115,9 @@ class Unit:
             for leaf in bucket.leaves:
                 g = grads[plan.place[leaf.path]]
                 if g is not None:
-                    g = pull(self.plans.full_stages, g, leaf).reshape(-1)
-                    device = g.device
+                    g = pull(self.plans.full_stages, g, leaf)
+                    g = g if g.ndim == 1 else g.reshape(-1)
+                    device = device or g.device
                 flat.append(g)
             with ranged(VIEW, self.plans.name):
                 # A gradient's device if there is one: attributes of a sharded parameter take longer.
@@ -144,7 +145,10 @@ class Unit:
                     g = pull(self.plans.pull_stages, g, leaf)
                     dtype = plan.grad_dtypes[leaf.path]
                     # `.data` has a version count of its own, unlike a view.
-                    g = g.to(dtype, copy=copy).data if scale is None else divided(g, scale, dtype)
+                    if scale is not None:
+                        g = divided(g, scale, dtype)
+                    else:
+                        g = g.to(dtype, copy=copy).data if copy or g.dtype != dtype else g.data
                     out[plan.place[leaf.path]] = g
         return out
 
