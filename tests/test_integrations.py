@@ -143,7 +143,10 @@ def reference(every: int) -> tuple[list[Tensor], list[float]]:
     return [x.detach() for x in model.state_dict().values()], norms
 
 
-@pytest.mark.parametrize("stage", STAGES)
+FEW = [pytest.param(x, marks=pytest.mark.slow if x in ("ZeRO-1", "ZeRO-2") else ()) for x in STAGES]
+
+
+@pytest.mark.parametrize("stage", FEW)
 def test_a_trainer_saves_and_resumes_and_logs_norms(stage, tmp_path):
     expected, norms = reference(1)
     _, of_windows = reference(2)
@@ -271,7 +274,7 @@ def fitted(stage: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", FEW)
 def test_a_strategy_saves_and_resumes(stage, tmp_path):
     for found in zf.launch(fitted, 2, stage, str(tmp_path), timeout=limit()):
         assert all(torch.equal(a, b) for a, b in zip(found["resumed"], found["straight"], strict=True))

@@ -52,9 +52,9 @@ def test_bits_are_those_of_the_class(name: str, options: dict[str, Any]):
     assert not any(torch.equal(a, b) for a, b in zip(found, start, strict=True))
 
 
-def _on_ranks(stage: str) -> dict[str, list[torch.Tensor]]:
+def _on_ranks(stage: str, cases: list) -> dict[str, list[torch.Tensor]]:
     found = {}
-    for name, options in CASES:
+    for name, options in cases:
         model = net()
         tx = zf.chain(getattr(zf, stage)(), zf.from_torch(getattr(torch.optim, name), 1e-2, **options))
         opt = zf.attach(model, tx)
@@ -64,10 +64,18 @@ def _on_ranks(stage: str) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("stage", ["reduce_scatter", "shard"])
-def test_bits_are_those_of_the_class_where_leaves_are_cut_over_two_ranks(stage: str):
-    for found in zf.launch(_on_ranks, 2, stage, timeout=limit()):
-        for name, options in CASES:
+# Both cut states alike; half of the classes at each.
+STAGES = [("reduce_scatter", CASES[::2]), ("shard", CASES[1::2])]
+
+
+@pytest.mark.parametrize(
+    ("stage", "cases"),
+    [*STAGES, *(pytest.param(stage, CASES, marks=pytest.mark.slow) for stage, _ in STAGES)],
+    ids=["reduce_scatter", "shard", "reduce_scatter, all", "shard, all"],
+)
+def test_bits_are_those_of_the_class_where_leaves_are_cut_over_two_ranks(stage: str, cases: list):
+    for found in zf.launch(_on_ranks, 2, stage, cases, timeout=limit()):
+        for name, options in cases:
             model = net()
             opt = getattr(torch.optim, name)(model.parameters(), 1e-2, foreach=False, **options)
             for a, b, start in zip(found[name], train(model, opt), net().parameters(), strict=True):

@@ -48,7 +48,7 @@ def everywhere(cases):
     return [attached(*case) for case in cases]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_number_of_python_is_a_number_on_ranks_too(size):
     cases = [(n, dtype, masked) for n in NUMBERS for dtype in (torch.float32, F64) for masked in (True, False)]
     want = everywhere(cases)

@@ -114,7 +114,7 @@ def every_of(front):
     return 2 if "accumulate" in front.replace("reduce_scatter, accumulate", "") or "precision" in front else 1
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_on_ranks_it_is_right(size):
     for found in zf.launch(everything, size, timeout=limit(60)):
         assert len(found) == 2 * len(FRONTS)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import rank_programs as P
 import torch
 from time_limits import limit
@@ -197,18 +198,18 @@ def with_evaluation(who: int | None) -> dict[int, Any]:
     return found
 
 
-def test_an_evaluation_on_one_rank_between_steps():
-    for size, who in ((2, 0), (3, 1)):
-        plain, found = (zf.launch(with_evaluation, size, w, timeout=limit()) for w in (None, who))
-        for stage in P.STAGES:
-            outputs = found[who][stage][1]
-            assert len(outputs) == 10 and torch.equal(outputs[0], outputs[2])
-            # Those of stage 0, which gathers nothing.
-            assert all((a - b).abs().max() < 1e-13 for a, b in zip(outputs, found[who][0][1], strict=True))
-            for got, want in zip(found, plain, strict=True):
-                for p, q in zip(got[stage][0], want[stage][0], strict=True):
-                    # Ranks that are not in step send their gradients one by one: another order of sums.
-                    assert p.numel() == 0 or (p - q).abs().max() < 1e-14
+@pytest.mark.parametrize(("size", "who"), [(2, 0), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_an_evaluation_on_one_rank_between_steps(size: int, who: int):
+    plain, found = (zf.launch(with_evaluation, size, w, timeout=limit()) for w in (None, who))
+    for stage in P.STAGES:
+        outputs = found[who][stage][1]
+        assert len(outputs) == 10 and torch.equal(outputs[0], outputs[2])
+        # Those of stage 0, which gathers nothing.
+        assert all((a - b).abs().max() < 1e-13 for a, b in zip(outputs, found[who][0][1], strict=True))
+        for got, want in zip(found, plain, strict=True):
+            for p, q in zip(got[stage][0], want[stage][0], strict=True):
+                # Ranks that are not in step send their gradients one by one: another order of sums.
+                assert p.numel() == 0 or (p - q).abs().max() < 1e-14
 
 
 class Marked(nn.Parameter):

@@ -103,7 +103,7 @@ def test_resets_are_those_of_one_process_module_by_module(alone):
             assert torch.equal(x, narrow[k].to(x.dtype)) and (x.dtype == narrow[k].dtype or x.dtype == torch.int64), k
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_same_numbers_on_any_number_of_ranks(world, alone):
     shares = {}
     for here in zf.launch(everything, world, timeout=limit()):

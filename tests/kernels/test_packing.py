@@ -7,6 +7,8 @@ from zerofn.extend import span, width
 from zerofn.kernels.packing import flagged, flat_to_sum, row_of, rows_to_sum, wholes_of  # inside: a kernel by itself
 
 SHAPES = [(5, 3), (4,), (1,), (0, 2), (), (2, 3)]
+# Each is compiled anew.
+SIZES = [1, 3, pytest.param(2, marks=pytest.mark.slow)]
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -27,7 +29,7 @@ def leaves(dtype, tail=()):
 
 
 @pytest.mark.parametrize("tail", [(), (2,)], ids=["plain", "a batch"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_rows_of_shards_are_whole_leaves_again(size, tail):
     given, widths = leaves(torch.float32, tail), [width(s, size) for s in SHAPES]
     numels = [torch.Size(s).numel() for s in SHAPES]
@@ -45,7 +47,7 @@ def test_rows_of_shards_are_whole_leaves_again(size, tail):
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", SIZES)
 def test_what_is_to_be_summed_is_the_same_in_a_graph(size, dtypes):
     given, widths = leaves(dtypes[0]), [width(s, size) for s in SHAPES]
     numels = [x.numel() for x in given]

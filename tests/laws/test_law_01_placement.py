@@ -120,7 +120,7 @@ plans = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(plans, st.integers(1, 4))
 def test_placement_does_not_change_the_update(plan, size):
     bitwise = plan["kind"] in ROUNDINGS and not plan["clip"]

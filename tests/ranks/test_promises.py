@@ -197,7 +197,7 @@ def messages_of(depth, form, steps=TRUSTED + 5):
 
 def all_messages():
     """By form and depth."""
-    table = {form: (3, 6) for form in FORMS} | {"plain": (3, 4, 24)}
+    table = {form: (4,) for form in FORMS} | {"plain": (3, 24)}
     return {(form, depth): messages_of(depth, form) for form, depths in table.items() for depth in depths}
 
 

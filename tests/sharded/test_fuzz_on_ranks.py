@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zerofn as zf
 import zerofn.sharded.reducer  # inside: its patience and its buckets are made small
 
-COUNT = int(os.environ.get("ZEROFN_FUZZ", "60"))
+COUNT = int(os.environ.get("ZEROFN_FUZZ", "40"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
 SECONDS = 60 + COUNT / 2
 D = 5

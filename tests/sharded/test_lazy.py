@@ -320,7 +320,7 @@ def random_program(seed):
 
 
 PROGRAMS = (
-    *map(random_program, range(12)),
+    *map(random_program, range(7)),
     other_order,
     some_unused,
     nothing_used,

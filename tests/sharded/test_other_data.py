@@ -103,7 +103,9 @@ def on_ranks(size, in_backward):
     return zf.launch(on_a_rank, size, in_backward, timeout=limit())
 
 
-@pytest.mark.parametrize(("size", "in_backward"), ((2, False), (3, False), (2, True)))
+@pytest.mark.parametrize(
+    ("size", "in_backward"), ((2, False), (2, True), pytest.param(3, False, marks=pytest.mark.slow))
+)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_what_was_kept_is_what_it_was(size, in_backward, program):
     model = net()

@@ -65,7 +65,7 @@ def read(path):
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_parts_are_those_of_the_whole(tmp_path, world):
     source = Model(0)
     source.norm.running_mean.fill_(0.5)

@@ -1,7 +1,8 @@
 // A CUDA device that does not exist, for a torch that was built without CUDA: its memory is the host's, and the CPU's
 // kernels compute on it. Tensors are torch's own, of class Tensor and on cuda:0, so that code under test cannot tell.
 // Each operator that would launch a kernel, wait or copy is told to `log`.
-#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>

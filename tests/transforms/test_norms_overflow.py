@@ -90,8 +90,14 @@ def by_hand(size):
     return norm, 1.0 - 0.1 * d - 0.1 * 1.9 * d
 
 
-@pytest.mark.parametrize("route", ["eager", "pure"])
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "route"),
+    [
+        (2, "eager"),
+        (3, "pure"),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((2, "pure"), (3, "eager"), (4, "eager"), (4, "pure"))),
+    ],
+)
 def test_one_bad_element_on_one_rank_skips_the_step_on_all(size, route):
     ranks = zf.launch(steps, size, size, route, timeout=limit())
     norm, final = by_hand(size)
