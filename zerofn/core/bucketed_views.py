@@ -119,10 +119,9 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], buckets: Sequence[S
             return {leaf.path: view.pull(gs[leaf.path], leaf) for leaf in leaves if leaf.path in gs}
         out: Leaves = {}
         for bucket, paths, numels, shapes, dtype in buckets:
-            given = map(gs.get, paths)
-            flat = [g if g is None or g.ndim == 1 else g.reshape(-1) for g in given]
+            flat = [g if g is None or g.ndim == 1 else g.reshape(-1) for g in map(gs.get, paths)]
             buffer = wire.pack(flat, bucket, numels, dtype, stored[paths[0]].device)
-            found = wire.unpack(wire.send(buffer)[1], bucket, numels, [g is not None for g in flat])
+            found = wire.unpack(wire.send(buffer)[1], bucket, numels, list(map(gs.__contains__, paths)))
             for path, shape, g in zip(paths, shapes, found, strict=True):
                 if g is not None:
                     # A shard stays flat.

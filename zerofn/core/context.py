@@ -452,8 +452,6 @@ class Context:
 
     def begun_copies(self, before: tuple[Any, ...] = ()) -> tuple[Any, ...]:
         """All noted copies, which have begun, and those from `before` this step that no later one of a queue covers."""
-        if not self.under_way:
-            return before
         found = [copies.send() for copies in self.under_way]
         self.under_way.clear()
         later = {copy.queue for copy in found}

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -206,6 +206,8 @@ class State:
     layout: Layout
     # Copies into `transforms`, one behind the other on each queue.
     _copies: tuple[Any, ...] = ()
+    # `transforms` for the next step, which waits on the device: tensors may still be on their way to the host. No field.
+    arriving: ClassVar[dict[str, TransformState]]
     _parameters: Leaves | None = None
     _shown: Callable[[Any], Any] | None = None
     _named: Callable[[str, LeafTensors], LeafTensors] | None = None
@@ -381,11 +383,6 @@ class State:
         sizes = {name: sum(x.nbytes for x in flatten(tree)[0] if isinstance(x, Tensor)) for name, tree in kept.items()}
         return bars([(name, f"{size:,} B", size) for name, size in sizes.items()], repr(self))
 
-    @property
-    def arriving(self) -> dict[str, TransformState]:
-        """`transforms` for the next step, which waits on the device: tensors may still be on their way to the host."""
-        return self._transforms  # type: ignore[attr-defined]
-
     def copies_on_device(self) -> tuple[Any, ...]:
         """The copies into this state. The device waits for them before all that is launched from here on."""
         for copy in self._copies:
@@ -403,7 +400,7 @@ def _transforms(state: State) -> dict[str, TransformState]:
 
 
 def _set_transforms(state: State, transforms: dict[str, TransformState]) -> None:
-    object.__setattr__(state, "_transforms", transforms)
+    object.__setattr__(state, "arriving", transforms)
 
 
 # Set here, since a field of a dataclass cannot be a property.

@@ -105,7 +105,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
             ctx = replace(ctx, donate=False)
     trained = pipe.layout.trained
     trainable = state.leaves if len(trained) == len(state.leaves) else {p: state.leaves[p] for p in trained}
-    copies = state.copies_on_device()
+    copies = state.copies_on_device() if state._copies else ()
     try:
         with torch.set_grad_enabled((ctx.recorded or ctx.looks) and torch.is_grad_enabled()):
             signal, states, emitted = run(pipe.stretches, grads, state.arriving, trainable, ctx)
@@ -120,7 +120,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     step = step if emitted is True else select(emitted, step, state.step)
     if ctx.looks:
         pipe.looked()
-    copies = ctx.begun_copies(copies)
+    copies = ctx.begun_copies(copies) if ctx.under_way else copies
     after = State({**state.leaves, **new}, states, step, state.micro_step + 1, state.layout, copies)
     if donated:
         after = tree_map(partial(_into, level), state, after)

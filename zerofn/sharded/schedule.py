@@ -205,7 +205,7 @@ class Schedule:
             else:
                 # Forward was given nothing of it, so nothing was written.
                 unit.fulls = unit.seen = None
-        if not keep:
+        if not keep and self.coming is not None:
             self.finish_prefetched()
 
     def reshard_unit(self, i: int, stored: bool = False) -> None:
@@ -236,7 +236,8 @@ class Schedule:
             unit.forget_given()
             unit.reshard()
         self.live.clear()
-        self.finish_prefetched()
+        if self.coming is not None:
+            self.finish_prefetched()
         self.updates += 1
 
     @contextmanager
