@@ -206,7 +206,7 @@ class State:
     layout: Layout
     # Copies into `transforms`, one behind the other on each queue.
     _copies: tuple[Any, ...] = ()
-    # `transforms` for the next step, which waits on the device: tensors may still be on their way to the host. No field.
+    # No field: `transforms` for the next step, which waits on the device. Tensors may be on their way to the host.
     arriving: ClassVar[dict[str, TransformState]]
     _parameters: Leaves | None = None
     _shown: Callable[[Any], Any] | None = None
