@@ -14,8 +14,8 @@ import torch
 from time_limits import limit
 
 SCRIPTS = {
-    "trainer_on_ranks": ("accelerate", {"stages": 2, "resumed": 2, "frozen": 2, "refused": 2}),
-    "accelerate_on_ranks": ("accelerate", {"one": 1, "ranks": 2}),
+    "trainer_fit": ("accelerate", {"stages": 2, "resumed": 2, "frozen": 2, "refused": 2}),
+    "accelerate_fit": ("accelerate", {"one": 1, "ranks": 2}),
     "lightning_fit": ("lightning", {"one": 1, "ranks": 2, "frozen": 2, "resumed": 2}),
     "peft_lora": ("peft", {"lora": 1}),
 }
