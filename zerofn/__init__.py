@@ -66,6 +66,7 @@ if _TYPE_CHECKING:
     from .transforms.adaptive_clip import adaptive_clip as adaptive_clip
     from .transforms.add_noise import add_noise as add_noise
     from .transforms.adopt import adopt as adopt
+    from .transforms.apply_if import apply_if as apply_if
     from .transforms.building_blocks import add_decayed_weights as add_decayed_weights
     from .transforms.building_blocks import scale_by_adam as scale_by_adam
     from .transforms.building_blocks import scale_by_lr as scale_by_lr
@@ -78,6 +79,7 @@ if _TYPE_CHECKING:
     from .transforms.lamb import lamb as lamb
     from .transforms.lars import lars as lars
     from .transforms.lion import lion as lion
+    from .transforms.lookahead import lookahead as lookahead
     from .transforms.loss_scale import scale_loss as scale_loss
     from .transforms.low_precision_adam import low_precision_adam as low_precision_adam
     from .transforms.mars import mars as mars
@@ -87,12 +89,15 @@ if _TYPE_CHECKING:
     from .transforms.precision import precision as precision
     from .transforms.radam import radam as radam
     from .transforms.rmsprop import rmsprop as rmsprop
+    from .transforms.schedule_free import schedule_free_adamw as schedule_free_adamw
     from .transforms.sgd import sgd as sgd
+    from .transforms.shampoo import shampoo as shampoo
     from .transforms.sharding import all_reduce as all_reduce
     from .transforms.sharding import local as local
     from .transforms.sharding import reduce_scatter as reduce_scatter
     from .transforms.sharding import shard as shard
     from .transforms.skip_nonfinite import skip_nonfinite as skip_nonfinite
+    from .transforms.soap import soap as soap
     from .transforms.watch import watch as watch
 
 __version__ = "0.3.0"
@@ -177,6 +182,11 @@ _LATER = {
     "mars": "transforms.mars",
     "add_noise": "transforms.add_noise",
     "cautious": "transforms.cautious",
+    "schedule_free_adamw": "transforms.schedule_free",
+    "shampoo": "transforms.shampoo",
+    "soap": "transforms.soap",
+    "lookahead": "transforms.lookahead",
+    "apply_if": "transforms.apply_if",
     "watch": "transforms.watch",
 }
 _MODULES = {

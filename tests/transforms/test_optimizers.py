@@ -12,6 +12,7 @@ from time_limits import limit
 from torch.func import functional_call
 
 import zerofn as zf
+from zerofn.testing import check_transform
 
 F64, BF16 = torch.float64, torch.bfloat16
 LR = 0.05
@@ -138,6 +139,122 @@ def cautious_adamw(p, by_parts=True):
     return step
 
 
+def schedule_free(p):
+    """As the authors write it: without the average, which is read from `y` and `z`."""
+    s = {"z": p, "v": torch.zeros_like(p), "sum": 0.0, "top": 0.0}
+
+    def step(y, g, t):
+        rate = LR * min(1.0, t / 3)
+        s["v"], s["top"] = 0.99 * s["v"] + 0.01 * g**2, max(s["top"], rate)
+        weight = t**0.5 * s["top"] ** 2
+        s["sum"] += weight
+        c = weight / s["sum"]
+        u = g / ((s["v"] / (1 - 0.99**t)).sqrt() + 1e-8) + 0.1 * y
+        y = y + c * (s["z"] - y) + rate * (0.9 * (1 - c) - 1) * u
+        s["z"] = s["z"] - rate * u
+        return y
+
+    return step
+
+
+def matrix(x):
+    return x.flatten(1) if x.ndim > 2 else x
+
+
+def shampoo(p):
+    sides = [i for i in range(2) if p.ndim > 1 and matrix(p).shape[i] <= 4]
+    s = {"m": 0.0, "v": 0.1} | {i: 0.1 * torch.eye(matrix(p).shape[i], dtype=F64) for i in sides}
+    roots = {}
+
+    def step(p, g, t):
+        g = g + 0.1 * p
+        u = matrix(g)
+        for i in sides:
+            s[i] = s[i] + (matrix(g) @ matrix(g).T if i == 0 else matrix(g).T @ matrix(g))
+            if t % 2 == 1:
+                roots[i] = torch.linalg.matrix_power(s[i], -1)
+                for _ in range(1 + (len(sides) == 2)):
+                    roots[i] = square_root(roots[i])
+            u = roots[i] @ u if i == 0 else u @ roots[i]
+        s["v"] = s["v"] + g**2
+        s["m"] = 0.5 * s["m"] + (u.reshape(g.shape) if sides else g / s["v"].sqrt())
+        return p - LR * s["m"]
+
+    return step
+
+
+def square_root(x):
+    """By the iteration of Denman and Beavers (1976), and no spectrum."""
+    y, z = x, torch.eye(len(x), dtype=F64)
+    for _ in range(30):
+        y, z = (y + z.inverse()) / 2, (z + y.inverse()) / 2
+    return y
+
+
+def soap(p):
+    sides = [i for i in range(2) if p.ndim > 1 and matrix(p).shape[i] <= 4]
+    s, total, basis = zeros(p, "mv"), dict.fromkeys(sides, 0.0), {}
+
+    def turned(x, back=False):
+        y = matrix(x)
+        for i in sides:
+            q = basis[i].T if back else basis[i]
+            y = q.T @ y if i == 0 else y @ q
+        return y.reshape(x.shape)
+
+    def step(p, g, t):
+        grams = {i: matrix(g) @ matrix(g).T if i == 0 else matrix(g).T @ matrix(g) for i in sides}
+        if sides and t == 1:
+            total.update({i: 0.05 * x for i, x in grams.items()})
+            basis.update({i: torch.linalg.eigh(x)[1].flip(1) for i, x in total.items()})
+            return p
+        n = t - 1 if sides else max(t - 1, 1)
+        s["m"] = 0.9 * s["m"] + 0.1 * g
+        s["v"] = 0.95 * s["v"] + 0.05 * turned(g) ** 2
+        u = turned(s["m"], False) / (1 - 0.9**n) / ((s["v"] / (1 - 0.95**n)).sqrt() + 1e-8)
+        p = (p - LR * turned(u, True)) * (1 - LR * 0.1)
+        for i in sides:
+            total[i] = 0.95 * total[i] + 0.05 * grams[i]
+            if n % 2 == 0:
+                basis[i] = torch.linalg.qr(total[i] @ basis[i])[0]
+        return p
+
+    return step
+
+
+def lookahead(p):
+    s = {"m": torch.zeros_like(p), "slow": p}
+
+    def step(p, g, t):
+        s["m"] = 0.5 * s["m"] + g if t > 1 else g
+        p = p - LR * s["m"]
+        if t % 3 == 0:
+            s["slow"] = p = s["slow"] + 0.7 * (p - s["slow"])
+        return p
+
+    return step
+
+
+def later(step):
+    return step != 2
+
+
+def now_and_then(p):
+    s, adam = {"updates": 0}, adamw(p)
+
+    def step(p, g, t):
+        if not later(t - 1):
+            return p
+        s["updates"] += 1
+        return adam(p, g, s["updates"])
+
+    return step
+
+
+def clipped_later(p):
+    return lambda p, g, t: p - LR * (g.clamp(-0.5, 0.5) if later(t - 1) else g)
+
+
 def by_torch(cls, **options):
     def make(p):
         leaf = p.clone().requires_grad_()
@@ -187,6 +304,16 @@ TABLE = {
         zf.adopt(LR, BETAS, weight_decay=0.1, use_clipping=False),
         functools.partial(adopt, clipped=False),
     ),
+    "schedule_free_adamw": (
+        zf.schedule_free_adamw(zf.schedules.warmup(LR, 3), BETAS, weight_decay=0.1, r=0.5),
+        schedule_free,
+    ),
+    "shampoo": (zf.shampoo(LR, 0.5, 0.1, 0.1, update_freq=2, max_precond_dim=4), shampoo),
+    # Sides that a gradient fills: the basis of what it leaves would be as rounding has it.
+    "soap": (zf.soap(LR, (0.9, 0.95), weight_decay=0.1, precondition_frequency=2, max_precond_dim=4), soap),
+    "lookahead": (zf.lookahead(zf.sgd(LR, momentum=0.5), 3, 0.7), lookahead),
+    "apply_if": (zf.apply_if(zf.adamw(**ADAM, weight_decay=0.0), later), now_and_then),
+    "apply_if clip": (zf.chain(zf.apply_if(zf.clip_by_value(0.5), later), zf.sgd(LR)), clipped_later),
     "mars": (zf.chain(zf.mars(0.5, 0.9), zf.adamw(**ADAM, weight_decay=0.0)), mars),
     "cautious": (
         zf.chain(zf.cautious(zf.scale_by_adam(BETAS)), zf.add_decayed_weights(0.1), zf.scale_by_lr(LR)),
@@ -197,7 +324,7 @@ TABLE = {
         functools.partial(cautious_adamw, by_parts=False),
     ),
 }
-SHAPES = {"w": (6, 4), "b": (5,), "g": (), "kernel": (3, 2, 2, 2), "none": (0, 3)}
+SHAPES = {"w": (6, 4), "square": (4, 4), "b": (5,), "g": (), "kernel": (3, 2, 2, 2), "none": (0, 3)}
 STEPS = 7
 
 
@@ -221,10 +348,10 @@ def test_the_formula_in_float64(name):
     want, state = expected(make, params, gradients), zf.init(tx, params)
     for grads in gradients:
         state, _ = zf.update(tx, grads, state)
-    # torch keeps the product of NAdam's momenta in fp32, and so does this.
-    bound = 1e-6 if "nadam" in name else 1e-10
+    # torch keeps the product of NAdam's momenta in fp32, and so does this; and sums of weights.
+    bound = 1e-6 if "nadam" in name or "free" in name else 1e-10
     for k, p in params.items():
-        assert p.numel() == 0 or (want[k] - p).abs().max() > 1e-3
+        assert p.numel() == 0 or (want[k] - p).abs().max() > 1e-4
         torch.testing.assert_close(state.params[k] - p, want[k] - p, rtol=bound, atol=bound * LR)
 
 
@@ -256,7 +383,7 @@ class UnevenLeaves(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(5, 5), torch.nn.Linear(5, 3)])
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 5)])
         self.gain = torch.nn.Parameter(torch.tensor(0.8))
         self.to(F64)
 
@@ -271,7 +398,7 @@ STAGES = ("ZeRO-3", "ZeRO-2", "ZeRO-1", "data parallel")
 
 
 def batches(step, ranks):
-    return [(draw((8, 5), 100 * step + r), draw((8, 3), 100 * step + 50 + r)) for r in ranks]
+    return [(draw((8, 3), 100 * step + r), draw((8, 5), 100 * step + 50 + r)) for r in ranks]
 
 
 def trained(name, stage, route, ranks, size, start=None, steps=range(4), directory=None):
@@ -342,6 +469,13 @@ def test_stages_are_one_process(cells, size, tmp_path):
         (lambda: zf.adan(betas=(0.9, 0.99)), r"betas is 3 numbers"),
         (lambda: zf.cautious(zf.chain(zf.scale_by_adam(), zf.scale_by_lr(0.1))), r"cautious\(chain\(...\)\)"),
         (lambda: zf.cautious(zf.accumulate(2)), r"cautious\(accumulate\(...\)\)"),
+        (lambda: zf.lookahead(zf.clip_by_value(1.0)), r"lookahead\(clip_by_value\(...\)\)"),
+        (lambda: zf.lookahead(zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1))), r"lookahead\(chain\(...\)\)"),
+        (lambda: zf.init(zf.lookahead(zf.schedule_free_adamw()), {"w": torch.zeros(2)}), "weights to evaluate"),
+        (lambda: zf.lookahead(zf.sgd(0.1), slow_step_size=1.5), "slow_step_size must lie in"),
+        (lambda: zf.apply_if(zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1)), later), r"apply_if\(chain\(...\)"),
+        (lambda: zf.apply_if(zf.accumulate(2), later), r"apply_if\(accumulate\(...\)"),
+        (lambda: zf.apply_if(zf.skip_nonfinite(), later), r"apply_if\(skip_nonfinite\(...\)"),
         (lambda: zf.init(zf.lamb(), {"w": torch.zeros(2, dtype=torch.float16)}), "lamb: squared gradients fall below"),
         (lambda: zf.attach(torch.nn.Linear(2, 2), zf.lamb(), in_backward=True), "lamb"),
     ],
@@ -349,3 +483,41 @@ def test_stages_are_one_process(cells, size, tmp_path):
 def test_what_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_apply_if_asks_for_a_bool():
+    with pytest.raises(TypeError, match=r"apply_if\(sgd\(...\), 3\)"):
+        zf.apply_if(zf.sgd(0.1), 3)
+    tx = zf.apply_if(zf.sgd(0.1), lambda step: 1)
+    with pytest.raises(TypeError, match="fn returns a bool, and 1 is"):
+        zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))
+
+
+def test_soap_conforms():
+    """On leaves whose gradients fill their sides: the rest of a basis is as rounding has it."""
+    shapes = {"w": (4, 4), "b": (3,), "kernel": (2, 2, 2), "none": (0, 3), "gain": ()}
+    params = {k: draw(s, i, torch.float32) for i, (k, s) in enumerate(shapes.items())}
+    check_transform(zf.soap(0.01, max_precond_dim=4), params)
+
+
+@pytest.mark.parametrize("name", ["schedule_free_adamw", "lookahead"])
+def test_weights_to_evaluate(name):
+    """Of an attached model too: of Lookahead the slow ones, of the other one the average in the authors' form."""
+    tx = TABLE[name][0]
+    model = torch.nn.Linear(3, 2).to(F64)
+    opt, state = zf.attach(model, tx), zf.init(tx, {k: p.detach().clone() for k, p in model.named_parameters()})
+    slow = {k: p.detach().clone() for k, p in model.named_parameters()}
+    for i in range(4):
+        for p in model.parameters():
+            p.grad = draw(p.shape, i)
+        state, _ = zf.update(tx, {k: draw(p.shape, i) for k, p in model.named_parameters()}, state)
+        opt.step()
+        slow = {k: p.detach().clone() for k, p in model.named_parameters()} if i == 2 else slow
+    want = slow
+    if name == "schedule_free_adamw":
+        z = state.transforms[name]["z"]
+        want = {k: y + (1 - 1 / 0.9) * (z[k] - y) for k, y in state.params.items()}
+    with opt.averaged():
+        for k, p in model.named_parameters():
+            torch.testing.assert_close(p.detach(), want[k], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(zf.full_params(tx, state, of=tx.name), want, rtol=1e-10, atol=1e-12)

@@ -56,6 +56,10 @@ def not_bias(path):
     return "bias" not in path
 
 
+def not_first(step):
+    return step != 0
+
+
 def matrices(path):
     return "decay" if path in ("block.0.weight", "empty") else "rest"
 
@@ -117,6 +121,10 @@ CASES = {
     "adan": zf.adan(0.1, weight_decay=0.1),
     "adopt": zf.adopt(0.1, weight_decay=0.1),
     "adafactor": zf.adafactor(0.1),
+    "schedule_free_adamw": zf.schedule_free_adamw(0.1, weight_decay=0.1),
+    "shampoo": zf.shampoo(0.1, 0.5, eps=1.0, max_precond_dim=4),
+    "lookahead": zf.lookahead(zf.adamw(0.1), 2),
+    "apply_if": zf.apply_if(zf.adamw(0.1), not_first),
     "cautious": zf.chain(zf.cautious(zf.scale_by_adam()), zf.scale_by_lr(0.1)),
     "cautious optimizer": zf.cautious(zf.adafactor(0.1)),
     "members": zf.chain(zf.adaptive_clip(0.5), zf.mars(), zf.add_noise(0.1), zf.sgd(0.1)),
@@ -154,7 +162,17 @@ CASES = {
 
 
 # The whole of laws for windows of other lengths, beside "accumulate 3", and for formulas of elements, beside "adam".
-SLOW = ("accumulate twice", "accumulate weighted", "lars", "adabelief", "nadam", "radam", "adan", "adopt")
+SLOW = (
+    "accumulate twice",
+    "accumulate weighted",
+    "lars",
+    "adabelief",
+    "nadam",
+    "radam",
+    "adan",
+    "adopt",
+    "schedule_free_adamw",
+)
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in CASES])
@@ -166,8 +184,9 @@ def test_conformance_table_has_every_public_transform():
     """A name that returns a Transform and stands in no case is untested."""
     functions = {name for name, x in NAMES.items() if hasattr(x, "__rebuild__")}
     shown = "".join(map(repr, CASES.values()))
-    # Layouts over ranks and metrics of updates have suites of their own, and so has what refuses vmap by name.
-    elsewhere = {"shard", "reduce_scatter", "all_reduce", "local", "from_torch", "watch"}
+    # Layouts over ranks and metrics of updates have suites of their own, and so has what refuses vmap by name, and what
+    # is checked on leaves of its own.
+    elsewhere = {"shard", "reduce_scatter", "all_reduce", "local", "from_torch", "watch", "soap"}
     assert {f for f in functions if f + "(" not in shown} <= elsewhere
 
 

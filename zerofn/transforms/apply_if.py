@@ -1,0 +1,102 @@
+"""`apply_if`: a transform that is applied in some updates only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain, kind_of
+from ..extend import (
+    SKIPPED_STEPS,
+    Context,
+    Layout,
+    Leaves,
+    Prepared,
+    Transform,
+    TransformState,
+    as_transform,
+    counter,
+    no_view,
+    transform,
+    where,
+)
+
+COUNT_OF_CALLS = "apply_if_count"
+
+
+@transform
+def apply_if(transform: Transform, fn: Callable[[Any], Any]) -> Transform:
+    """Apply a transform in the updates in which `fn(step)` is true.
+
+    In the others gradients pass unchanged, parameters of an optimizer stay, and the state of the transform stays.
+    Metrics are those of the transform in any case.
+
+    Args:
+        transform: of gradients, or an optimizer; no chain, and nothing that holds gradients back or has a view.
+        fn: of the number of updates before this one, 0 at first. It returns a bool; in a compiled graph and under
+            `torch.func.vmap` the number is a 0-d tensor, and so is the result.
+
+    Raises:
+        TypeError: `fn` cannot be called; at an update, it returned no bool.
+        ValueError: the transform is a chain, holds gradients back, or has a view.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.apply_if(zf.clip_by_value(0.5), lambda step: step < 1), zf.sgd(1.0))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> for _ in range(2):
+        ...     state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+        >>> state.params["w"]
+        tensor([-1.5000])
+    """
+    inner = as_transform(transform)
+    if not callable(fn):
+        why = f"fn is a function of the number of updates, and {fn!r} is {kind_of(fn)}"
+        raise TypeError(explain(f"apply_if({inner.name}(...), {fn!r})", why, "apply_if(..., lambda step: step < 1000)"))
+    reports = inner.facts.reports
+    skips = inner.facts.holds or (not callable(reports) and SKIPPED_STEPS in reports)
+    if inner.parts or inner.view_fn is not no_view or skips or inner.facts.adds:
+        why = "it stands for one transform that is applied or not: no chain or group, nothing that holds or skips steps"
+        raise ValueError(explain(f"apply_if({inner.name}(...), fn)", why, "apply_if(clip_by_value(1.0), fn) for each"))
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        return {**inner.init_fn(leaves, layout), COUNT_OF_CALLS: counter()}
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        due = _checked(fn(ctx.read(state[COUNT_OF_CALLS])), inner.name)
+        made = inner.prepare_fn(state, grads, params, ctx)
+        own = {key: where(due, x, state[key]) for key, x in made.state.items()}
+        own[COUNT_OF_CALLS] = state[COUNT_OF_CALLS] + 1
+        return replace(made, carry=(due, made.carry), state=own)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Any], ctx: Context):
+        due, own = carry
+        before = {path: params[path] for path in grads} if inner.facts.optimizes else grads
+        if due is False:
+            return before, {}
+        if due is True:
+            return inner.update_fn(grads, state, params, own, ctx)
+        out, new = inner.update_fn(grads, state, params, own, replace(ctx, donate=False, donate_to_kernels=False))
+        chosen = {key: _chosen(due, x, state[key]) for key, x in new.items() if key in state}
+        return {path: where(due, x, before[path].to(x.dtype)) for path, x in out.items()}, {**new, **chosen}
+
+    facts = replace(inner.facts, counterpart=None, torch_names=(), keeps=True)
+    return replace(inner, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
+
+
+def _checked(due: Any, name: str) -> bool | Tensor:
+    if isinstance(due, bool) or (isinstance(due, Tensor) and not due.ndim and due.dtype is torch.bool):
+        return due
+    why = f"fn returns a bool, and {due!r} is {kind_of(due)}"
+    raise TypeError(explain(f"apply_if({name}(...), fn)", why, "fn=lambda step: step < 1000"))
+
+
+def _chosen(due: Tensor, new: Any, old: Any) -> Any:
+    """Entries of a state; of leaves those that `new` has."""
+    if isinstance(new, dict):
+        return {key: _chosen(due, x, old[key]) for key, x in new.items()}
+    return where(due, new, old)

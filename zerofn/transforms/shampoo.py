@@ -1,0 +1,160 @@
+"""`shampoo`: a preconditioner for the rows of a matrix and one for its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..extend import (
+    LeafStep,
+    ScalarOrSchedule,
+    Transform,
+    check_count,
+    check_lr,
+    check_number,
+    given,
+    like,
+    moment_root,
+    optimizer,
+    plus,
+    transform,
+    where,
+    without_elements,
+)
+
+
+@transform
+def shampoo(
+    lr: ScalarOrSchedule = 0.1,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    eps: float = 1e-4,
+    update_freq: int = 1,
+    max_precond_dim: int = 1024,
+) -> Transform:
+    """Shampoo (Gupta et al., 2018, algorithm 1), for matrices; other leaves have the diagonal form, AdaGrad.
+
+    `g += weight_decay * p`; `L += g g^T`, `R += g^T g`, both starting from `eps` times the identity; `u = L^(-1/4) g
+    R^(-1/4)`; `m = momentum * m + u`; `p -= lr * m`. A side of more than `max_precond_dim` numbers is left out, and the
+    exponent of the other one is -1/2. A leaf of more than two dimensions is a matrix of its first one. Of a leaf
+    without a side left, `v += g^2` from `eps`, and `u = g / sqrt(v)`.
+
+    The state has `L`, `R` and their roots, in fp32 or wider. It needs whole leaves (`needs="leaf"`): a sharded leaf is
+    gathered on one rank, its owner, which has its state and computes its roots.
+
+    Args:
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
+        momentum: decay of the sum of directions, in [0, 1).
+        weight_decay: L2 penalty.
+        eps: of the first preconditioners; positive.
+        update_freq: updates from one computation of the roots to the next.
+        max_precond_dim: the largest side with a preconditioner.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.shampoo(lr=1.0, eps=1e-12)
+        >>> state = zf.init(tx, {"w": torch.zeros(2, 2)})
+        >>> zf.update(tx, {"w": torch.tensor([[3.0, 0.0], [0.0, -5.0]])}, state)[0].params["w"].diagonal()
+        tensor([-1.0000,  1.0000])
+
+    Notes:
+        A derivative through a step takes the roots as constants.
+    """
+    check_lr("shampoo", lr)
+    check_number("shampoo", "momentum", momentum, high=1.0)
+    check_number("shampoo", "weight_decay", weight_decay)
+    check_number("shampoo", "eps", eps, low=torch.finfo(torch.float32).tiny)
+    check_count("shampoo", "update_freq", update_freq, "updates")
+    check_count("shampoo", "max_precond_dim", max_precond_dim, "numbers")
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        x, g, new = p.to(dtype), g.to(dtype), dict(slots)
+        beta, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
+        if given(decay):
+            g = plus(g, decay, x)
+        u, sides = as_matrix(g), sides_of(g, max_precond_dim)
+        due = (at.count - 1) % update_freq == 0
+        for side in sides:
+            new[side] = total = slots[side] + gram(as_matrix(g), side)
+            root = partial(_inverse_root, total, 2 * len(sides))
+            new[f"{side}_root"] = factor = where(due, root, slots[f"{side}_root"])
+            u = factor @ u if side == "rows" else u @ factor
+        if not sides:
+            new["squares"] = slots["squares"] + g * g
+            u = g / moment_root(new["squares"])
+        u = u.reshape(g.shape)
+        if given(momentum):
+            new["momentum"] = u = beta * slots["momentum"].to(dtype) + u
+        # What stays is a tensor of the old state, and is copied.
+        kept = {k: y.to(slots[k].dtype, copy=y is slots[k]) for k, y in new.items()}
+        return (x - rate * u).to(p.dtype), kept
+
+    slots: dict[str, Any] = {"momentum": like if given(momentum) else without_elements}
+    for side in SIDES:
+        slots[side] = square(side, max_precond_dim, eps)
+        slots[f"{side}_root"] = square(side, max_precond_dim, 0.0)
+    slots["squares"] = lambda x: without_elements(x) if sides_of(x, max_precond_dim) else torch.full_like(wide(x), eps)
+    numbers = {"momentum": momentum, "weight_decay": weight_decay}
+    settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
+    return replace(optimizer("shampoo", lr, slots, formula, numbers=numbers, settable=settable), needs="leaf")
+
+
+def _inverse_root(x: Tensor, order: int) -> Tensor:
+    """`x^(-1 / order)` of a symmetric positive matrix, which does not depend on the choice of a basis."""
+    values, basis = torch.linalg.eigh(x.detach().double())
+    # Rounding may take a value below the smallest one that there is.
+    least = torch.finfo(x.dtype).eps * values[..., -1:].clamp(min=0) * 1e-3 + 1e-30
+    return ((basis * values.clamp(min=least).pow(-1 / order).unsqueeze(-2)) @ basis.mT).to(x.dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The sides of a leaf, for preconditioners.
+
+
+SIDES = ("rows", "columns")
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """A leaf of more than two dimensions as a matrix of its first one."""
+    return x.reshape(x.shape[0], -1) if x.ndim > 2 and x.numel() else x
+
+
+def sides_of(x: Tensor, largest: int) -> tuple[str, ...]:
+    """The sides of a leaf that have preconditioners: those of matrices, up to a length."""
+    if x.ndim < 2 or not x.numel():
+        return ()
+    return tuple([side for side in SIDES if length_of(x, side) <= largest])
+
+
+def length_of(x: Tensor, side: str) -> int:
+    return as_matrix(x).shape[SIDES.index(side)]
+
+
+def gram(x: Tensor, side: str) -> Tensor:
+    """The products of all pairs of rows of a matrix, or of its columns."""
+    return x @ x.mT if side == "rows" else x.mT @ x
+
+
+def square(side: str, largest: int, value: float) -> Callable[[Tensor], Tensor]:
+    """How a slot of a side starts: as a number times the identity; without elements for a leaf without the side."""
+
+    def start(x: Tensor) -> Tensor:
+        if side not in sides_of(x, largest):
+            return without_elements(x)
+        return torch.eye(length_of(x, side), dtype=wide(x).dtype, device=x.device) * value
+
+    return start
+
+
+def wide(x: Tensor) -> Tensor:
+    """A tensor of the shape of `x`, in fp32 or wider."""
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,139 @@
+"""`soap`: Adam in the basis in which Shampoo's preconditioners are diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..extend import (
+    LeafStep,
+    ScalarOrSchedule,
+    Transform,
+    check_count,
+    moment_root,
+    optimizer,
+    plus,
+    plus_product,
+    transform,
+    where,
+)
+from .adam import check_adam, unbiased
+from .shampoo import SIDES, as_matrix, gram, sides_of, square, wide
+
+
+@transform
+def soap(
+    lr: ScalarOrSchedule = 3e-3,
+    betas: tuple[float, float] = (0.95, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    precondition_frequency: int = 10,
+    max_precond_dim: int = 10000,
+) -> Transform:
+    """SOAP (Vyas et al., 2024, algorithm 3), for matrices; other leaves have Adam's update.
+
+    `L` and `R` are averages of `g g^T` and `g^T g` by `b2`, and `Q`, `P` their eigenvectors. The first update makes
+    them and nothing else. Then `m = b1 m + (1 - b1) g`; `v = b2 v + (1 - b2) (Q^T g P)^2`; `u = Q ((Q^T m P / (1 -
+    b1^s)) / (sqrt(v / (1 - b2^s)) + eps)) P^T` with `s = t - 1`; `p -= lr * u`; `p *= 1 - lr * weight_decay`; and then
+    `L` and `R`. Every `precondition_frequency` updates one step of a power iteration follows, `Q = qr(L Q)`.
+
+    A side of more than `max_precond_dim` numbers is left out. A leaf of more than two dimensions is a matrix of its
+    first one. States are in fp32 or wider. It needs whole leaves (`needs="leaf"`): a sharded leaf is gathered on one
+    rank, its owner, which has its state and computes its bases.
+
+    Args:
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
+        betas: decay of the moments; the second one of `L` and `R` too. Each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled from the gradient, multiplied by `lr`.
+        precondition_frequency: updates from one step of the power iteration to the next.
+        max_precond_dim: the largest side with a basis.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.soap(lr=0.1, weight_decay=0.0)
+        >>> state = zf.init(tx, {"w": torch.zeros(2, 2)})
+        >>> for _ in range(2):  # the first one makes the bases
+        ...     state, _ = zf.update(tx, {"w": torch.tensor([[3.0, 0.0], [0.0, -5.0]])}, state)
+        >>> state.params["w"].diagonal()
+        tensor([-0.1000,  0.1000])
+
+    Notes:
+        Where the first gradient of a leaf has fewer independent rows (columns) than rows (columns), the rest of the
+        basis is whatever `torch.linalg.eigh` returns: rounding decides. Runs on other numbers of ranks then differ as
+        runs with other bases of that rest do. A derivative through a step takes the bases as constants.
+    """
+    check_adam("soap", lr, betas, eps, weight_decay)
+    check_count("soap", "precondition_frequency", precondition_frequency, "updates")
+    check_count("soap", "max_precond_dim", max_precond_dim, "numbers")
+
+    def corrections(count: Any, rate: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        # One less, since the first update moves nothing; there any number does.
+        return unbiased(where(count > 1, lambda: count - 1, lambda: count), rate, numbers)
+
+    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        x, g, new = p.to(dtype), g.to(dtype), dict(slots)
+        beta1, beta2, small, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
+        size, spread = (at.scalar(number, x) for number in at.derived.values())
+        sides, first = sides_of(x, max_precond_dim), at.count == 1
+        due = (at.count - 1) % precondition_frequency == 0
+        bases = {side: slots[f"{side}_basis"] for side in sides}
+
+        m = plus(slots["exp_avg"], 1 - beta1, g - slots["exp_avg"])
+        turned = _turned(g, bases)
+        v = plus_product(slots["exp_avg_sq"] * beta2, 1 - beta2, turned, turned)
+        u = _turned_back(size * _turned(m, bases) / (moment_root(v) / spread + small), bases)
+        moved = (x - rate * u) * (1 - rate * decay)
+        if sides:
+            moved, m, v = (
+                where(first, old, now) for old, now in ((x, moved), (slots["exp_avg"], m), (slots["exp_avg_sq"], v))
+            )
+        new |= {"exp_avg": m, "exp_avg_sq": v}
+        for side in sides:
+            new[side] = total = plus(slots[side], 1 - beta2, gram(as_matrix(g), side) - slots[side])
+            turn = partial(where, due, partial(_iterated, total, bases[side]), bases[side])
+            new[f"{side}_basis"] = where(first, partial(_eigenvectors, total), turn)
+        # What stays is a tensor of the old state, and is copied.
+        return moved.to(p.dtype, copy=moved is p), {k: y.to(y.dtype, copy=y is slots[k]) for k, y in new.items()}
+
+    slots: dict[str, Any] = {"exp_avg": wide, "exp_avg_sq": wide}
+    for side in SIDES:
+        slots[side] = square(side, max_precond_dim, 0.0)
+        slots[f"{side}_basis"] = square(side, max_precond_dim, 1.0)
+    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
+    more: Any = dict(settable={"betas": tuple(betas), "weight_decay": weight_decay}, derived=corrections)
+    return replace(optimizer("soap", lr, slots, formula, numbers=numbers, **more), needs="leaf")
+
+
+def _turned(x: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
+    """A leaf in these bases of its rows and columns; a side without a basis stays."""
+    y = as_matrix(x)
+    y = bases["rows"].mT @ y if "rows" in bases else y
+    return (y @ bases["columns"] if "columns" in bases else y).reshape(x.shape)
+
+
+def _turned_back(x: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
+    return _turned(x, {side: basis.mT for side, basis in bases.items()})
+
+
+def _eigenvectors(x: Tensor) -> Tensor:
+    """In columns, the largest eigenvalue first."""
+    return _by_rows(torch.linalg.eigh(x.detach()).eigenvectors.flip(-1))
+
+
+def _iterated(x: Tensor, basis: Tensor) -> Tensor:
+    return _by_rows(torch.linalg.qr((x @ basis).detach()).Q)
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """As it lies in a state: products with another order in memory have other bits."""
+    return x.contiguous()
