@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {"optimizer": {"type": "Lamb", "params": {"lr": 11e-3, "max_coeff": 0.3, "min_coeff": 0.01}}}
         | {"gradient_clipping": 1.0, "prescale_gradients": False},
         {},
-        ["optimizer.type: 'Lamb'; use Adam, AdamW or SGD, or leave the block out and chain a transform of your own"],
+        ["optimizer.type: 'Lamb'; use Adam, AdamW or SGD, or leave the block out and write from_deepspeed(config, "],
     ),
     "BERT with Adam": (
         {"train_micro_batch_size_per_gpu": 16, "gradient_clipping": 1.0, "progressive_layer_drop": {"enabled": True}}

@@ -1020,7 +1020,7 @@ OTHERS = {
     "onebitadam": "AdamW itself: gradients are sent whole here, at best in 16 bits (communication_data_type)",
     "zerooneadam": "AdamW itself: gradients are sent whole here, at best in 16 bits (communication_data_type)",
     "onebitlamb": "leave the block out and chain a transform of your own: docs/writing-a-transform.md",
-    "lamb": "leave the block out and chain a transform of your own: docs/writing-a-transform.md",
+    "lamb": "leave the block out and write from_deepspeed(config, optimizer=zf.lamb), which clamps no ratio",
     "lion": "leave the block out and write from_deepspeed(config, optimizer=zf.lion)",
     "muon": "leave the block out and write from_deepspeed(config, optimizer=zf.muon)",
     "rmsprop": "leave the block out and write from_deepspeed(config, optimizer=zf.rmsprop)",
