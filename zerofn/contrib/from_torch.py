@@ -261,7 +261,8 @@ def _check_elements(made: _Class) -> None:
 
 def _unfit(made: _Class, why: str) -> ValueError:
     right = (
-        "zf.muon for orthogonal momentum, zf.adafactor; @zf.leafwise(optimizer=True), which gets full leaves at every stage;\n"
+        "zf.muon for orthogonal momentum, zf.adafactor;\n"
+        "@zf.leafwise(optimizer=True), which gets full leaves at every stage;\n"
         "an elementwise class, such as zf.from_torch(torch.optim.NAdam); on one process, the class itself"
     )
     return ValueError(explain(f"from_torch({made.cls.__name__})", f"its update is not elementwise: {why}", right))
