@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from time_limits import limit
+from torch.distributed.device_mesh import init_device_mesh
 
-from zerofn.ranks import backend  # inside: the collectives below, of one process and of several
+import zerofn as zf
+from zerofn.ranks import backend, process_groups  # inside: how groups are opened below the calls that need them
 
 
 @pytest.fixture
@@ -17,6 +20,7 @@ def opened(monkeypatch):
         monkeypatch.setattr(dist, "is_gloo_available", lambda: gloo)
         monkeypatch.setattr(dist, "get_rank", lambda: 0)
         monkeypatch.setattr(dist, "new_group", lambda ranks, backend=None: found.append(backend))
+        monkeypatch.setattr(backend, "make_by_members", lambda library, name, ranks, backend: found.append(name))
         return found
 
     return of
@@ -36,6 +40,96 @@ def test_numbers_of_the_host_go_over_gloo(opened, config, device, kind):
     found = opened(config)
     backend.make_group([0, 1], torch.device(device))
     assert found == [kind]
+
+
+class Bound:
+    """A default group that is bound to a GPU, whose communicator torch splits."""
+
+    bound_device_id: torch.device | None = torch.device("cuda", 0)
+
+
+def test_a_group_of_the_host_is_not_split_from_one_of_gpus(opened, monkeypatch):
+    """torch splits the communicator on ranks outside of a new group alone, where that is of gloo: they would hang."""
+    opened("cuda:nccl")
+    world, seen = Bound(), []
+    monkeypatch.setattr(backend, "default_group", lambda: world)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, backend: seen.append(world.bound_device_id))
+    for device in ("cpu", "cuda"):
+        backend.make_group([0, 1], torch.device(device))
+    assert seen == [None, torch.device("cuda", 0)] and world.bound_device_id == torch.device("cuda", 0)
+
+
+def test_the_first_group_of_gpus_is_bound_to_one_so_that_others_are_split(monkeypatch):
+    given: dict = {}
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))
+    for name, x in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(x))
+    monkeypatch.setattr(backend._stores, "FileStore", lambda file, count: None)
+    monkeypatch.setattr(backend._stores, "PrefixStore", lambda prefix, store: None)
+    for kind, device in (("cpu:gloo,cuda:nccl", torch.device("cuda", 1)), ("gloo", None)):
+        given.clear()
+        backend.make_default(kind, "file", "first")
+        assert (given["backend"], given.get("device_id"), given["rank"]) == (kind, device, 1)
+
+
+ROWS = [tuple(range(i, i + 8)) for i in range(0, 1024, 8)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "bound", "device", "calls"),
+    [
+        (ROWS, False, "cpu", 1),
+        (ROWS, True, "cuda", 1),
+        # A rank outside of all rows is to take part in each split.
+        (ROWS[:-1], True, "cuda", 127),
+        (ROWS[:-1], True, "cpu", 1),
+        ([tuple(range(1024))], True, "cuda", 1),
+    ],
+)
+def test_a_rank_opens_its_own_row_alone(opened, monkeypatch, rows, bound, device, calls):
+    found = opened("cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(backend, "default_group", lambda: Bound() if bound else object())
+    monkeypatch.setattr(backend, "world", lambda: (13, 1024))
+    process_groups._open_all(rows, torch.device(device), "test", 3)
+    assert len(found) == calls
+    assert calls > 1 or len(rows) == 1 or found[0].endswith("_3_8")
+
+
+def attached_to_a_mesh() -> list[tuple[int, float]]:
+    """Calls that open groups, and a sum of parameters after a step, in several attachments to a mesh of two axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "node"))
+    rank, calls = dist.get_rank(), [0]
+    if rank < 2:
+        # One that some ranks alone are in: torch's own names would differ from here on.
+        dist.new_group([0, 1], use_local_synchronization=True)
+
+    def counted(made):
+        def count(*args, **options):
+            calls[0] += 1
+            return made(*args, **options)
+
+        return count
+
+    dist.new_group, backend.make_by_members = counted(dist.new_group), counted(backend.make_by_members)
+    found = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        tx = zf.chain(zf.shard(mesh["node"]), zf.all_reduce(mesh["nodes"]), zf.adamw(1e-2))
+        calls[0], opt = 0, zf.attach(model, tx)
+        model(torch.randn(2, 4, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        opt.step()
+        opt.detach()
+        found.append((calls[0], float(sum(p.detach().sum() for p in model.parameters()))))
+    return found
+
+
+def test_groups_of_rows_are_opened_again_and_again():
+    """Each time under names that no group had, whatever groups the user has opened for some ranks."""
+    found = zf.launch(attached_to_a_mesh, 4, timeout=limit())
+    assert found == [found[0]] * 4 and found[0] == [found[0][0]] * 3 and found[0][0][0] <= 8
 
 
 def test_nccl_alone_in_a_torch_without_gloo_is_refused(opened):

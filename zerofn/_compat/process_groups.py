@@ -1,4 +1,4 @@
-"""Process groups of `torch.distributed`: all that are open, and how many collectives were begun on one."""
+"""Process groups of `torch.distributed`: all that are open, one made by its members, and what was begun on one."""
 
 from __future__ import annotations
 
@@ -25,3 +25,24 @@ def begun_on(groups: Sequence[Any]) -> int:
         return found
     except RuntimeError:
         return time.monotonic_ns()
+
+
+def make_by_members(library: Any, name: str, ranks: list[int], backend: str | None) -> Any:
+    """A process group that its members alone make, under a name that no other group of the job has or had.
+
+    `new_group(use_local_synchronization=True)` names it by how many groups a member is in: ranks of which some are in
+    another group would wait for ever, and after a group was closed its name, and the addresses below it, come again.
+
+    Args:
+        library: `torch.distributed.distributed_c10d`.
+        name: of the group.
+        ranks: its members, in order; this one is among them.
+        backend: as for `new_group`.
+    """
+    world = library._world
+    default_backend, store = world.pg_map[world.default_pg]
+    kind = library.Backend(backend or default_backend)
+    me, timeout = ranks.index(world.default_pg.rank()), library._get_default_timeout(kind)
+    made = library._new_process_group_helper(len(ranks), me, ranks, kind, store, name, timeout=timeout)
+    world.pg_group_ranks[made[0]] = {rank: i for i, rank in enumerate(ranks)}
+    return made[0]

@@ -43,6 +43,25 @@ if TYPE_CHECKING:
 # Bytes that one collective moves: a sixteenth of all leaves, so that buffers are small beside the model; but not so
 # small that latency dominates, and no larger than full bandwidth needs.
 LEAST_BYTES, MOST_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
+# Full bandwidth needs more bytes on GPUs, where 25 MiB is the bucket of DistributedDataParallel; and more with more
+# ranks, since each sends its part of a bucket: 256 KiB of it over gloo, 1 MiB between GPUs.
+GPUS, RANKS_OF_GPUS, RANKS = 25 / 16, 16, 64
+
+
+def bucket_bytes(total: int, group: Group | None = None) -> int:
+    """About how many bytes of leaves one collective moves.
+
+    Args:
+        total: bytes of all leaves.
+        group: the ranks.
+
+    Examples:
+        >>> [bucket_bytes(n << 20) >> 20 for n in (16, 160, 1600)]
+        [4, 10, 16]
+    """
+    size, on_host = (1, True) if group is None else (group.size, group.device.type == "cpu")
+    most = MOST_BYTES * (max(1, size / RANKS) if on_host else max(GPUS, size / RANKS_OF_GPUS))
+    return int(min(max(total // BUCKETS, LEAST_BYTES), most))
 
 
 class Like(NamedTuple):
@@ -54,11 +73,12 @@ class Like(NamedTuple):
     device: torch.device
 
 
-def into_buckets(leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], limit: int | None = None) -> list[list[Leaf]]:
-    """Leaves in order, in buckets of one dtype and about `limit` bytes each."""
+def into_buckets(
+    leaves: Sequence[Leaf], dtypes: dict[str, torch.dtype], group: Group | None = None, limit: int | None = None
+) -> list[list[Leaf]]:
+    """Leaves in order, in buckets of one dtype and about `limit` bytes each, by default as for these ranks."""
     if limit is None:
-        total = sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves)
-        limit = min(max(total // BUCKETS, LEAST_BYTES), MOST_BYTES)
+        limit = bucket_bytes(sum(leaf.numel * dtypes[leaf.path].itemsize for leaf in leaves), group)
     found: list[list[Leaf]] = []
     open_: dict[torch.dtype, tuple[list[Leaf], int]] = {}
     for leaf in leaves:
@@ -84,7 +104,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
             wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
             return into
         out: Leaves = {}
-        for bucket in into_buckets(leaves, {p: x.dtype for p, x in xs.items()}):
+        for bucket in into_buckets(leaves, {p: x.dtype for p, x in xs.items()}, wire.group):
             fulls = wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in bucket], bucket)[1], bucket)
             out.update({leaf.path: x.reshape(view.given(leaf).shape) for leaf, x in zip(bucket, fulls, strict=True)})
         return out
@@ -326,7 +346,7 @@ def _sums(specs: Mapping[str, Spec], leaves: Sequence[Leaf], wire: Wire) -> tupl
         assert dtype is not None
         dtypes[leaf.path] = dtype
     found = []
-    for bucket in into_buckets(leaves, dtypes):
+    for bucket in into_buckets(leaves, dtypes, wire.group):
         paths = [leaf.path for leaf in bucket]
         forms = [specs[path] for path in paths]
         numels, shapes = [spec.numel for spec in forms], [spec.local_shape for spec in forms]

@@ -187,6 +187,8 @@ class StepAgreement:
         assert self.control is not None
         if rows.count(rows[0]) < len(rows):
             check_marks([row[FIRST:] for row in rows], list(marks), self.control)
+        else:
+            rows = rows[:1]
         some, noticed, *_ = map(max, zip(*rows, strict=True))
         if noticed and self.wholes is not None:
             self.wholes.compare()

@@ -49,7 +49,9 @@ class StoredParameters:
         # Between the stored and the resident form.
         self.views = pipe.road.after_update
         changed = any([view.view is not same_tensor for view in self.views])
-        buckets = into_buckets(pipe.layout.leaves, {path: x.dtype for path, x in params.items()}) if changed else []
+        group = next((view.wire.group for view in self.views if view.wire is not None), None)
+        dtypes = {path: x.dtype for path, x in params.items()}
+        buckets = into_buckets(pipe.layout.leaves, dtypes, group) if changed else []
         self.buckets = [(bucket, {leaf.path: params[leaf.path] for leaf in bucket}) for bucket in buckets]
         stored, viewed = current.state.leaves, pipe.road.renumbers_after_update
         self.leaves = [x for x in pipe.layout.leaves if viewed or params[x.path].dtype != stored[x.path].dtype]

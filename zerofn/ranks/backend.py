@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.functorch import beneath_functorch, makes_proxies
-from .._compat.process_groups import begun_on, open_groups
+from .._compat.process_groups import begun_on, make_by_members, open_groups
 from .._errors import explain
 from .._profiler_ranges import WAIT, ranged
 from .group import Group
@@ -60,7 +60,11 @@ def make_default(backend: str | None, file: str | None, prefix: str) -> None:
     store = _stores.FileStore(file, -1) if file else next(_stores.rendezvous("env://"))[0]
     # A store may outlive the group: a second group in it would find the addresses of the first.
     store = _stores.PrefixStore(prefix, store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    more: dict[str, Any] = {}
+    if "nccl" in backend:
+        # Later groups are split from this one, and not made anew.
+        more["device_id"] = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, **more)
 
 
 def job_store(prefix: str) -> Any:
@@ -96,11 +100,17 @@ def device_of(device_type: str | None = None) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def make_group(ranks: Sequence[int], device: torch.device) -> Any:
-    """A process group over some ranks; None on a rank outside of it. Every rank of the world calls it.
+def splits() -> bool:
+    """Whether new groups of GPUs are split from the default group, which then takes all of its ranks."""
+    return getattr(default_group(), "bound_device_id", None) is not None
+
+
+def make_group(ranks: Sequence[int], device: torch.device, name: str = "") -> Any:
+    """A process group over some ranks; None on a rank outside of it.
 
     Args:
         ranks: of the group.
+        name: if given, one that no other group has: its members alone call this. Otherwise every rank of the world.
         device: where the tensors are that it sends. Those of the host are sent by gloo beside NCCL, which takes tensors
             of GPUs alone.
     """
@@ -115,8 +125,29 @@ def make_group(ranks: Sequence[int], device: torch.device) -> Any:
                 )
             )
         kind = "gloo"
-    pg = dist.new_group(list(ranks), backend=kind)
+    with _bound_to_no_device(kind == "gloo"):
+        made_alone = partial(make_by_members, dist.distributed_c10d, name) if name else dist.new_group
+        pg = made_alone(list(ranks), backend=kind)
     return pg if dist.get_rank() in ranks and isinstance(pg, dist.ProcessGroup) else None
+
+
+@contextmanager
+def _bound_to_no_device(on: bool) -> Iterator[None]:
+    """Inside, torch does not take the default group for one whose GPU communicator is to be split.
+
+    Ranks outside of a new group would wait in a split of NCCL for its members, which open a group of gloo and never
+    come.
+    """
+    group = default_group()
+    device = getattr(group, "bound_device_id", None) if on else None
+    if device is None:
+        yield
+        return
+    group.bound_device_id = None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device
 
 
 def destroy(pg: Any) -> None:

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._errors import explain
-from .collectives import all_gather_into
+from .collectives import all_gather_into, as_rows
 from .group import Group
 
 # A kind of collective, which is a positive number, and the unit whose parameters or gradients it moves.
@@ -368,13 +368,21 @@ class Rounds:
         except KeyboardInterrupt:
             self.cut = True
             raise
-        rows = every.reshape(-1, WIDTH).tolist()
+        rows = as_rows(every.reshape(-1, WIDTH), sent)
         _, _, *expected = rows[0][:4]
         # Whether all ask for the same, and of each digest whether all ranks have this one.
         together, alike = True, [digest != NOTHING for digest in expected]
         asked: set[Asked] = set()
         resting: dict[int, list[int]] = {}
         meeting: dict[int, int] = {}
+        if rows[0] is rows[-1]:
+            # As nearly always.
+            k, u, first, second, *said = rows[0]
+            ranks, place = range(len(rows)), [u, *said]
+            asked = {(k, u)} if k > REST else asked
+            resting = dict.fromkeys(ranks, place) if k == REST else resting
+            meeting = dict.fromkeys(ranks, u) if k == MEET else meeting
+            rows = []
         for i, (k, u, first, second, *said) in enumerate(rows):
             together &= k == kind and (u == unit or kind == REST) and said[0] == rows[0][4]
             alike[0] &= first == expected[0]

@@ -218,6 +218,7 @@ class _Registry:
         self.holders: dict[tuple[Any, Hashable], set[Any]] = {}
         self.holder: Any = None  # the user for whom groups are opened at the moment
         self.opened = 0  # how many channels were opened so far
+        self.met = 0  # how often all ranks came to open groups of rows; a number of the job, not of this rank alone
         self.default: Any = None  # the default group that these were made on
         self.ours = False  # whether the library made that default group
         self.made = 0  # how many default groups the library has made so far
@@ -751,8 +752,8 @@ def _leave_first() -> None:
             _delete(here, _every_rank(), here.calls[_channel(_every_rank())])
 
 
-def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable) -> Group | None:
-    pg = raw.make_group(ranks, device)  # by every rank of the world, in the group or not
+def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable, name: str = "") -> Group | None:
+    pg = raw.make_group(ranks, device, name)
     if pg is None:
         return None
     return Group(ranks.index(raw.world()[0]), len(ranks), ranks, device, purpose, pg)
@@ -777,9 +778,7 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
     """The ranks along a one-dimensional mesh: a `DeviceMesh`, `mesh["shard"]`, or `mesh` with an `axis`.
 
     This makes a process group of our own, since the mesh's belongs to the user. Every rank of the world must call this
-    in the same order, also for a mesh of fewer ranks: `dist.new_group` names a group by the number of groups that a
-    rank has made, and with one call missing two groups get the same name. (`use_local_synchronization` counts the
-    groups that a rank *belongs* to: a group that the user made for some ranks only makes the next one hang.)
+    in the same order, also for a mesh of fewer ranks.
 
     Args:
         mesh: the mesh.
@@ -832,7 +831,7 @@ def channels(joining: Sequence[Sequence[Group]], numbers: int = 0) -> list[Group
             of_host = n >= len(joining) - numbers
             device = torch.device("cpu") if of_host else raw.device_of(groups[0].device.type)
             registry.opened += 1
-            group = registry.get(registry.opened, "channel", functools.partial(_open_all, rows, device, "channel"))
+            group = registry.get(registry.opened, "channel", functools.partial(_open_all, rows, device, "channel", n))
         assert group is not None
         opened.append(group)
     return opened
@@ -888,7 +887,9 @@ def _of_all_ranks(obj: Any) -> list[Any]:
     control = world_group("mesh")
     _meet(_ARRIVAL.total_seconds())
     raw.await_all(control.pg, _ARRIVAL)
-    counts, found = zip(*raw.gather_objects((raw.groups_made(), obj), control), strict=True)
+    mine = raw.groups_made(), registry.met, obj
+    counts, numbers, found = zip(*raw.gather_objects(mine, control), strict=True)
+    registry.met = max(numbers) + 1
     if len(set(counts)) > 1:
         raise RuntimeError(
             explain(
@@ -901,10 +902,18 @@ def _of_all_ranks(obj: Any) -> list[Any]:
     return list(found)
 
 
-def _open_all(rows: Sequence[tuple[int, ...]], device: torch.device, purpose: Hashable) -> Group | None:
-    """Open the groups of all rows, on every rank in one order; the one that this rank is in, if any."""
-    opened = [_open(row, device, purpose) for row in rows]
-    return next((group for group in opened if group is not None), None)
+def _open_all(rows: Sequence[tuple[int, ...]], device: torch.device, purpose: Hashable, n: int = 0) -> Group | None:
+    """Open the groups of all rows; the one that this rank is in, if any. It is the n-th since `_of_all_ranks`.
+
+    Each row is opened by its members alone: a mesh of a thousand ranks has hundreds of rows. Where NCCL splits the
+    group of all ranks, and one of them is in no row, every rank opens all rows in one order.
+    """
+    rank, size = raw.world()
+    if len(rows) == 1 or (raw.splits() and device.type != "cpu" and sum(map(len, rows)) < size):
+        opened = [_open(row, device, purpose) for row in rows]
+        return next((group for group in opened if group is not None), None)
+    mine = next((row for row in rows if rank in row), None)
+    return None if mine is None else _open(mine, device, purpose, f"zerofn_{registry.met}_{n}_{mine[0]}")
 
 
 def shutdown() -> None:

@@ -21,7 +21,7 @@ from .._profiler_ranges import VIEW, WAIT, ranged
 from ..core.bucketed_views import Like, into_buckets
 from ..core.layout import Leaf, Leaves
 from ..core.view import Wire
-from ..ranks.collectives import all_gather_into
+from ..ranks.collectives import all_gather_into, as_rows
 from ..ranks.group import Group
 from ..ranks.ordered_collectives import cut_short
 from .units import GradBucket
@@ -90,11 +90,11 @@ class RoundAgreement:
     def answer(self) -> tuple[list[list[int]], bool]:
         """The numbers of each rank, and whether any has noticed something. Allows a round if any wants one."""
         assert self.sent is not None
-        work, every, _ = self.sent
+        work, every, mine = self.sent
         work.wait()
         self.sent = None
-        rows = every.tolist()
-        said = reduce(or_, next(zip(*rows, strict=True)))
+        rows = as_rows(every, mine)
+        said = reduce(or_, {row[0] for row in rows})
         self.allowed += said & MORE
         return rows, bool(said & NOTICED)
 
@@ -177,7 +177,7 @@ class Stream:
         self.wire, self.control, self.check, self.done, self.name = wire, control, check, done, name
         self.buckets = [
             GradBucket(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
-            for bucket in into_buckets(leaves, {p: x.dtype for p, x in like.items()})
+            for bucket in into_buckets(leaves, {p: x.dtype for p, x in like.items()}, wire.group)
         ]
         self.devices = [like[bucket.leaves[0].path].device for bucket in self.buckets]
         self.home = {leaf.path: (i, j) for i, b in enumerate(self.buckets) for j, leaf in enumerate(b.leaves)}

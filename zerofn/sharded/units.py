@@ -98,11 +98,11 @@ class UnitPlans:
         dtypes = {leaf.path: of(leaf) for leaf in unit}
         grad_buckets = [
             GradBucket(bucket, [leaf.numel for leaf in bucket], summed_in(self.wire, dtypes[bucket[0].path]))
-            for bucket in into_buckets([leaf for leaf in unit if leaf.trainable], dtypes, NO_LIMIT)
+            for bucket in into_buckets([leaf for leaf in unit if leaf.trainable], dtypes, limit=NO_LIMIT)
         ]
         grad_dtypes = {leaf.path: self.road.resident_grad_dtype(leaf) for leaf in unit}
         place = {leaf.path: j for j, leaf in enumerate(unit)}
-        buckets = into_buckets(unit, dtypes, NO_LIMIT)
+        buckets = into_buckets(unit, dtypes, limit=NO_LIMIT)
         return Plan(stages, dtypes, buckets, grad_buckets, grad_dtypes, place)
 
     def to_gather(self, plan: Plan, shards: Sequence[Tensor]) -> list[list[Tensor]]:
