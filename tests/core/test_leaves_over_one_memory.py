@@ -106,15 +106,3 @@ def test_inside_of_torch_func():
     assert torch.func.vmap(loss, (0, None))(flat.expand(2, 6).clone(), 3).tolist() == [12, 12]
     with pytest.raises(ValueError, match="b: shares memory with a"):
         torch.func.grad(loss)(flat, 4)
-
-
-@pytest.mark.parametrize("apart", [True, False])
-def test_attached_parameters(apart):
-    model = nn.Module()
-    model.a, model.b = nn.Parameter(x[:2].clone()), nn.Parameter(x[2:])
-    model.c = nn.Parameter(x[:2] if apart else x[1:3])
-    if apart:
-        zf.attach(model, tx).detach()
-        return
-    with pytest.raises(ValueError, match="c: shares memory with b"):
-        zf.attach(model, tx)

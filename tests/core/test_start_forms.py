@@ -70,8 +70,3 @@ def test_ranks_make_the_steps_of_one_process(stage, kind, tmp_path):
             for path, change in want[part].items():
                 # float64, means over ranks of equal gradients.
                 torch.testing.assert_close(found[path], change, rtol=1e-12, atol=1e-14)
-
-
-def test_a_plan_says_that_it_has_no_numbers():
-    with pytest.raises(ValueError, match=r"follows from numbers(.|\n)*zf.describe\(zf.init\(tx, params\)\)"):
-        zf.plan(zf.chain(scaled_by_the_start(), zf.sgd(0.1)), {"w": torch.ones(3)})

@@ -329,13 +329,6 @@ def test_a_profiler_that_records_stacks():
     assert any(e.key.startswith("Optimizer.step") for e in profiler.key_averages())
 
 
-def test_a_copy_is_refused_with_hooks_too():
-    opt = of_zerofn(net())
-    opt.register_step_pre_hook(lambda *args: None)
-    with pytest.raises(TypeError, match=r"a copy or a pickle of what zf.attach returned"):
-        copy.deepcopy(opt)
-
-
 # -- modules that take no hooks ------------------------------------------------------------------------------------
 
 PIPES = {

@@ -309,8 +309,3 @@ def test_frozen_leaves_of_materialize_can_be_held():
         opt.step()
         opt.zero_grad()
         assert torch.equal(model[0].weight, start) is frozen
-
-
-def test_flags_are_flags():
-    with pytest.raises(ValueError, match="hold_frozen"):
-        zf.attach(net(), zf.adamw(RATE), hold_frozen="all")

@@ -509,6 +509,140 @@ def the_state_of_another_pipeline():
     opt.load_state_dict(other.state_dict())
 
 
+# ---- groups, flags, hooks ----
+
+WRONG.rows(ValueError, (lambda: zf.attach(net(), zf.adamw(0.1), hold_frozen="all"), "hold_frozen"))
+
+
+@WRONG(TypeError, "a copy or a pickle of what zf.attach returned")
+def a_copy_of_an_optimizer_with_hooks():
+    opt = linear()
+    opt.register_step_pre_hook(lambda *args: None)
+    yield
+    copy.deepcopy(opt)
+
+
+GROUPS = {"param_groups: 0 instead of 1": [], "param_groups/0/lr: missing": [{}]}
+
+
+@WRONG(ValueError, "{}", over=GROUPS)
+def groups_that_do_not_fit(told):
+    opt = linear()
+    yield lambda: opt.state
+    opt.load_state(opt.state, GROUPS[told])
+
+
+@WRONG(RuntimeError, re.compile(r"requires? grad(.|\n)*detach\(\)"), over=["lr", "betas"])
+def a_number_of_a_group_that_requires_grad(key):
+    opt, number = linear(), torch.tensor(0.5, requires_grad=True)
+    before = opt.param_groups[0][key]
+    opt.param_groups[0][key] = number if key == "lr" else (0.9, number)
+
+    def put_back():
+        opt.param_groups[0][key] = before
+        opt.step()
+
+    yield Kept(lambda: {}, put_back)
+    opt.step()
+
+
+# ---- a model that has changed ----
+
+
+@WRONG(RuntimeError, "the model changed after it was attached")
+def a_submodule_that_gets_parameters_later():
+    """One without parameters may come; that it has some is noticed in whichever step it happens."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    opt = zf.attach(model, zf.sgd(0.1))
+
+    def step():
+        model[0](torch.ones(1, 2)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    step()
+    model.add_module("later", nn.Identity())
+    step()
+    step()
+    model.later.scale = nn.Parameter(torch.ones(1))
+    yield
+    step()
+
+
+MOVED = {
+    "to": (lambda m: m.float(), "float32", r".*\n  bias: moved to torch.float32"),
+    "half": (lambda m: m.half(), "float16", r".*\n  bias: moved to torch.float16"),
+    "data": (
+        lambda m: setattr(m.weight, "data", m.weight.data.float()),
+        "float32",
+        "attached as torch.bfloat16 on cpu",
+    ),
+}
+for _kind, (_change, _dtype, _more) in MOVED.items():
+
+    @WRONG(
+        RuntimeError,
+        re.compile(
+            rf"changed after it was attached\n  weight: moved to torch.{_dtype} on cpu; {_more}(.|\n)*opt.detach\(\)"
+        ),
+        over=[_change],
+    )
+    def a_dtype_that_changes_behind_our_back(change):
+        model = nn.Linear(3, 2)
+        opt = zf.attach(model, zf.chain(zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(0.1)))
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        for p in model.parameters():
+            p.grad = None
+        change(model)
+        yield
+        opt.step()
+
+
+@WRONG(ValueError, "c: shares memory with b")
+def parameters_over_one_memory():
+    x, model = torch.arange(24.0).view(4, 6), nn.Module()
+    model.a, model.b = nn.Parameter(x[:2].clone()), nn.Parameter(x[2:])
+    model.c = nn.Parameter(x[:2])
+    zf.attach(model, zf.sgd(0.1)).detach()
+    model.c = nn.Parameter(x[1:3])
+    yield
+    zf.attach(model, zf.sgd(0.1))
+
+
+@WRONG(ValueError, re.compile(r"(?s)have one name.*\n  weight: .*\n  module.weight: weight without"))
+def two_leaves_of_one_name_without_wrappers():
+    model = nn.DataParallel(nn.Linear(2, 2))
+    model.register_parameter("weight", nn.Parameter(torch.ones(2)))
+    yield
+    zf.attach(model, zf.sgd(0.1))
+
+
+# ---- updates within backward ----
+
+
+@WRONG(ValueError, "no parameter has a gradient")
+def a_step_without_backward():
+    opt = zf.attach(net(), zf.adamw(1e-2), in_backward=True)
+    yield
+    opt.step()
+
+
+CLIPS = {
+    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01),
+    "clip_grads_with_norm_": lambda m: nn.utils.clip_grads_with_norm_(m.parameters(), 0.01, torch.tensor(2.0)),
+    "clip_grad_value_": lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.01),
+}
+
+
+@WRONG(RuntimeError, "gain, which has no numbers here\n  why:   with in_backward=True", over=CLIPS)
+def a_clip_where_there_is_nothing_to_clip(clip):
+    model = net()
+    zf.attach(model, zf.sgd(1.0), in_backward=True)
+    loss_of(model).backward()
+    yield
+    CLIPS[clip](model)
+
+
 @pytest.mark.parametrize("row", WRONG)
 def test_refused(row):
     row.check()

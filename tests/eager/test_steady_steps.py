@@ -121,25 +121,6 @@ def test_who_keeps_nothing_is_checked_in_the_first_three_steps_that_come_to_it(e
         trained(4, every, 5, check=True)
 
 
-def test_a_submodule_that_gets_parameters_later_is_noticed():
-    """One without parameters may come; that it has some is noticed in whichever step it happens."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    opt = zf.attach(model, zf.sgd(0.1))
-
-    def step():
-        model[0](torch.ones(1, 2)).sum().backward()
-        opt.step()
-        opt.zero_grad()
-
-    step()
-    model.add_module("later", nn.Identity())
-    step()
-    step()
-    model.later.scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(RuntimeError, match="the model changed after it was attached"):
-        step()
-
-
 def test_settings_that_come_and_go_between_steps():
     """Rates, numbers, frozen leaves and gradients that are missing, each in the step in which they change."""
     torch.manual_seed(0)

@@ -428,34 +428,3 @@ def test_every_float16_is_read_and_written_alike_on_all_processors(fresh_kernels
 
 
 # ---- errors ----
-
-
-def test_unsupported_combinations_are_refused():
-    def call(dtypes=(BF16,) * 4, **options):
-        lists = state(3, dtypes)
-        update(lists[:4], **options)
-
-    with pytest.raises(ValueError, match=r"(?s)exp_avgs\[0\]: torch.float16.*6e-8.*bfloat16"):
-        call((BF16, BF16, F16, F16))
-    with pytest.raises(ValueError, match=r"(?s)params\[0\]: torch.float64.*float32"):
-        call((F64, BF16, BF16, BF16))
-    with pytest.raises(ValueError, match=r"grads\[0\]: torch.int32"):
-        call((BF16, torch.int32, BF16, BF16))
-    with pytest.raises(ValueError, match=r"(?s)rounding='up'.*'stochastic'"):
-        call(rounding="up")
-    with pytest.raises(ValueError, match=r"(?s)kahan.*compensations=\[torch.zeros_like"):
-        call(rounding="kahan")
-    with pytest.raises(ValueError, match="counted from 1"):
-        call(step=0)
-    with pytest.raises(ValueError, match="lengths"):
-        call(keys=[0, 1])
-    with pytest.raises(ValueError, match=r"(?s)form=3.*\(1, 2\)"):
-        call(form=3)
-    with pytest.raises(ValueError, match="implementation='fast'"):
-        call(implementation="fast")
-    lists = state(3)
-    with pytest.raises(ValueError, match=r"entry 0 have shapes \[\(2,\), \(3,\)"):
-        update([[lists[0][0][:2]], *lists[1:4]])
-    with pytest.raises(ValueError, match=r"(?s)compensations\[0\]: torch.float32.*zeros_like"):
-        update([*lists[:4], [torch.zeros(3)]], rounding="kahan")
-    update([[], [], [], []])

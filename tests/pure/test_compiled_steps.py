@@ -350,14 +350,6 @@ def test_a_rate_and_a_batch_that_require_grad_keep_no_graph_where_none_is_asked_
             assert (new.params["w"].requires_grad, metrics["loss"].requires_grad) == (kept, kept)
 
 
-def test_a_keyword_that_a_compiled_step_does_not_have_is_named():
-    step = torch.compile(
-        zf.make_step(lambda p, x: (p["w"] * x).sum(), zf.sgd(0.1)), fullgraph=True, backend="aot_eager"
-    )
-    with pytest.raises(Exception, match=r"wieght=\.\.\."):
-        step(zf.init(zf.sgd(0.1), {"w": torch.ones(3)}), torch.ones(3), wieght=2.0)
-
-
 @pytest.mark.slow
 def test_a_donated_state_keeps_its_memory():
     tx = zf.chain(zf.accumulate(2), zf.clip_by_global_norm(0.5), zf.adamw(0.1))

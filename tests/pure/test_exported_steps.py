@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import zerofn as zf
 
@@ -24,21 +23,6 @@ class Trained(nn.Module):
 
     def forward(self, x):
         return self.step(self.state, x)[0].params["w"]
-
-
-def told(name):
-    return rf"{name} over a step of zf.make_step\n  why:   a step counts.*\n  write: torch.compile\(zf.make_step\("
-
-
-def test_an_export_of_a_step():
-    with pytest.raises(RuntimeError, match=told("torch.export.export")):
-        torch.export.export(Trained(), (X,), strict=False)
-
-
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx_of_a_step(mode):
-    with pytest.raises(RuntimeError, match=told("make_fx")):
-        make_fx(Trained(), tracing_mode=mode)(X)
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")

@@ -104,15 +104,6 @@ def test_a_step_that_nobody_follows_keeps_its_numbers_beside_one_that_is():
     assert_trees_equal(step(state, X, Y)[0].params, wanted)
 
 
-def test_a_donated_step_is_refused_in_forward_mode():
-    tx = zf.sgd(0.1)
-    with (
-        forward_ad.dual_level(),
-        pytest.raises(RuntimeError, match=r"(?s)writes into its state, being differentiated.*write:"),
-    ):
-        zf.make_step(loss, tx, donate=True)(zf.init(tx, PARAMS), forward_ad.make_dual(X, X), Y)
-
-
 def linearized_on_ranks(stage):
     tx = zf.chain(*stage, zf.clip_by_global_norm(0.1), zf.sgd(0.1))
     step, state = zf.make_step(loss, tx), zf.init(tx, PARAMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import numpy as np
 import optree
@@ -10,9 +11,12 @@ import pytest
 import torch
 from refusals import Kept, Refusals, keeps
 from time_limits import limit
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 import zerofn as zf
+from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this torch makes one graph of a step
 from zerofn.testing import clone
 
 F16 = torch.float16
@@ -443,9 +447,113 @@ WRONG.rows(
 WRONG.rows(ValueError, (lambda: zf.make_step(loss, learned(), create_graph="yes"), "create_graph is True or False"))
 
 
+# -- traced, exported, in forward mode -------------------------------------------------------------------------
+
+
+class Trained(torch.nn.Module):
+    """A step with a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.step, self.state = zf.make_step(loss, PIPE), started(PIPE)
+
+    def forward(self, x):
+        return self.step(self.state, x)[0].params["w"]
+
+
+RECORDERS = {
+    "torch.export.export": lambda step: torch.export.export(step, (torch.ones(3),), strict=False),
+    **{
+        f"make_fx{' ' * i}": lambda step, mode=mode: make_fx(step, tracing_mode=mode)(torch.ones(3))
+        for i, mode in enumerate(("real", "fake", "symbolic"))
+    },
+}
+for _name in RECORDERS:
+
+    @WRONG(
+        RuntimeError,
+        f"{_name.strip()} over a step of zf.make_step\n  why:   a step counts",
+        "\n  write: torch.compile(zf.make_step(",
+        over=[_name],
+    )
+    def a_step_that_is_recorded(name):
+        step = Trained()
+        yield
+        RECORDERS[name](step)
+
+
+@WRONG(RuntimeError, "writes into its state, being differentiated", "write:")
+def a_donated_step_in_forward_mode():
+    step, state = zf.make_step(lambda p, x: (p["w"] * x).sum(), SGD, donate=True), started()
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        yield state
+        step(state, x)
+
+
+@WRONG(Exception, "wieght=...")
+def a_keyword_that_a_compiled_step_does_not_have():
+    step = torch.compile(zf.make_step(loss, SGD), fullgraph=COMPILES_STATES, backend="aot_eager")
+    state = started()
+    yield
+    step(state, torch.ones(3), wieght=2.0)
+
+
+@WRONG(RuntimeError, "what it has returned", "create_graph=True")
+def a_first_step_that_was_refused():
+    number = torch.tensor(0.4, requires_grad=True)
+    tx = zf.chain(zf.leafwise(lambda grad, param: grad * number, needs="element")(), zf.sgd(0.2))
+    state, step = started(tx), zf.make_step(loss, tx)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        step(state)
+    yield
+    step(state)
+
+
+# -- states ----------------------------------------------------------------------------------------------------
+
+
+@WRONG(RuntimeError, "of a state that was donated")
+def a_state_that_was_given_away_after_it_is_loaded(tmp_path):
+    step, old = zf.make_step(loss, SGD, donate=True), started()
+    step(old)
+    torch.save(old, tmp_path / "s.pt")
+    loaded = torch.load(tmp_path / "s.pt")
+    yield
+    step(loaded)
+
+
+OTHERS = {
+    "w: of shape (2,) instead of (3,)": lambda p: {**p, "w": torch.ones(2)},
+    "w: torch.bfloat16 instead of torch.float32": lambda p: {**p, "w": torch.ones(3, dtype=torch.bfloat16)},
+    "w: on meta instead of cpu": lambda p: {**p, "w": torch.ones(3, device="meta")},
+    "w: a float instead of a tensor": lambda p: {**p, "w": 1.0},
+    "w: missing": lambda p: {k: v for k, v in p.items() if k != "w"},
+    "c: extra": lambda p: {**p, "c": torch.ones(1)},
+    "b.0: other numbers than at again": lambda p: {**p, "again": p["again"] + 1},
+}
+
+
+@WRONG(ValueError, "{}", over=OTHERS)
+def parameters_that_do_not_fit(told):
+    given = params()
+    state = zf.init(ADAMW, {**given, "again": given["b"][0]})
+    yield state
+    state.replace(params=OTHERS[told](dict(state.params)))
+
+
+@WRONG(ValueError, re.compile(r"follows from numbers(.|\n)*zf.describe\(zf.init\(tx, params\)\)"))
+def a_plan_of_what_follows_from_numbers():
+    def init(param):
+        return param.sum() * torch.ones(int(param.sum()))
+
+    yield
+    zf.plan(zf.chain(zf.leafwise(lambda g, p, s: (g, s), init=init, needs="element")(), SGD), {"w": torch.ones(3)})
+
+
 @pytest.mark.parametrize("row", WRONG)
-def test_refused(row):
-    row.check()
+def test_refused(row, tmp_path):
+    row.check(tmp_path=tmp_path)
 
 
 def test_a_graph_is_kept_where_it_is_asked_for_and_nowhere_else():

@@ -395,25 +395,6 @@ def test_a_child_in_a_session_of_its_own_goes_with_its_rank(how, tmp_path):
     assert gone(pids(tmp_path, 1))
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        ({"timeout": float("nan")}, ValueError),
-        ({"timeout": "3"}, TypeError),
-        ({"timeout": True}, TypeError),
-        ({"timeout": 0}, ValueError),
-        ({"threads": 0}, ValueError),
-        ({"threads": "1"}, TypeError),
-        ({"threads": 1.5}, TypeError),
-        ({"backend": 3}, TypeError),
-        ({"init": "no"}, TypeError),
-    ],
-)
-def test_arguments_that_mean_nothing_are_refused_by_name(given, error):
-    with pytest.raises(error, match=rf"(?s)zf.launch\(fn, nproc, {next(iter(given))}=.*why:.*write:"):
-        launch(rank, 2, **given)
-
-
 def test_infinity_is_no_limit():
     assert launch(rank, 1, timeout=float("inf")) == [0]
 
@@ -480,41 +461,6 @@ def test_a_script_may_compile_what_it_defines(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=limit(60))
     assert done.stdout == "[1.0, 1.0]\n", done.stderr
-
-
-def test_without_cloudpickle_a_closure_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ValueError, match=r"zerofn\[notebooks\]"):
-        launch(lambda: 0, 2, timeout=limit())
-
-
-def test_what_cannot_be_sent_is_refused():
-    lock = threading.Lock()
-    with pytest.raises(ValueError, match="cannot be sent to another process"):
-        launch(lambda: lock, 2, timeout=limit())
-
-
-def nested():
-    launch(rank, 2, timeout=limit())
-
-
-def test_bad_input(monkeypatch):
-    with pytest.raises(TypeError, match=r"not launch\(train\(config\), 2\)"):
-        launch(3, 2)  # type: ignore[arg-type]
-    for bad in (0, -1):
-        with pytest.raises(ValueError, match=rf"(?s)nproc={bad}\).*at least one"):
-            launch(rank, bad)
-    for wrong in (2.0, True, "2"):
-        with pytest.raises(TypeError, match="number of ranks"):
-            launch(rank, wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="greater than zero"):
-        launch(rank, 2, timeout=0)
-    with pytest.raises(RankError, match="RuntimeError: launch inside rank 0 of a job"):
-        launch(nested, 1, timeout=limit())
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="inside rank 1"):
-        launch(rank, 2)
 
 
 @pytest.mark.slow

@@ -226,13 +226,6 @@ def test_a_process_that_computes_one_that_waits_and_one_that_has_ended(monkeypat
             child.stdout.close()
 
 
-@pytest.mark.parametrize("given", ["soon", "-1", "0", "nan"])
-def test_a_limit_that_is_none(given, monkeypatch):
-    monkeypatch.setenv("ZEROFN_TOGETHER_TIMEOUT", given)
-    with pytest.raises(ValueError, match="no number of seconds"):
-        zerofn.ranks.process_groups.limit()
-
-
 def test_the_limit(monkeypatch):
     monkeypatch.delenv("ZEROFN_TOGETHER_TIMEOUT", raising=False)
     assert zerofn.ranks.process_groups.limit() < 30

@@ -245,10 +245,3 @@ def test_modules_of_torch_jit_have_their_names(wrap: Callable[[nn.Module], nn.Mo
     assert "1.1.running_mean" in wrapper_names.saved_buffers(model)
     with pytest.raises(ValueError, match=r"compiled by torch.jit(.|\n)*\n  1: RecursiveScriptModule"):
         zf.attach(model, zf.sgd(0.1))
-
-
-def test_two_of_one_name_are_refused():
-    model = nn.DataParallel(nn.Linear(2, 2))
-    model.register_parameter("weight", nn.Parameter(torch.ones(2)))
-    with pytest.raises(ValueError, match=r"(?s)have one name.*\n  weight: .*\n  module.weight: weight without"):
-        zf.attach(model, zf.sgd(0.1))

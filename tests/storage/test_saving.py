@@ -255,22 +255,6 @@ def test_one_that_cannot_be_read_is_not_removed(tmp_path, monkeypatch, error):
     assert saves.steps == [1, 3] and saves.best == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda p: zf.Checkpoints(p, last=0), ValueError, "last is a number of checkpoints"),
-        (lambda p: zf.Checkpoints(p, best=-1), ValueError, "best is a number of checkpoints"),
-        (lambda p: zf.Checkpoints(p, largest=1), ValueError, "largest is"),
-        (lambda p: run(zf.Checkpoints(p), ["good"]), TypeError, "checkpoints are put in order by a number"),
-        (lambda p: zf.Checkpoints(p).save({}), TypeError, "it is not a state"),
-        (lambda p: zf.save(p, zf.init(zf.sgd(1.0), {"w": torch.ones(1)}), wait=0), ValueError, "wait"),
-    ],
-)
-def test_refusals(tmp_path, call, kind, message):
-    with pytest.raises(kind, match=message):
-        call(tmp_path)
-
-
 def test_a_path_is_relative_to_where_it_was_given(tmp_path, monkeypatch):
     """The process is elsewhere by the time that a save beside training is written."""
     here, there = tmp_path / "here", tmp_path / "there"

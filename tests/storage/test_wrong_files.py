@@ -1,0 +1,152 @@
+"""Files and states that cannot be saved or read: each is named, and nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from refusals import Refusals
+from torch import nn
+
+import zerofn as zf
+
+WRONG = Refusals()
+ADAMW = zf.adamw(1e-2)
+
+
+def state_of(tx: zf.Transform = ADAMW, **params: torch.Tensor) -> Any:
+    return zf.init(tx, params or {"w": torch.ones(3), "b": torch.zeros(2, 2)})
+
+
+def saved(directory: Path) -> Any:
+    state, _ = zf.update(ADAMW, {"w": torch.ones(3), "b": torch.ones(2, 2)}, state_of())
+    zf.save(directory, state)
+    return state
+
+
+# ---- damaged files ----
+
+SHARES: dict[str, Callable[[int], int]] = {
+    "none": lambda n: 0,
+    "one": lambda n: 1,
+    "half": lambda n: n // 2,
+    # The table ends in a line break, without which it is whole.
+    "nearly all": lambda n: n - 2,
+}
+
+
+@WRONG(ValueError, "is damaged", "nothing was loaded", over=SHARES)
+def a_data_file_that_was_cut_short(share: str, tmp_path: Path) -> Iterator[Any]:
+    state = saved(tmp_path)
+    (data,) = tmp_path.glob("**/*.distcp")
+    whole = data.read_bytes()
+    size = SHARES[share](len(whole))
+    data.write_bytes(whole[:size])
+    yield state
+    try:
+        zf.load(tmp_path, like=state)
+    except ValueError as error:
+        assert f"it ends after {size} bytes" in str(error)
+        raise
+
+
+@WRONG(ValueError, "zerofn.json is damaged", over=SHARES)
+def a_table_that_was_cut_short(share: str, tmp_path: Path) -> Iterator[Any]:
+    state = saved(tmp_path)
+    table = tmp_path / "zerofn.json"
+    whole = table.read_bytes()
+    table.write_bytes(whole[: SHARES[share](len(whole))])
+    yield state
+    zf.load(tmp_path, like=state)
+
+
+@WRONG(ValueError, "it is missing")
+def a_file_that_is_missing(tmp_path: Path) -> Iterator[Any]:
+    state = saved(tmp_path)
+    (data,) = tmp_path.glob("**/*.distcp")
+    data.unlink()
+    yield state
+    zf.load(tmp_path, like=state)
+
+
+@WRONG(ValueError, "format version 4", "reads versions 1 to 3", "zerofn==9.1")
+def another_format_version(tmp_path: Path) -> Iterator[Any]:
+    state = saved(tmp_path)
+    table = tmp_path / "zerofn.json"
+    table.write_text(json.dumps({**json.loads(table.read_text()), "version": 4, "zerofn": "9.1"}))
+    yield state
+    zf.load(tmp_path, like=state)
+
+
+@WRONG(ValueError, "none of the parameters\n", re.compile(r"why: *params/v: missing"))
+def no_leaf_of_the_file(tmp_path: Path) -> Iterator[Any]:
+    saved(tmp_path)
+    other = state_of(v=torch.ones(3))
+    yield other
+    zf.load(tmp_path, other, strict=False, tx=ADAMW)
+
+
+WRONG.rows(
+    TypeError,
+    (lambda tmp_path: zf.load(tmp_path, saved(tmp_path), strict=False), "a state does not say by which"),
+    (lambda tmp_path: zf.load(tmp_path, saved(tmp_path), tx=ADAMW), "tx makes what"),  # type: ignore[call-overload]
+)
+
+# ---- what has no place in a file ----
+
+
+@WRONG(TypeError, "mine/graph/w: is of layout torch.sparse_coo; keep x.to_dense()")
+def a_sparse_state(tmp_path: Path) -> Iterator[Any]:
+    def init(leaves: Any, layout: Any) -> Any:
+        return {"graph": {path: torch.eye(2).to_sparse() for path in leaves}}
+
+    state = state_of(zf.chain(zf.extend.Transform("mine", init_fn=init), zf.sgd(0.1)), w=torch.ones(2))
+    yield
+    zf.save(tmp_path, state)
+
+
+@WRONG(ValueError, "buffers/0.wide: its elements share memory")
+def an_expanded_buffer_that_differs(tmp_path: Path) -> Iterator[Any]:
+    models = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    for model, value in zip(models, (1.0, 2.0), strict=True):
+        model[0].register_buffer("wide", torch.tensor([value]).expand(3))
+    first, again = (zf.attach(model, ADAMW) for model in models)
+    zf.save(tmp_path, first)
+    yield lambda: {k: v.clone() for k, v in models[1].state_dict().items()}
+    zf.load(tmp_path, like=again)
+
+
+# ---- saves of a run ----
+
+
+def of_checkpoints(call: Callable[[Any], Any], **options: Any) -> Callable[[Path], Any]:
+    return lambda tmp_path: call(zf.Checkpoints(tmp_path, **options))
+
+
+def scored(saves: Any, *scores: Any) -> None:
+    for score in scores:
+        saves.save(state_of(), score=score)
+
+
+WRONG.rows(
+    ValueError,
+    (of_checkpoints(scored, last=0), "last is a number of checkpoints"),
+    (of_checkpoints(scored, best=-1), "best is a number of checkpoints"),
+    (of_checkpoints(scored, largest=1), "largest is"),
+    (lambda tmp_path: zf.save(tmp_path, state_of(), wait=0), "wait"),
+)
+WRONG.rows(
+    TypeError,
+    (of_checkpoints(lambda saves: scored(saves, "good")), "checkpoints are put in order by a number"),
+    (of_checkpoints(lambda saves: saves.save({})), "it is not a state"),
+)
+
+
+@pytest.mark.parametrize("row", WRONG)
+def test_refused(row, tmp_path):
+    row.check(tmp_path=tmp_path)
