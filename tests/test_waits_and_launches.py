@@ -62,8 +62,8 @@ def device() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def ask(pool: ProcessPoolExecutor, *args, **kwargs):
-    return pool.submit(virtual_cuda.call, "virtual_steps", *args, **kwargs).result(timeout=limit())
+def ask(pool: ProcessPoolExecutor, *args, module: str = "virtual_steps", **kwargs):
+    return pool.submit(virtual_cuda.call, module, *args, **kwargs).result(timeout=limit())
 
 
 # A pipeline in each of the two routes in turn; the other one is slow.
@@ -185,6 +185,43 @@ SLOW = (
 def test_bits_are_those_of_the_cpu(device, pipeline):
     """Also that nothing is left on the wrong device. A clipped step has another order of sums."""
     assert ask(device, "compare", pipeline) == []
+
+
+# Pipelines whose steps are recorded on the device, and repeated without a line of their code.
+CAPTURED = [
+    *("adamw", "adamw, schedule", "adamw, function", "adam, tensor", "clip, adamw, ema", "sgd", "sgd, dampening"),
+    *("lion", "rmsprop", "nadam", "lamb", "building blocks", "muon, adamw", "masked", "watch", "scale, overflow"),
+    *("skip", "accumulate", "scale, accumulate", "low precision", "low precision, kahan"),
+]
+# Kernels that Triton interprets take seconds.
+REPLAYED = [
+    pytest.param(name, route, marks=pytest.mark.slow if "low" in name or (i % 2 == (route == "pure") and i > 1) else ())
+    for i, name in enumerate(CAPTURED)
+    for route in ("attached", "pure")
+]
+
+
+@pytest.mark.parametrize(("pipeline", "route"), REPLAYED)
+def test_replays_of_a_captured_step_are_steps(device, pipeline, route):
+    """Each replay counts, has the rate of its step, draws anew, and asks nothing of the host."""
+    wrong, of_host = ask(device, "replayed", route, pipeline, module="virtual_graphs")
+    assert wrong == [] and of_host == []
+
+
+# Clipped gradients have other addresses in each step, which a kernel's table has as numbers.
+@pytest.mark.parametrize("pipeline", ["adamw, schedule", "scale, accumulate", "low precision, kahan"])
+def test_two_captured_steps_have_the_same_operations(device, pipeline):
+    """Nothing that differs from step to step is a number of the host."""
+    assert ask(device, "alike", pipeline, module="virtual_graphs") == []
+
+
+def test_every_captured_pipeline_is_in_the_table(device):
+    assert ask(device, "names", module="virtual_graphs") == CAPTURED
+
+
+def test_the_first_step_of_a_state_is_not_captured(device):
+    told = ask(device, "refused", module="virtual_graphs")
+    assert told.startswith("a step of a new state while a CUDA graph is captured")
 
 
 @pytest.mark.parametrize("route", ["attached", "in backward", "pure"])

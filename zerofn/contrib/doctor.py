@@ -101,7 +101,7 @@ def _devices() -> Finding:
     built = torch.version.cuda or torch.version.hip
     backend = f"nccl{'' if 'nccl' in available() else ', which this torch lacks'}"
     result = f"{names}; on a GPU low_precision_adam is updated by {kernel}, ranks use {backend}, "
-    result += f"a step cannot be captured in a CUDA graph; torch is built for {built or 'the CPU'}"
+    result += f"capturable=True lets a step be captured in a CUDA graph; torch is built for {built or 'the CPU'}"
     if count and triton == "not installed":
         return Finding("devices", result, "pip install triton: without it low_precision_adam launches for each leaf")
     return Finding("devices", result)

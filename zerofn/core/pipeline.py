@@ -254,23 +254,33 @@ def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformS
     """The state before any step, of stored parameters (meta tensors too). Pass `transforms` if they have states."""
     own = init_transforms(pipe, stored) if transforms is None else transforms
     state = State(stored, own, counter(), counter(), pipe.layout)
-    return with_counters_on_device(pipe, state, pipe.verdicts or 0) if pipe.keeps_verdicts else state
+    return with_counters_on_device(pipe, state, pipe.verdicts) if pipe.keeps_verdicts else state
 
 
-def with_counters_on_device(pipe: Pipeline, state: State, first: int) -> State:
-    """The same state with the counters of parts from the place `first` on where the parameters are, if on a GPU."""
+def with_counters_on_device(pipe: Pipeline, state: State, first: int | None = None) -> State:
+    """The same state with counters where the parameters are, if on a GPU.
+
+    Args:
+        pipe: its pipeline.
+        state: the state.
+        first: the place of the first part whose counters, and those of parts behind it, are moved; by default all are,
+            and micro-steps are counted there.
+    """
     device = next((x.device for x in state.leaves.values() if x.is_cuda), None)
     if device is None:
         return state
     own = dict(state.transforms)
-    for part in pipe.parts[first:]:
+    for part in pipe.parts[first or 0 :]:
         if part.name in own:
-            fixed = {key: x for key, x in own[part.name].items() if key in part.facts.constant}
-            own[part.name] = {**tree_map(lambda x: _moved(x, device), own[part.name]), **fixed}
-    return replace(state, transforms=own, step=state.step.to(device))
+            own[part.name] = {
+                key: x if key in part.facts.constant else tree_map(lambda x: _moved(x, device), x)
+                for key, x in own[part.name].items()
+            }
+    micro_step = state.micro_step.to(device) if first is None else state.micro_step
+    return replace(state, transforms=own, step=state.step.to(device), micro_step=micro_step)
 
 
-def _moved(x: Any, device: torch.device) -> Any:
+def _moved(x: Any, device: torch.device | None) -> Any:
     return x.to(device) if isinstance(x, Tensor) and x.is_cpu else x
 
 

@@ -85,7 +85,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
         # Recorded as far as it is made of what a function of a user's has from elsewhere.
         grads = {path: g.detach() for path, g in grads.items()}
     donated, level = False, None
-    if grads and next(iter(grads.values())).is_cuda and not ctx.recorded:
+    if grads and next(iter(grads.values())).is_cuda and not ctx.recorded and not ctx.unread:
         refuse_capture()
         if pipe.keeps_verdicts:
             ctx = replace(ctx, verdicts=True)
@@ -124,6 +124,10 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     after = State({**state.leaves, **new}, states, step, state.micro_step + 1, state.layout, copies)
     if donated:
         after = tree_map(partial(_into, level), state, after)
+    elif ctx.unread and ctx.donate:
+        # A replay of the step reads and writes the same memory. The counter is another object, which has no mark.
+        after = tree_map(_in_memory_of, state, after)
+        after = replace(after, micro_step=after.micro_step.detach())
     shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": step}
     if "skipped" not in ctx.metrics:
         shown["skipped"] = torch.full((), False)
@@ -138,7 +142,8 @@ def refuse_capture() -> None:
                 "an update while a CUDA graph is captured",
                 "the count of updates, the learning rate and the seed are numbers of the host, so each replay would\n"
                 "correct moments and round at random as in this step: it would train wrongly, without an error",
-                "forward and backward in the graph, and opt.step() outside of it, after graph.replay()",
+                "zf.attach(model, tx, capturable=True) or zf.make_step(loss_fn, tx, donate=True, capturable=True);\n"
+                "or forward and backward in the graph, and opt.step() outside of it, after graph.replay()",
             )
         )
 
@@ -161,6 +166,10 @@ def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
                 "zf.chain(..., zf.accumulate(4, weighted=True), ...), or no weight=",
             )
         )
+
+
+def _in_memory_of(old: Any, new: Any) -> Any:
+    return new if new is old or not isinstance(old, Tensor) else old.copy_(new)
 
 
 def _into(level: int | None, old: Any, new: Any) -> Any:

@@ -28,7 +28,7 @@ from .._interrupts import interrupts_held, take_back
 from ..core.context import Context, Norms
 from ..core.layout import Layout, Leaves, make_layout, parameters_of
 from ..core.number_graphs import ATTACHED, check_numbers
-from ..core.pipeline import pipeline
+from ..core.pipeline import pipeline, with_counters_on_device
 from ..core.rank_agreement import tell_unreduced
 from ..core.transform import Transform
 from ..core.tree import flatten
@@ -305,6 +305,7 @@ class Attachment:
         start: returns the first values of parameters.
         hold_frozen: whether frozen parameters have states too, so that they can be unfrozen later.
         check: whether every step makes the checks that otherwise the first steps make.
+        capturable: whether steps may be captured in a CUDA graph.
 
     Attributes:
         home: its parameters, gradients and state.
@@ -322,12 +323,15 @@ class Attachment:
         start: Start,
         hold_frozen: bool = False,
         check: bool = False,
+        capturable: bool = False,
     ):
         check_hookable(model)
         named = parameters_of(model)
         check_free(named)
         check_initialised(named, "attach")
-        self.model, self.here = model, True
+        self.model, self.here, self.capturable = model, True, capturable
+        if capturable:
+            _check_capturable_ways(in_backward, bool(sharded_by_torch(model)))
         self.params: Leaves = {}
         self.fully_sharded: FullySharded | None = None
         if sharded_by_torch(model):
@@ -372,6 +376,10 @@ class Attachment:
             pipe = pipeline(tx, layout, "zf.attach", model=groups, checked=check)
             if fully is not None:
                 fully.check(pipe)
+            if self.capturable:
+                from ..core.capture import check_capturable
+
+                check_capturable(pipe, "zf.attach")
             if not check_alone(model, bool(pipe.step_groups)):
                 tell_unreduced(pipe, "zf.attach(model, tx)")
             if pipe.scaled:
@@ -395,6 +403,8 @@ class Attachment:
                 give_up(self.home, error)
                 raise
         self.pipe = self.home.pipe
+        if self.capturable:
+            self.home.current.state = with_counters_on_device(self.pipe, self.home.current.state)
         self.averages = AveragedParameters(self.home.current, self.home.refresh)
         # DTensors are in the places of sharded parameters now.
         self.params = self.home.shown
@@ -554,6 +564,7 @@ class Attachment:
             norms=Norms(),
             donate=True,
             recorded=record,
+            unread=self.capturable and not record,
             weight=weight,
             boundary=window.forced,
             averaged=window.averaged is not False,
@@ -675,6 +686,16 @@ class Attachment:
             for p in self.params.values():
                 vars(p).pop("_zerofn_owner", None)
             self.here = False
+
+
+def _check_capturable_ways(in_backward: bool, fully: bool) -> None:
+    if not in_backward and not fully:
+        return
+    wrong = "zf.attach(model, tx, capturable=True" + (", in_backward=True)" if in_backward else ") of fully_shard")
+    why = "hooks of the host update leaves within backward" if in_backward else "FSDP2 gathers on the host's orders"
+    raise ValueError(
+        explain(wrong, f"{why}, and a replay runs no code of the host", f"{wrong.split(', capt')[0]}) without it")
+    )
 
 
 def _check(of: Callable[[], Attachment | None]) -> None:

@@ -53,6 +53,7 @@ class Optimizer(torch.optim.Optimizer):
         start: Start = from_values,
         hold_frozen: bool = False,
         check: bool = False,
+        capturable: bool = False,
     ):
         # torch's lists of hooks, which its constructor would make. torch itself runs the hooks on steps.
         for name in HOOKS_OF.values():
@@ -61,7 +62,7 @@ class Optimizer(torch.optim.Optimizer):
         self.metrics: dict[str, Tensor] = {}
         self.lr_scheduler: Any = None
         try:
-            self._own = own = Attachment(model, tx, in_backward, start, hold_frozen, check)
+            self._own = own = Attachment(model, tx, in_backward, start, hold_frozen, check, capturable)
             own.belongs_to(self)
             self.defaults = {k: x for k, x in self.param_groups[0].items() if k != "params"}
         except BaseException as error:
@@ -411,7 +412,12 @@ def _refuse_scaler(own: Attachment) -> None:
     "it makes an optimizer, and hooks on the model", "opt = zf.attach(model, tx), outside of what is compiled"
 )
 def attach(
-    model: nn.Module, tx: Transform, in_backward: bool = False, hold_frozen: bool = False, check: bool = False
+    model: nn.Module,
+    tx: Transform,
+    in_backward: bool = False,
+    hold_frozen: bool = False,
+    check: bool = False,
+    capturable: bool = False,
 ) -> Optimizer:
     """Attach a pipeline to a model that is trained by `loss.backward()`.
 
@@ -430,6 +436,8 @@ def attach(
             Under `scale_loss` the graph of every backward, and not of the first ten, is searched for tensors that left
             the model otherwise than by its return. The addresses of what transforms of one's own return are compared
             in every step, and not in the first three.
+        capturable: let `opt.step()` be captured in a CUDA graph, as in `torch.optim`: counts of updates, rates of
+            schedules and scales are kept on the device, and each replay is a step. See docs/how-to/cuda-graphs.md.
 
     Returns:
         An `Optimizer` to call `step()` and `zero_grad()` on. It is an instance of `torch.optim.Optimizer`.
@@ -462,8 +470,8 @@ def attach(
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: the model is attached already, has no parameters, NaN in one, or modules of `torch.jit`; or
-            `in_backward` with a transform that needs the full gradient.
+        ValueError: the model is attached already, has no parameters, NaN in one, or modules of `torch.jit`;
+            `in_backward` with a transform that needs the full gradient; or `capturable` with what needs the host.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -484,4 +492,5 @@ def attach(
     check_flag("attach", "in_backward", in_backward)
     check_flag("attach", "hold_frozen", hold_frozen)
     check_flag("attach", "check", check)
-    return Optimizer(model, tx, in_backward, hold_frozen=hold_frozen, check=check)
+    check_flag("attach", "capturable", capturable)
+    return Optimizer(model, tx, in_backward, hold_frozen=hold_frozen, check=check, capturable=capturable)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._compat.tensors import foreach
 from .._errors import explain
 from .rounding import block_ranges
 
@@ -440,8 +441,24 @@ def _packed(numbers: Numbers, chunks: list[int], rows: list[Sequence[int]], devi
     for column in rows:
         words.extend(column)
     packed = torch.frombuffer(words, dtype=torch.int64)
+    if device.type == "cpu":
+        return packed
+    if torch.cuda.is_current_stream_capturing():
+        return _as_arguments(words, device)
     # From memory that is not pinned the copy could wait for the device.
-    return packed if device.type == "cpu" else packed.pin_memory()
+    return packed.pin_memory()
+
+
+def _as_arguments(words: array[int], device: torch.device) -> Tensor:
+    """The words on the device, as arguments of kernels that write them.
+
+    A captured copy would read memory of the host in each replay, which has other numbers by then.
+    """
+    found = torch.zeros(len(words), dtype=torch.int64, device=device)
+    at = [i for i, word in enumerate(words) if word]
+    every = found.unbind()
+    foreach("add_", [every[i] for i in at], [words[i] for i in at])
+    return found
 
 
 def _signed(x: int) -> int:

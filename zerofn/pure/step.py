@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from .._errors import explain, kind_of
 from .._interrupts import interrupts_held
 from .._profiler_ranges import PHASE, ranged
 from ..core.arguments import check_flag, check_function, check_positional
+from ..core.capture import check_capturable, refuse_cold_capture
 from ..core.context import Context
 from ..core.layout import Layout, Leaves
-from ..core.pipeline import Pipeline, pipeline, resolve_for
+from ..core.pipeline import Pipeline, pipeline, resolve_for, with_counters_on_device
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, apart, flatten, parted, tree_map
@@ -32,7 +34,12 @@ from .linearize import linearize
 
 @outside_of_graphs
 def make_step(
-    loss_fn: Callable[..., Any], tx: Transform, donate: bool = False, *, create_graph: bool | None = None
+    loss_fn: Callable[..., Any],
+    tx: Transform,
+    donate: bool = False,
+    *,
+    create_graph: bool | None = None,
+    capturable: bool = False,
 ) -> Callable[..., tuple[State, Metrics]]:
     """Make a training step from a loss: `step(state, *batch) -> (state, metrics)`.
 
@@ -47,6 +54,9 @@ def make_step(
             `skip_nonfinite`). A differentiated step refuses `donate`, since it needs its first state.
         create_graph: whether autograd records steps, as in `zf.update`, so that their results can be differentiated,
             also by the batch. By default they are recorded if a tensor of the state requires grad.
+        capturable: let the step be captured in a CUDA graph: counts of updates, rates of schedules and scales are kept
+            on the device, and each replay is a step on the memory of the state. It needs `donate=True`. See
+            docs/how-to/cuda-graphs.md.
 
     Returns:
         The step. It takes its batch by position, and `weight=` for `accumulate(weighted=True)`. Metrics are those of
@@ -55,7 +65,8 @@ def make_step(
 
     Raises:
         TypeError: `loss_fn` cannot be called, or a step gets its batch by keyword.
-        ValueError: at a step, `loss_fn` returns no floating-point 0-d tensor; `state` does not belong to `tx`.
+        ValueError: `capturable` without `donate`, or with what needs the host; at a step, `loss_fn` returns no
+            floating-point 0-d tensor, or `state` does not belong to `tx`.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -74,7 +85,15 @@ def make_step(
     check_flag("make_step", "donate", donate)
     if create_graph is not None:
         check_flag("make_step", "create_graph", create_graph)
-    run, called_by_torch_func = _runner(loss_fn, donate), torch_func_check()
+    check_flag("make_step", "capturable", capturable)
+    if capturable and (not donate or create_graph):
+        wrong = f"zf.make_step(loss_fn, tx{'' if donate else ', donate=False'}, capturable=True)"
+        why = "each replay would begin from the same state: the next one must be in its memory"
+        if donate:
+            wrong = "zf.make_step(loss_fn, tx, capturable=True, create_graph=True)"
+            why = "a captured step writes into its state, and a derivative needs the old one"
+        raise ValueError(explain(wrong, why, "zf.make_step(loss_fn, tx, donate=True, capturable=True)"))
+    run, called_by_torch_func = _runner(loss_fn, donate, capturable), torch_func_check()
     checked = _checked_step(PipelineCache(tx), run, create_graph)
 
     @begins_uncompiled
@@ -136,13 +155,22 @@ def _checked_step(pipes: PipelineCache, run: Any, create_graph: bool | None) -> 
     return checked
 
 
-def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
+def _capturable(pipe: Pipeline) -> bool:
+    check_capturable(pipe, "zf.make_step")
+    return True
+
+
+def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
     """The function that makes one step of a known pipeline: forward, backward, update."""
 
     def run(
         pipe: Pipeline, state: State, batch: tuple, weight: Any, record: bool, more: dict[str, Any]
     ) -> tuple[State, Metrics]:
-        tracing = torch.compiler.is_compiling()
+        tracing, given = torch.compiler.is_compiling(), state
+        if capturable and not tracing and pipe.once(_capturable) and state.micro_step.is_cpu:
+            state = with_counters_on_device(pipe, state)
+            if not state.micro_step.is_cpu:
+                refuse_cold_capture("a step")
         aux: dict[str, Any] = {}
         scale = pipe.scale_of(state.arriving) if pipe.factors else None
         # If all is recorded, `linearize` multiplies cotangents by the scale and divides gradients, with plain
@@ -184,7 +212,8 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step, **more)
         if donate and not tracing:
-            new, metrics = _donated(pipe, grads, state, ctx)
+            ctx = replace(ctx, unread=True) if capturable and not record else ctx
+            new, metrics = _donated(pipe, grads, given, state, ctx)
         else:
             with ranged(PHASE, "update"):
                 new, metrics = apply(pipe, grads, state, ctx)
@@ -194,16 +223,19 @@ def _runner(loss_fn: Callable[..., Any], donate: bool) -> Any:
     return run
 
 
-def _donated(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[State, Metrics]:
-    """An update that writes into its state. After Ctrl-C the state that was given becomes the new one."""
+def _donated(pipe: Pipeline, grads: Leaves, given: State, state: State, ctx: Context) -> tuple[State, Metrics]:
+    """An update that writes into its state. After Ctrl-C the state that was given becomes the new one.
+
+    `state` is the one that was given, or has its leaves.
+    """
     made: tuple[State, Metrics] | None = None
     try:
         # Marked as given away before it is written: another thread may be saving it.
-        with interrupts_held(), state.given_away(ctx.written), ranged(PHASE, "update"):
+        with interrupts_held(), given.given_away(ctx.written), ranged(PHASE, "update"):
             made = apply(pipe, grads, state, ctx)
     except KeyboardInterrupt:
         if made is not None:
-            state.become(made[0])
+            given.become(made[0])
         raise
     return made
 

@@ -1,0 +1,225 @@
+"""CUDA graphs on the virtual device: operations of a step that are recorded, and repeated without a line of its code.
+
+Imported in the process of `virtual_cuda.processes` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import virtual_cuda
+import virtual_steps
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from virtual_steps import Many, low, muon_for_matrices
+
+import zerofn as zf
+from zerofn.kernels import triton_adam  # inside: a graph has the launches of its kernels
+
+
+class Graph(TorchDispatchMode):
+    """Inside, operations are run and recorded. `replay` runs them again, with the same tensors and numbers.
+
+    Attributes:
+        host: the operations that took or gave something of the host, which no replay would repeat.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple, dict[str, Any], Any]] = []
+        self.host: list[str] = []
+
+    def __enter__(self) -> Graph:
+        self._capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
+        self._launch, triton_adam.launch = triton_adam.launch, self._launched
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.cuda.is_current_stream_capturing, triton_adam.launch = self._capturing, self._launch
+
+    def _launched(self, kernel: Any, programs: int, *args: Any) -> None:
+        with _disable_current_modes():
+            self._launch(kernel, programs, *args)
+        self.calls.append((self._launch, (kernel, programs, *args), {}, None))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given, found = ([x for x in tree_leaves(y) if isinstance(x, Tensor)] for y in ((args, kwargs), out))
+        there = any(x.is_cuda for x in given)
+        if func is torch.ops.aten._local_scalar_dense.default and there:
+            self.host.append("read")
+        if (there or any(x.is_cuda for x in found)) and any(x.is_cpu and x.ndim for x in (*given, *found)):
+            self.host.append(str(func))
+        if "copy" in func._schema.name and len({x.device for x in (*given, *found)}) > 1:
+            self.host.append(f"{func} at {virtual_cuda._where()}")
+        if there or any(x.is_cuda for x in found):
+            self.calls.append((func, args, kwargs, out))
+        return out
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for func, args, kwargs, out in self.calls:
+                name = "" if out is None else func._schema.name
+                if out is not None and ("empty" in name or _views(func)):
+                    continue
+                for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                    if isinstance(old, Tensor) and old is not new:
+                        old.copy_(new)
+
+    def rows(self) -> list[Any]:
+        """The operations, with their numbers, and addresses of tensors by what has them."""
+        return [(getattr(f, "__name__", str(f)), [_told(x) for x in tree_leaves((a, k))]) for f, a, k, _ in self.calls]
+
+
+def _views(func: Any) -> bool:
+    """Whether an operator returns its argument in another shape, and writes nothing."""
+    infos = [x.alias_info for x in func._schema.returns]
+    return bool(infos) and all(info is not None and not info.is_write for info in infos)
+
+
+def _told(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return tuple(x.shape), str(x.dtype), str(x.device), None if x.is_cuda else x.tolist()
+    return x.__name__ if hasattr(x, "__name__") else x
+
+
+def _scaled(*transforms: zf.Transform, init_scale: float = 8.0) -> zf.Transform:
+    return zf.chain(zf.scale_loss("dynamic", init_scale=init_scale, growth_interval=2), *transforms)
+
+
+PIPELINES: dict[str, Callable[[], zf.Transform]] = {
+    "adamw": lambda: zf.adamw(1e-2),
+    "adamw, schedule": lambda: zf.adamw(zf.schedules.warmup_cosine(1e-1, 2, 10), weight_decay=0.1),
+    "adamw, function": lambda: zf.adamw(lambda step: 0.1 / (1.0 + step)),
+    "adam, tensor": lambda: zf.adam(torch.full((), 1e-2, device="cuda")),
+    "clip, adamw, ema": lambda: zf.chain(zf.clip_by_global_norm(0.1), zf.adamw(1e-2), zf.ema(0.9)),
+    "sgd": lambda: zf.sgd(1e-2, momentum=0.9, nesterov=True),
+    "sgd, dampening": lambda: zf.sgd(zf.schedules.linear(0.1, 0.0, 9), momentum=0.9, dampening=0.5),
+    "lion": lambda: zf.lion(1e-2),
+    "rmsprop": lambda: zf.rmsprop(1e-2, centered=True),
+    "nadam": lambda: zf.nadam(1e-2),
+    "lamb": lambda: zf.lamb(1e-2),
+    "building blocks": lambda: zf.chain(zf.scale_by_adam(), zf.add_decayed_weights(0.1), zf.scale_by_lr(1e-2)),
+    "muon, adamw": muon_for_matrices,
+    "masked": lambda: zf.chain(zf.masked(zf.clip_by_value(0.01), lambda path: path > "p005"), zf.adamw(1e-2)),
+    "watch": lambda: zf.chain(zf.adamw(1e-2), zf.watch(lambda old, new: {"moved": (new - old).square().sum()})),
+    "scale, overflow": lambda: _scaled(zf.clip_by_global_norm(0.1), zf.adamw(1e-2), init_scale=2.0**127),
+    "skip": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-2)),
+    "accumulate": lambda: zf.chain(zf.accumulate(3), zf.adamw(1e-2)),
+    "scale, accumulate": lambda: _scaled(zf.accumulate(2), zf.sgd(1e-2, momentum=0.9), init_scale=2.0**127),
+    "low precision": lambda: low(zf.clip_by_global_norm(1.0), zf.low_precision_adam(zf.schedules.linear(0.1, 0.0, 9))),
+    "low precision, kahan": lambda: low(zf.low_precision_adam(1e-2, rounding="kahan")),
+}
+STEPS = 7
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x.to(next(model.parameters()).dtype)).float()
+
+
+def _attached(pipeline: str, capturable: bool) -> tuple[dict[str, Tensor], list[dict[str, float]], Graph | None]:
+    model = Many(5).cuda()
+    opt, x = zf.attach(model, PIPELINES[pipeline](), capturable=capturable), torch.ones((), device="cuda")
+
+    def step() -> dict[str, Tensor]:
+        _loss(model, x).backward()
+        opt.step()
+        opt.zero_grad()
+        return opt.metrics
+
+    found = _run(step, x, capturable)
+    return _kept(opt.state), *found
+
+
+def _pure(pipeline: str, capturable: bool) -> tuple[dict[str, Tensor], list[dict[str, float]], Graph | None]:
+    model, x = Many(5).cuda(), torch.ones((), device="cuda")
+    tx = PIPELINES[pipeline]()
+    states = [zf.init(tx, dict(model.named_parameters()))]
+
+    def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, p, (x.to(p["p000"].dtype),)).float()
+
+    one = zf.make_step(loss_fn, tx, donate=True, capturable=capturable)
+
+    def step() -> dict[str, Tensor]:
+        states[0], metrics = one(states[0], x)
+        return metrics
+
+    found = _run(step, x, capturable)
+    return _kept(states[0]), *found
+
+
+def _run(step: Callable[[], dict[str, Tensor]], x: Tensor, capturable: bool) -> tuple[list[dict[str, float]], Any]:
+    """Steps on other inputs; of a capturable one the third is recorded, and the others are replays of it."""
+    told, graph, metrics = [], None, {}
+    for i, value in enumerate(torch.randn(STEPS).tolist()):
+        x.fill_(value)
+        if graph is not None:
+            graph.replay()
+        elif capturable and i == 2:
+            with Graph() as graph:
+                metrics = step()
+        else:
+            metrics = step()
+        told.append({name: m.item() for name, m in metrics.items()})
+    return told, graph
+
+
+def _kept(state: zf.State) -> dict[str, Tensor]:
+    kept = dict(virtual_steps._tensors(state.transforms))
+    return {p: x.detach().cpu() for p, x in {**state.leaves, **kept, "step": state.step}.items()}
+
+
+ROUTES = {"attached": _attached, "pure": _pure}
+
+
+def replayed(route: str, pipeline: str) -> tuple[list[str], list[str]]:
+    """What differs after replays of a captured step from as many steps; and what that asked of the host."""
+    torch.manual_seed(0)
+    here, of_here, _ = ROUTES[route](pipeline, False)
+    torch.manual_seed(0)
+    there, of_there, graph = ROUTES[route](pipeline, True)
+    assert graph is not None and here.keys() == there.keys() and here["step"] > 0
+    bad = [p for p in here if not torch.allclose(here[p], there[p], rtol=1e-5, atol=1e-6)]
+    for i, (a, b) in enumerate(zip(of_here, of_there, strict=True)):
+        bad += [f"{k} at {i}: {a[k]} {b[k]}" for k in a if a[k] != b[k] and abs(a[k] - b[k]) > 1e-4 * abs(a[k])]
+    return bad, graph.host
+
+
+def alike(pipeline: str) -> list[tuple[Any, Any]]:
+    """The operations in which two recorded steps differ."""
+    torch.manual_seed(0)
+    model = Many(5).cuda()
+    opt, found = zf.attach(model, PIPELINES[pipeline](), capturable=True), []
+    grads = {p: torch.randn_like(x) for p, x in model.named_parameters()}
+    for i in range(4):
+        for p, x in model.named_parameters():
+            x.grad = grads[p]
+        with Graph() as graph:
+            opt.step()
+        found += [graph.rows()] if i > 1 else []
+    a, b = found
+    return [pair for pair in zip(a, b, strict=True) if pair[0] != pair[1]] if len(a) == len(b) else [(len(a), len(b))]
+
+
+def refused() -> str:
+    """What the first step of a state says while it is captured."""
+    tx = zf.adamw(1e-2)
+    step = zf.make_step(lambda p: sum(x.sum() for x in p.values()), tx, donate=True, capturable=True)
+    state = zf.init(tx, dict(Many(3).cuda().named_parameters()))
+    try:
+        with Graph():
+            step(state)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def names() -> list[str]:
+    return list(PIPELINES)

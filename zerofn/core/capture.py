@@ -1,0 +1,98 @@
+"""Which pipelines can step in a captured CUDA graph: `attach(capturable=True)` and `make_step(capturable=True)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .._errors import bad_leaves, explain
+from .pipeline import Pipeline
+from .transform import OfTensors, Transform
+
+
+def check_capturable(pipe: Pipeline, call: str) -> None:
+    """Refuse a pipeline whose captured step would not be a step when it is replayed.
+
+    A replay repeats the operations of the device, with the addresses and the numbers of the host that the captured step
+    had. No code of the host runs.
+
+    Args:
+        pipe: the pipeline.
+        call: what the user has called, for messages.
+
+    Raises:
+        ValueError: every transform that reads a number, or that needs the host otherwise, is named.
+    """
+    bad = [(_shown(part), _why(part)) for part in pipe.updates if not part.facts.capturable]
+    bad += [(name, reason) for part in pipe.parts for name, rate in _rates(part) if (reason := _asks(rate))]
+    if any(group.size > 1 for group in pipe.step_groups):
+        sharing = next((view.name for view in pipe.stages if view.wire is not None), "ranks")
+        bad.append((sharing, "ranks exchange messages of the host in every step, which a replay does not"))
+    if not bad:
+        return
+    right = f"{call}(...) without capturable=True: capture forward and backward, and step after graph.replay();\n"
+    right += "a rate that is a number or a 0-d tensor, a schedule of zf.schedules, or torch's functions of its step;\n"
+    right += "Facts(capturable=True) of a transform of your own that reads no number and writes by its context"
+    raise ValueError(bad_leaves(f"{call}(capturable=True): these need the host in every step", bad, right))
+
+
+def _why(part: Transform) -> str:
+    for inner in part.parts:
+        if not inner.facts.capturable:
+            return f"{_shown(inner)} in it: {_why(inner)}"
+    return "its update half may read a number, or has its state on the host"
+
+
+def _shown(part: Transform) -> str:
+    told = repr(part)
+    return told if len(told) <= 60 and not part.in_turn else part.name
+
+
+def _rates(t: Transform) -> Iterator[tuple[str, Any]]:
+    """The schedules in a transform, with the names of their optimizers."""
+    if callable(t.facts.rate) and not t.parts:
+        yield t.name, t.facts.rate
+    for part in t.parts:
+        yield from _rates(part)
+
+
+def _asks(rate: Any) -> str | None:
+    """Why a schedule cannot be captured: it asks for the number of its step, or gives one."""
+    step = torch.zeros((), dtype=torch.int64, device="cpu")
+    try:
+        with _Unreadable():
+            found = rate(step)
+    except _Read:
+        return f"its schedule {_name(rate)} asks for the number of its step, which is on the device"
+    if isinstance(found, Tensor) or isinstance(rate, OfTensors):
+        return None
+    return f"its schedule {_name(rate)} returned {found!r}, which would be the rate of every replay"
+
+
+def _name(rate: Any) -> str:
+    return getattr(rate, "__name__", repr(rate))
+
+
+class _Read(Exception):
+    """Python has asked for the number in a tensor."""
+
+
+class _Unreadable(TorchDispatchMode):
+    """Inside, to ask for the number in a tensor raises."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise _Read
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_cold_capture(where: str) -> None:
+    """Refuse the first step of a state in a capture: it moves counters to the device, which a replay would do again."""
+    if torch.cuda.is_current_stream_capturing():
+        why = "the first step moves the state's counters to the device, and each replay would start from them again"
+        right = "state, metrics = step(state, *batch) once or more before the capture, on a side stream as torch asks"
+        raise RuntimeError(explain(f"{where} of a new state while a CUDA graph is captured", why, right))
