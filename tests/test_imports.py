@@ -271,7 +271,7 @@ def test_public_signatures():
     assert arguments(zf.guest) == ["transformation", "needs"]
     assert arguments(zf.partition) == ["transforms", "labels"] and arguments(zf.ema) == ["decay"]
     assert arguments(zf.init) == ["tx", "params", "create_graph", "init", "seed", "device"]
-    assert arguments(zf.make_step) == ["loss_fn", "tx", "donate", "create_graph"]
+    assert arguments(zf.make_step) == ["loss_fn", "tx", "donate", "create_graph", "capturable"]
     assert arguments(zf.bind) == ["fn", "tx", "state"]
     assert arguments(zf.vjp) == ["fn", "tx", "state", "inputs", "create_graph"]
     assert arguments(zf.update)[:3] == ["tx", "grads", "state"] and arguments(zf.full_params)[:2] == ["tx", "state"]

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .functorch import functorch, innermost, uncompiled
 
@@ -452,3 +453,28 @@ def writes(tensors: Collection[Tensor]) -> list[Writes]:
         except (AttributeError, RuntimeError):
             # One is no parameter of an attached model, or was made in inference mode and has no version.
             return [(0 if p.is_inference() else version(p), getattr(p, "lent", 0)) for p in tensors]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `numbers_unreadable` tells whether a function asks for the number in a tensor.
+
+
+class NumberRead(Exception):
+    """Python has asked for the number in a tensor, inside of `numbers_unreadable`."""
+
+
+class numbers_unreadable(TorchDispatchMode):
+    """Inside, to ask for the number in a tensor raises `NumberRead`.
+
+    Examples:
+        >>> with numbers_unreadable():
+        ...     torch.ones(()).item()
+        Traceback (most recent call last):
+        ...
+        zerofn._compat.tensors.NumberRead
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise NumberRead
+        return func(*args, **(kwargs or {}))

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._compat.tensors import NumberRead, numbers_unreadable
 from .._errors import bad_leaves, explain
 from .pipeline import Pipeline
 from .transform import OfTensors, Transform
@@ -64,9 +64,9 @@ def _asks(rate: Any) -> str | None:
     """Why a schedule cannot be captured: it asks for the number of its step, or gives one."""
     step = torch.zeros((), dtype=torch.int64, device="cpu")
     try:
-        with _Unreadable():
+        with numbers_unreadable():
             found = rate(step)
-    except _Read:
+    except NumberRead:
         return f"its schedule {_name(rate)} asks for the number of its step, which is on the device"
     if isinstance(found, Tensor) or isinstance(rate, OfTensors):
         return None
@@ -75,19 +75,6 @@ def _asks(rate: Any) -> str | None:
 
 def _name(rate: Any) -> str:
     return getattr(rate, "__name__", repr(rate))
-
-
-class _Read(Exception):
-    """Python has asked for the number in a tensor."""
-
-
-class _Unreadable(TorchDispatchMode):
-    """Inside, to ask for the number in a tensor raises."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise _Read
-        return func(*args, **(kwargs or {}))
 
 
 def refuse_cold_capture(where: str) -> None:
