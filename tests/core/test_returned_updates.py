@@ -1,7 +1,10 @@
 """What an update half returns: leaves left out, strangers, other shapes, dtypes and devices are refused by path."""
 
+import re
+
 import pytest
 import torch
+from refusals import Refusals
 from time_limits import limit
 from torch import nn
 
@@ -110,20 +113,6 @@ def test_a_transform_alone_says_so_too(made, what):
     assert told in str(raised.value)
 
 
-@pytest.mark.parametrize("where", ["masked", "partition", "chain in a partition", "behind a window"])
-def test_inside_of_others_it_is_named(where):
-    inner = mine(WRONG["of one row"][0])
-    tx = {
-        "masked": lambda: zf.chain(zf.masked(inner, lambda path: True), zf.sgd(1.0)),
-        "partition": lambda: zf.chain(zf.partition({"x": inner}, lambda path: "x"), zf.sgd(1.0)),
-        "chain in a partition": lambda: zf.partition({"x": zf.chain(inner, zf.sgd(1.0))}, lambda path: "x"),
-        "behind a window": lambda: zf.chain(zf.accumulate(1), inner, zf.sgd(1.0)),
-    }[where]()
-    for route in ("make_step", "attach"):
-        with pytest.raises(ValueError, match=r"mine: .*\n  w: a tensor of shape \(1, 3\) for a gradient of shape"):
-            trained(tx, route)
-
-
 @pytest.mark.parametrize("route", [r for r in ROUTES if r != "compiled"])  # torch refuses nn.Parameter in a graph
 @pytest.mark.parametrize("made", [mine, lambda fn, **_: zf.guest(Foreign(fn))])
 def test_a_leaf_of_autograds_own_is_refused(made, route):
@@ -146,26 +135,10 @@ def test_a_step_that_is_differentiated_goes_on():
     assert torch.func.grad(after)(torch.tensor(0.5)).item() == -6.0
 
 
-def test_a_new_parameter_of_another_dtype_is_refused():
-    tx = mine(lambda gs: {p: g.double() for p, g in gs.items()}, optimizes=True)
-    for route in ("make_step", "attach"):
-        with pytest.raises(ValueError, match=r"w: a new parameter in torch\.float64, .* stored in torch\.float32"):
-            trained(tx, route)
-
-
 def test_gradients_of_another_dtype_go_on():
     tx = zf.chain(mine(lambda gs: {p: g.bfloat16() for p, g in gs.items()}), zf.sgd(0.5))
     for route in ROUTES:
         assert torch.equal(trained(tx, route)["w"], torch.full((2, 3), 0.5))
-
-
-@pytest.mark.parametrize("given", [None, 1.0, (), ({},), ({}, {}, {}), ([], {}), (None, {})])
-def test_what_is_no_pair_of_updates_and_a_state(given):
-    t = Transform("mine", needs="element", update_fn=lambda *args: given)
-    tx = zf.chain(t, zf.sgd(1.0))
-    for route in ("make_step", "attach"):
-        with pytest.raises(TypeError, match="mine: an update that returned"):
-            trained(tx, route)
 
 
 @pytest.mark.parametrize("given", [None, [], 1.0, ({},)])
@@ -202,16 +175,6 @@ def test_new_parameters_keep_dtype_and_layout(facts):
         ValueError, match=r"w: a new parameter of layout torch\.sparse_coo, .* stored as torch\.strided"
     ):
         trained(last(lambda gs: {p: g.to_sparse() for p, g in gs.items()}), "make_step")
-
-
-def test_what_to_write_follows_from_what_a_transform_says_of_itself():
-    holds = Transform("waits", needs="element", facts=Facts(window=9), update_fn=lambda *args: ({}, {}))
-    with pytest.raises(ValueError, match=r"write: .*; return None, state, while it holds gradients"):
-        trained(zf.chain(holds, zf.sgd(1.0)), "make_step")
-    for nothing, error in (({}, ValueError), (None, TypeError)):
-        watch = mine(lambda gs, nothing=nothing: nothing, watches=True)
-        with pytest.raises(error, match="write: return grads, state: what a transform that watches"):
-            trained(zf.chain(zf.sgd(1.0), watch), "make_step")
 
 
 def test_none_is_for_those_that_hold():
@@ -286,3 +249,56 @@ def test_a_guest_whose_update_takes_other_arguments_is_refused_where_it_is_made(
         tx = zf.chain(kind())
         state, _ = zf.update(tx, {"w": torch.ones(2)}, zf.init(tx, {"w": torch.zeros(2)}))
         assert torch.equal(state.params["w"], torch.full((2,), -0.5))
+
+
+# ---- refused ----
+
+ROWS = Refusals()
+
+
+INSIDE = {
+    "masked": lambda x: zf.chain(zf.masked(x, lambda path: True), zf.sgd(1.0)),
+    "partition": lambda x: zf.chain(zf.partition({"x": x}, lambda path: "x"), zf.sgd(1.0)),
+    "chain in a partition": lambda x: zf.partition({"x": zf.chain(x, zf.sgd(1.0))}, lambda path: "x"),
+    "behind a window": lambda x: zf.chain(zf.accumulate(1), x, zf.sgd(1.0)),
+}
+for _route in ("make_step", "attach"):
+
+    @ROWS(ValueError, re.compile(r"mine: .*\n  w: a tensor of shape \(1, 3\) for a gradient of shape"), over=INSIDE)
+    def inside_of_others(where, route=_route):
+        tx = INSIDE[where](mine(WRONG["of one row"][0]))
+        yield
+        trained(tx, route)
+
+    @ROWS(ValueError, re.compile(r"w: a new parameter in torch\.float64, .* stored in torch\.float32"))
+    def a_new_parameter_of_another_dtype(route=_route):
+        tx = mine(lambda gs: {p: g.double() for p, g in gs.items()}, optimizes=True)
+        yield
+        trained(tx, route)
+
+    @ROWS(TypeError, "mine: an update that returned", over=[None, 1.0, (), ({},), ({}, {}, {}), ([], {}), (None, {})])
+    def no_pair_of_updates_and_a_state(given, route=_route):
+        t = Transform("mine", needs="element", update_fn=lambda *args: given)
+        yield
+        trained(zf.chain(t, zf.sgd(1.0)), route)
+
+
+@ROWS(ValueError, re.compile(r"write: .*; return None, state, while it holds gradients"))
+def nothing_of_a_transform_that_holds():
+    holds = Transform("waits", needs="element", facts=Facts(window=9), update_fn=lambda *args: ({}, {}))
+    yield
+    trained(zf.chain(holds, zf.sgd(1.0)), "make_step")
+
+
+for _nothing, _error in (({}, ValueError), (None, TypeError)):
+
+    @ROWS(_error, "write: return grads, state: what a transform that watches")
+    def nothing_of_a_transform_that_watches(nothing=_nothing):
+        watch = mine(lambda gs: nothing, watches=True)
+        yield
+        trained(zf.chain(zf.sgd(1.0), watch), "make_step")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

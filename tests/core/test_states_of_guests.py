@@ -1,6 +1,7 @@
 """States of other libraries: any tree outside, nested dicts of tensors inside, whoever made the state."""
 
 import pickle
+import re
 from collections import namedtuple
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import optree
 import pytest
 import torch
+from refusals import Refusals
 from torch import nn
 from trees import flat
 
@@ -146,20 +148,29 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_classes_that_trees_do_not_look_into_are_refused(kind):
-    put, said = REFUSED[kind]
-    for first in (put, FORMS["tuple"][0]):
+# ---- refused ----
+
+ROWS = Refusals()
+
+
+for _kind, (_put, _said) in REFUSED.items():
+
+    @ROWS(
+        TypeError,
+        re.compile(r"Averages: a state in classes that are no nodes of a tree(?s:.*)" + _said),
+        over=["init", "update"],
+    )
+    def a_class_that_trees_do_not_look_into(at, put=_put):
         guest = Averages("tuple")
-        guest.put = first
-        with pytest.raises(TypeError, match=r"Averages: a state in classes that are no nodes of a tree(?s:.*)" + said):
-            state = zf.init(zf.chain(guest, zf.sgd(0.1)), PARAMS)
-            guest.get, guest.put = (lambda s: s), put
-            guest.update = lambda updates, state, params=None: (updates, put(*state))
-            zf.update(zf.chain(guest, zf.sgd(0.1)), PARAMS, state)
+        guest.put = put if at == "init" else FORMS["tuple"][0]
+        yield
+        state = zf.init(zf.chain(guest, zf.sgd(0.1)), PARAMS)
+        guest.update = lambda updates, state, params=None: (updates, put(*state))
+        zf.update(zf.chain(guest, zf.sgd(0.1)), PARAMS, state)
 
 
-def test_numbers_of_python_that_change_are_refused():
+@ROWS(ValueError, re.compile(r"Counts: what is no tensor changes in a state\n  n: 1 after 0(?s:.*)torch.tensor"))
+def numbers_of_python_that_change():
     class Counts(Averages):
         def init(self, params):
             return {"n": 0, "m": params["a"].clone()}
@@ -168,20 +179,26 @@ def test_numbers_of_python_that_change_are_refused():
             return updates, {"n": state["n"] + 1, "m": state["m"]}
 
     tx = zf.chain(Counts("dict"), zf.sgd(0.1))
-    with pytest.raises(
-        ValueError, match=r"Counts: what is no tensor changes in a state\n  n: 1 after 0(?s:.*)torch.tensor"
-    ):
-        zf.update(tx, PARAMS, zf.init(tx, PARAMS))
+    state = zf.init(tx, PARAMS)
+    yield
+    zf.update(tx, PARAMS, state)
 
 
-def test_the_state_of_another_guest_is_refused_by_name():
+@ROWS(ValueError, re.compile(r"Averages with a state of 0/a, 0/b, 1/a, 1/b(?s:.*)of m/a, m/b, n/a, n/b"))
+def the_state_of_another_guest():
     state = zf.init(chained("tuple"), PARAMS)
-    with pytest.raises(ValueError, match=r"Averages with a state of 0/a, 0/b, 1/a, 1/b(?s:.*)of m/a, m/b, n/a, n/b"):
-        zf.update(chained("dict"), PARAMS, state)
+    yield state
+    zf.update(chained("dict"), PARAMS, state)
 
 
-def test_keys_of_one_text_are_refused():
+@ROWS(ValueError, "Averages: two tensors of a state under the keys '0.a'")
+def keys_of_one_text():
     guest = Averages("tuple")
     guest.put = lambda m, n: {0: m, "0": n}
-    with pytest.raises(ValueError, match=r"Averages: two tensors of a state under the keys '0.a'"):
-        zf.init(zf.chain(guest, zf.sgd(0.1)), PARAMS)
+    yield
+    zf.init(zf.chain(guest, zf.sgd(0.1)), PARAMS)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

@@ -1,10 +1,12 @@
 """The stations of a chain against tables written by hand, and transforms that say what they do not do."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
+from refusals import Refusals
 from time_limits import limit
 
 import zerofn as zf
@@ -326,17 +328,6 @@ def test_what_it_says_otherwise_is_refused_by_leaf(name):
     assert "chain(..., own, ...)" in str(error.value) and "write: " in str(error.value)
 
 
-def test_a_leaf_may_be_refused():
-    def only_matrices(spec):
-        if spec.shape is not None and len(spec.shape) != 2:
-            raise Misplaced("shard", "rows of a vector are single numbers", "zf.masked(own(), by_path)")
-        return spec.after("changed_by")
-
-    tx = zf.chain(zf.shard(), Transform("own", needs="element", through=only_matrices), zf.sgd(0.1))
-    with pytest.raises(ValueError, match=r"chain\(..., shard, ..., own, ...\) of b\n.*single numbers"):
-        stations(tx, {"w": torch.zeros(4, 4), "b": torch.zeros(4)})
-
-
 @transform
 def rounded(says):
     """Gradients in bf16, said or not."""
@@ -361,19 +352,6 @@ def by_ranges(says):
         return spec.after("sharded_by").placed(S) if says else spec.after("sharded_by")
 
     return Transform("by_ranges", needs="element", view_fn=view, through=through)
-
-
-def test_the_laws_find_one_that_lies_on_one_process():
-    params = {"w": torch.ones(5, 3), "b": torch.ones(3)}
-    check_transform(rounded(says=True), params)
-    with pytest.raises(AssertionError, match=r"(?s)rounded\(says=False\).*w: in torch.bfloat16, where .*torch.float32"):
-        check_transform(rounded(says=False), params)
-    idle = Transform("idle", needs="element", through=to_bf16)
-    with pytest.raises(ValueError, match=r"w: its `through` says torch\.bfloat16, and it has no update half"):
-        check_transform(idle, params)
-    check_transform(by_ranges(says=False), params)
-    with pytest.raises(AssertionError, match=r"(?s)by_ranges\(says=True\).*w: its `through` says Shard\(0\)"):
-        check_transform(by_ranges(says=True), params)
 
 
 def test_a_view_with_a_factor_is_scaled_by_it_until_the_first_update_half():
@@ -415,3 +393,48 @@ def test_nobody_has_to_unscale_a_factor():
     expected = torch.tensor([[-1.0, -2.0, -3.0]] * 2)
     for found in (trained_with_a_factor(), *zf.launch(trained_with_a_factor, 2, timeout=limit(60))):
         assert len(found) == 8 and all(torch.equal(x, expected) for x in found), found
+
+
+# ---- refused ----
+
+ROWS = Refusals()
+
+
+@ROWS(ValueError, re.compile(r"chain\(..., shard, ..., own, ...\) of b\n.*single numbers"))
+def a_leaf():
+    def only_matrices(spec):
+        if spec.shape is not None and len(spec.shape) != 2:
+            raise Misplaced("shard", "rows of a vector are single numbers", "zf.masked(own(), by_path)")
+        return spec.after("changed_by")
+
+    tx = zf.chain(zf.shard(), Transform("own", needs="element", through=only_matrices), zf.sgd(0.1))
+    yield
+    stations(tx, {"w": torch.zeros(4, 4), "b": torch.zeros(4)})
+
+
+LEAVES = {"w": torch.ones(5, 3), "b": torch.ones(3)}
+
+
+@ROWS(AssertionError, re.compile(r"(?s)rounded\(says=False\).*w: in torch.bfloat16, where .*torch.float32"))
+def one_that_rounds_and_does_not_say_so():
+    check_transform(rounded(says=True), LEAVES)
+    yield
+    check_transform(rounded(says=False), LEAVES)
+
+
+@ROWS(ValueError, "w: its `through` says torch.bfloat16, and it has no update half")
+def one_that_says_so_and_does_nothing():
+    yield
+    check_transform(Transform("idle", needs="element", through=to_bf16), LEAVES)
+
+
+@ROWS(AssertionError, re.compile(r"(?s)by_ranges\(says=True\).*w: its `through` says Shard\(0\)"))
+def one_that_cuts_elsewhere_than_it_says():
+    check_transform(by_ranges(says=False), LEAVES)
+    yield
+    check_transform(by_ranges(says=True), LEAVES)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

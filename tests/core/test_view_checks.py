@@ -1,11 +1,13 @@
 """Views and wires of a third party's that do not fit: refused with the transform, the leaves, and what to write."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from refusals import Refusals
 from time_limits import limit
 from torch import nn
 
@@ -234,27 +236,11 @@ def cast_to(name, dtype):
     return of(name, view=lambda x, leaf: x.to(dtype), pull=lambda g, leaf: g.to(dtypes.gradient(leaf)), dtypes=dtypes)
 
 
-@pytest.mark.parametrize("second", [lambda: zf.precision(store_dtype=torch.bfloat16), lambda: cast_to("b", torch.half)])
-def test_two_sets_of_dtypes_are_refused(second):
-    other = second()
-    with pytest.raises(ValueError, match=rf"chain\(..., a, ..., {other.name}, ...\), each with View\(dtypes=...\)"):
-        zf.init(zf.chain(cast_to("a", torch.bfloat16), other, zf.sgd(0.1)), {"w": torch.ones(2)})
-
-
 def wired(wire=Sharding, resident=True, through=as_it_is, **view):
     def view_of(layout, ranks):
         return dataclasses.replace(over_ranks(wire(ranks("wired", None)), resident), **view)
 
     return Transform("wired", needs="element", view_fn=view_of, through=through)
-
-
-@pytest.mark.parametrize("front", [lambda: zf.clip_by_global_norm(1.0), zf.centralize])
-def test_no_wire_stands_behind_what_changes_gradients(front):
-    """Whatever its `through` leaves unsaid, on one process too."""
-    first = front()
-    with pytest.raises(ValueError, match=f"{first.name} comes before wired: each rank would see its own part"):
-        zf.init(zf.chain(zf.accumulate(2), first, wired(), zf.sgd(1.0)), {"w": torch.zeros(4)})
-    zf.init(zf.chain(zf.accumulate(2), wired(), first, zf.sgd(1.0)), {"w": torch.zeros(4)})
 
 
 @pytest.mark.parametrize(
@@ -289,13 +275,6 @@ def test_a_view_of_another_shape_is_refused_by_leaf():
         assert "\n  b: " not in str(caught.value)
     with pytest.raises(ValueError, match="b: `view` gives a NoneType of a tensor"):
         init_of(of(view=lambda x, leaf: None))
-
-
-def test_a_key_that_a_state_does_not_have():
-    with pytest.raises(ValueError, match=r"mine: View.factor=.... that reads 'nope'\n  why:   its state has no 'nope'"):
-        init_of(of(factor=lambda state: state["nope"]))
-    with pytest.raises(KeyError, match="nope"):
-        init_of(of(view=lambda x, leaf, state: x * state["nope"], reads=True))
 
 
 # ---- wires ----
@@ -462,3 +441,46 @@ def test_check_transform_finds_the_view_that_breaks_a_law(kind):
     with pytest.raises(AssertionError, match=LAWS[kind]):
         check_transform(faulty(kind))
     assert not dist.is_initialized() and Group().size == 1
+
+
+# ---- refused ----
+
+ROWS = Refusals()
+
+
+SECOND = {
+    "precision": lambda: zf.precision(store_dtype=torch.bfloat16),
+    "b": lambda: cast_to("b", torch.half),
+}
+
+
+@ROWS(ValueError, "chain(..., a, ..., {}, ...), each with View(dtypes=...)", over=SECOND)
+def two_sets_of_dtypes(second):
+    yield
+    zf.init(zf.chain(cast_to("a", torch.bfloat16), SECOND[second](), zf.sgd(0.1)), {"w": torch.ones(2)})
+
+
+FRONT = {"clip_by_global_norm": lambda: zf.clip_by_global_norm(1.0), "centralize": zf.centralize}
+
+
+@ROWS(ValueError, "{} comes before wired: each rank would see its own part", over=FRONT)
+def a_wire_behind_what_changes_gradients(front):
+    """Whatever its `through` leaves unsaid, on one process too."""
+    zf.init(zf.chain(zf.accumulate(2), wired(), FRONT[front](), zf.sgd(1.0)), {"w": torch.zeros(4)})
+    yield
+    zf.init(zf.chain(zf.accumulate(2), FRONT[front](), wired(), zf.sgd(1.0)), {"w": torch.zeros(4)})
+
+
+ROWS.rows(
+    ValueError,
+    (
+        lambda: init_of(of(factor=lambda state: state["nope"])),
+        re.compile(r"mine: View.factor=.... that reads 'nope'\n  why:   its state has no 'nope'"),
+    ),
+)
+ROWS.rows(KeyError, (lambda: init_of(of(view=lambda x, leaf, state: x * state["nope"], reads=True)), "nope"))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

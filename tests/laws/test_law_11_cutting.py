@@ -4,6 +4,7 @@ whole ones; and `check_transform` finds those that say so and do not."""
 import dataclasses
 import functools
 import itertools
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torchopt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_pipelines import BF16, F16, F32, F64, pipelines, seeds, trees
+from refusals import Refusals
 
 import zerofn as zf
 from zerofn.extend import Prepared, Scope, Transform
@@ -208,48 +210,10 @@ def test_the_same_transform_is_no_liar_that_says_leaf(name):
     law(dataclasses.replace(LIARS[name], needs="leaf"))()
 
 
-@pytest.mark.parametrize("name", ["normed", "trust_ratio", "softmax", "by_place", "summed_up", "orthogonal"])
-def test_one_that_needs_more_than_rows_and_says_rows_is_found(name):
-    with pytest.raises(AssertionError, match="says needs='row': some rows of a leaf are updated as they are"):
-        law(dataclasses.replace(LIARS[name], needs="row"))()
-
-
 @pytest.mark.parametrize("name", ["softmax_of_columns", "kernels_only", "decays_matrices"])
 def test_one_that_needs_rows_says_so(name):
     law(dataclasses.replace(LIARS[name], needs="row"))()
     law(zf.centralize())()
-
-
-def test_check_transform_has_the_law():
-    with pytest.raises(AssertionError, match=r"by_place\(\) says needs='element': flat pieces"):
-        check_transform(by_place())
-
-
-def test_a_number_that_is_not_of_all_ranks():
-    """It says that it needs a number of the tree, and takes that of its own part."""
-
-    def prepare(state, grads, params, ctx):
-        return Prepared(carry=sum(float((g * g).sum()) for g in grads.values()) ** 0.5)
-
-    def update(grads, state, params, norm, ctx):
-        return {p: g / (norm + 1e-6) for p, g in grads.items()}, state
-
-    def summed(state, grads, params, ctx):
-        total = sum((g * g).sum() for g in grads.values())
-        return Prepared(carry=float(ctx.reduction.sum(torch.as_tensor(total))) ** 0.5)
-
-    def maximum(state, grads, params, ctx):
-        total = sum((g * g).sum() for g in grads.values())
-        return Prepared(carry=float(ctx.reduction.max(torch.as_tensor(total))) ** 0.5)
-
-    def of(prepare):
-        return Transform("mine", Scope.TREE, "number", prepare_fn=prepare, update_fn=update)
-
-    law(of(summed))()
-    with pytest.raises(AssertionError, match="flat pieces"):
-        law(of(prepare))()
-    with pytest.raises(AssertionError, match="the max over pieces is that over whole leaves"):
-        law(of(maximum))()
 
 
 # ---- those that tell the truth ----
@@ -375,3 +339,63 @@ def test_cuts_cover_every_leaf_once(numel, ranks, seed):
         assert ends[0][0] == 0 and ends[-1][1] == leaf.numel
         assert all(low <= high for low, high in ends)
         assert all(a[1] == b[0] for a, b in itertools.pairwise(ends))
+
+
+# ---- found ----
+
+ROWS = Refusals()
+
+
+@ROWS(
+    AssertionError,
+    "says needs='row': some rows of a leaf are updated as they are",
+    over=["normed", "trust_ratio", "softmax", "by_place", "summed_up", "orthogonal"],
+)
+def more_than_rows(name):
+    yield
+    law(dataclasses.replace(LIARS[name], needs="row"))()
+
+
+ROWS.rows(
+    AssertionError,
+    (lambda: check_transform(by_place()), re.compile(r"by_place\(\) says needs='element': flat pieces")),
+)
+
+
+def with_a_number(prepare):
+    """It says that it needs a number of the tree, of its gradients' squares."""
+
+    def update(grads, state, params, norm, ctx):
+        return {p: g / (norm + 1e-6) for p, g in grads.items()}, state
+
+    return Transform("mine", Scope.TREE, "number", prepare_fn=prepare, update_fn=update)
+
+
+def of_its_own_part(state, grads, params, ctx):
+    return Prepared(carry=sum(float((g * g).sum()) for g in grads.values()) ** 0.5)
+
+
+def summed(state, grads, params, ctx):
+    total = sum((g * g).sum() for g in grads.values())
+    return Prepared(carry=float(ctx.reduction.sum(torch.as_tensor(total))) ** 0.5)
+
+
+def maximum(state, grads, params, ctx):
+    total = sum((g * g).sum() for g in grads.values())
+    return Prepared(carry=float(ctx.reduction.max(torch.as_tensor(total))) ** 0.5)
+
+
+def test_a_number_of_all_ranks_is_one():
+    law(with_a_number(summed))()
+
+
+ROWS.rows(
+    AssertionError,
+    (lambda: law(with_a_number(of_its_own_part))(), "flat pieces"),
+    (lambda: law(with_a_number(maximum))(), "the max over pieces is that over whole leaves"),
+)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_found(row):
+    row.check()

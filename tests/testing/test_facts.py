@@ -1,10 +1,12 @@
 """`check_transform` finds a transform that does other things than its `Facts` say."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from refusals import Refusals
 
 import zerofn as zf
 from zerofn.extend import COUNT, Facts, Prepared, Transform, concrete, counter, transform
@@ -181,11 +183,6 @@ def drops() -> Transform:
     return Transform("drops", needs="element", update_fn=drops_a_leaf)
 
 
-def test_a_transform_that_drops_a_leaf_is_found() -> None:
-    with pytest.raises(ValueError, match="drops: an update that does not fit its leaves\n  gain: left out"):
-        check_transform(drops())
-
-
 @transform
 def weighs_nothing() -> Transform:
     """A window of two that says that it weighs micro-batches."""
@@ -201,11 +198,6 @@ def weighs_nothing() -> Transform:
     return Transform(
         "weighs_nothing", needs="element", facts=facts, init_fn=init, prepare_fn=every_second, update_fn=update
     )
-
-
-def test_weights_that_are_not_used_are_found() -> None:
-    with pytest.raises(AssertionError, match=r"does not use ctx\.weight"):
-        check_transform(weighs_nothing())
 
 
 @pytest.mark.parametrize(
@@ -231,8 +223,27 @@ def midpoint() -> Transform:
     return Transform("midpoint", needs="element", facts=Facts(watches=True), **functions)
 
 
-def test_a_runner_that_hands_on_the_new_parameters_for_the_old_is_found(monkeypatch) -> None:
-    check_transform(zf.chain(zf.adamw(lr=0.1), midpoint()))
+# ---- found ----
+
+ROWS = Refusals()
+
+
+ROWS.rows(
+    ValueError,
+    (lambda: check_transform(drops()), "drops: an update that does not fit its leaves\n  gain: left out"),
+)
+ROWS.rows(AssertionError, (lambda: check_transform(weighs_nothing()), "does not use ctx.weight"))
+
+
+@ROWS(AssertionError, re.compile(r"donate=True gives the bits[^\n]*\n  transforms.midpoint.kept"))
+def a_runner_that_hands_on_the_new_parameters_for_the_old(monkeypatch):
+    tx = zf.chain(zf.adamw(lr=0.1), midpoint())
+    check_transform(tx)
     monkeypatch.setattr(Facts, "compares", property(lambda facts: False))
-    with pytest.raises(AssertionError, match=r"donate=True gives the bits[^\n]*\n  transforms.midpoint.kept"):
-        check_transform(zf.chain(zf.adamw(lr=0.1), midpoint()))
+    yield
+    check_transform(tx)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_found(row, monkeypatch):
+    row.check(monkeypatch=monkeypatch)
