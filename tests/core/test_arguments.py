@@ -265,7 +265,14 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"value": 1, "every": 9},
     ),
 }
-CELLS = [(name, argument) for name, (_, kinds, _) in TABLE.items() for argument, kind in kinds.items() if kind]
+# Others check the arguments of Adam by the same function as `adam`.
+LIKE_ADAM = {name for name, (_, kinds, _) in TABLE.items() if name != "adam" and kinds.items() >= ADAM.items()}
+CELLS = [
+    pytest.param(name, argument, marks=pytest.mark.slow if name in LIKE_ADAM and argument in ADAM else ())
+    for name, (_, kinds, _) in TABLE.items()
+    for argument, kind in kinds.items()
+    if kind
+]
 # The static scale stands beside no other argument.
 ALONE = {("scale_loss", "scale")}
 

@@ -160,6 +160,10 @@ HELD = {
         zf.partition({"a": zf.chain(CLIP(1.0), zf.adamw(0.1)), "b": zf.sgd(0.2)}, lambda p: "a" if p == "w" else "b"),
     ),
     "offloaded": zf.chain(zf.accumulate(3), zf.offload(zf.chain(CLIP(1.0), zf.adamw(0.1)))),
+    "norms of leaves": zf.chain(zf.accumulate(3), zf.lamb(lambda step: 0.1 + 0.1 * step)),
+    "norms in a group": zf.chain(
+        zf.accumulate(3), zf.partition({"a": zf.lars(0.1), "b": zf.sgd(0.2)}, lambda p: "a" if p == "w" else "b")
+    ),
     "masked": zf.chain(zf.accumulate(3), zf.masked(zf.sgd(0.1), lambda p: p == "w"), zf.ema(0.9)),
 }
 

@@ -437,8 +437,10 @@ def on_a_rank(cells, directory):
 
 
 EVERY = [(name, stage, route) for name in AT_RANKS for stage in STAGES for route in ("eager", "pure")]
-# Without the variants, whose names have a space.
-SOME = [(x, STAGES[i % 3], ("eager", "pure")[i % 2]) for i, x in enumerate(x for x in AT_RANKS if " " not in x)]
+# One for each way in which states lie and numbers travel; the others treat elements alone.
+KINDS = ("lamb", "adaptive_clip", "nadam", "adafactor", "schedule_free_adamw", "shampoo", "soap")
+KINDS += ("mars", "cautious", "lookahead", "apply_if", "add_noise")
+SOME = [(name, STAGES[i % 3], ("eager", "pure")[i % 2]) for i, name in enumerate(KINDS)]
 
 
 @pytest.mark.parametrize(
@@ -498,6 +500,38 @@ def a_step_that_a_number_applies():
 @pytest.mark.parametrize("row", ROWS)
 def test_refused(row):
     row.check()
+
+
+@pytest.mark.parametrize("name", ["shampoo", "soap"])
+def test_a_derivative_through_eigenvectors_is_refused(name):
+    tx = TABLE[name][0]
+    state = zf.init(tx, {"w": draw((3, 3), 0)})
+
+    def after(g):
+        return zf.update(tx, {"w": g}, state)[0].params["w"].sum()
+
+    for call in (torch.func.grad(after), lambda g: after(g.requires_grad_())):
+        with pytest.raises(RuntimeError, match=rf"a derivative through {name}\(...\)\n(.|\n)*zf.muon"):
+            call(draw((3, 3), 1))
+
+
+def test_a_derivative_through_norms_of_leaves_is_that_of_the_formula():
+    for name in ("lamb", "lars", "mars", "adafactor", "adaptive_clip"):
+        tx, make = TABLE[name]
+        p, state = draw((3, 2), 0), zf.init(TABLE[name][0], {"w": draw((3, 2), 0)})
+
+        def ours(g, tx=tx, state=state):
+            return zf.update(tx, {"w": 3 * g}, state)[0].params["w"].square().sum()
+
+        def by_hand(g, make=make, p=p):
+            return make(p)(p, 3 * g, 1).square().sum()
+
+        g, slopes = draw((3, 2), 1), []
+        for i in range(6):
+            by = 1e-6 * torch.eye(6, dtype=F64)[i].view(3, 2)
+            slopes.append((by_hand(g + by) - by_hand(g - by)) / 2e-6)
+        want = torch.stack(slopes).view(3, 2)
+        torch.testing.assert_close(torch.func.grad(ours)(g), want, rtol=1e-5, atol=1e-7)
 
 
 def test_soap_conforms():

@@ -49,9 +49,15 @@ def stretch(parts: Iterable[Transform]) -> Stretch:
     """The stretch of these transforms."""
     parts = tuple(parts)
     writes = next((i for i, part in enumerate(parts) if gives_parameters(part)), len(parts))
-    scheduled = tuple([part for part in parts if part.facts.optimizes and part.scope is Scope.LEAF])
+    scheduled = tuple(filter(rates_alone, parts))
     copies = tuple(accumulate([part.facts.copies for part in parts], or_))
     return Stretch(parts, scheduled, copies, any([part.facts.compares for part in parts[writes:]]))
+
+
+def rates_alone(part: Transform) -> bool:
+    """Whether an optimizer's `prepare_fn` can be called without gradients, for its rate."""
+    leafwise = part.scope is Scope.LEAF or (part.scope is Scope.WHOLE and part.facts.rate is not None)
+    return part.facts.optimizes and leafwise
 
 
 def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
@@ -100,7 +106,7 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
                 report_held([member], inner, here, ctx.inside(f"{part.name}.{key}"))
         elif part.in_turn:
             report_held(part.parts, states[part.name], params, ctx)
-        elif part.facts.optimizes and part.scope is Scope.LEAF:
+        elif rates_alone(part):
             # One that looks at gradients is not run where there are none.
             part.prepare_fn(states[part.name], None, params, ctx)
 

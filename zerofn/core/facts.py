@@ -24,7 +24,8 @@ class Facts:
         weighted: whether those are weighted.
         adds: its result is added to the parameters if no other transform makes new ones.
         directs: it returns the direction of a step, and no longer a gradient.
-        rate: the learning rate that `opt.param_groups` shows and sets; `None` if there is none.
+        rate: the learning rate that `opt.param_groups` shows and sets; `None` if there is none. In a step that does not
+            reach it, its `prepare_fn` is called without gradients to report the rate, unless it is of `Scope.TREE`.
         settable: other hyperparameters that `opt.param_groups` shows and sets, each with its value.
         reports: metrics of the full gradient that it reports, which the pipeline then does not compute, and counts of
             its own. In a step that does not reach it each is 0, or the entry of its state with that name. An optimizer

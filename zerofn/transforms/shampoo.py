@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._errors import explain
 from ..extend import (
     LeafStep,
     ScalarOrSchedule,
@@ -17,6 +18,7 @@ from ..extend import (
     check_count,
     check_lr,
     check_number,
+    differentiated,
     given,
     like,
     moment_root,
@@ -57,6 +59,7 @@ def shampoo(
 
     Raises:
         ValueError: an argument is out of range.
+        RuntimeError: a step is differentiated.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -64,9 +67,6 @@ def shampoo(
         >>> state = zf.init(tx, {"w": torch.zeros(2, 2)})
         >>> zf.update(tx, {"w": torch.tensor([[3.0, 0.0], [0.0, -5.0]])}, state)[0].params["w"].diagonal()
         tensor([-1.0000,  1.0000])
-
-    Notes:
-        A derivative through a step takes the roots as constants.
     """
     check_lr("shampoo", lr)
     check_number("shampoo", "momentum", momentum, high=1.0)
@@ -82,6 +82,7 @@ def shampoo(
         if given(decay):
             g = plus(g, decay, x)
         u, sides = as_matrix(g), sides_of(g, max_precond_dim)
+        refuse_derivative("shampoo", sides, x, g, *slots.values(), at.lr, *at.numbers.values())
         due = (at.count - 1) % update_freq == 0
         for side in sides:
             new[side] = total = slots[side] + gram(as_matrix(g), side)
@@ -110,7 +111,7 @@ def shampoo(
 
 def _inverse_root(x: Tensor, order: int) -> Tensor:
     """`x^(-1 / order)` of a symmetric positive matrix, which does not depend on the choice of a basis."""
-    values, basis = torch.linalg.eigh(x.detach().double())
+    values, basis = torch.linalg.eigh(x.double())
     # Rounding may take a value below the smallest one that there is.
     least = torch.finfo(x.dtype).eps * values[..., -1:].clamp(min=0) * 1e-3 + 1e-30
     return ((basis * values.clamp(min=least).pow(-1 / order).unsqueeze(-2)) @ basis.mT).to(x.dtype)
@@ -118,6 +119,14 @@ def _inverse_root(x: Tensor, order: int) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The sides of a leaf, for preconditioners.
+
+
+def refuse_derivative(name: str, sides: tuple[str, ...], *values: Any) -> None:
+    """Refuse a derivative through the eigenvectors of a leaf with sides."""
+    if sides and differentiated(*values):
+        why = "eigenvectors have no derivative where eigenvalues are equal, as those of a gradient's products often are"
+        right = "zf.muon(...) or zf.adamw(...) in a step that is differentiated; or torch.no_grad() around this one"
+        raise RuntimeError(explain(f"a derivative through {name}(...)", why, right))
 
 
 SIDES = ("rows", "columns")

@@ -23,7 +23,7 @@ from ..extend import (
     where,
 )
 from .adam import check_adam, unbiased
-from .shampoo import SIDES, as_matrix, gram, sides_of, square, wide
+from .shampoo import SIDES, as_matrix, gram, refuse_derivative, sides_of, square, wide
 
 
 @transform
@@ -56,6 +56,7 @@ def soap(
 
     Raises:
         ValueError: an argument is out of range.
+        RuntimeError: a step is differentiated.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -69,7 +70,7 @@ def soap(
     Notes:
         Where the first gradient of a leaf has fewer independent rows (columns) than rows (columns), the rest of the
         basis is whatever `torch.linalg.eigh` returns: rounding decides. Runs on other numbers of ranks then differ as
-        runs with other bases of that rest do. A derivative through a step takes the bases as constants.
+        runs with other bases of that rest do.
     """
     check_adam("soap", lr, betas, eps, weight_decay)
     check_count("soap", "precondition_frequency", precondition_frequency, "updates")
@@ -86,6 +87,7 @@ def soap(
         size, spread = (at.scalar(number, x) for number in at.derived.values())
         sides, first = sides_of(x, max_precond_dim), at.count == 1
         due = (at.count - 1) % precondition_frequency == 0
+        refuse_derivative("soap", sides, x, g, *slots.values(), at.lr, *at.numbers.values())
         bases = {side: slots[f"{side}_basis"] for side in sides}
 
         m = plus(slots["exp_avg"], 1 - beta1, g - slots["exp_avg"])
@@ -127,11 +129,11 @@ def _turned_back(x: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
 
 def _eigenvectors(x: Tensor) -> Tensor:
     """In columns, the largest eigenvalue first."""
-    return _by_rows(torch.linalg.eigh(x.detach()).eigenvectors.flip(-1))
+    return _by_rows(torch.linalg.eigh(x).eigenvectors.flip(-1))
 
 
 def _iterated(x: Tensor, basis: Tensor) -> Tensor:
-    return _by_rows(torch.linalg.qr((x @ basis).detach()).Q)
+    return _by_rows(torch.linalg.qr(x @ basis).Q)
 
 
 def _by_rows(x: Tensor) -> Tensor:
