@@ -77,6 +77,17 @@ def _entry(name: str) -> str:
     return f"## `{name}` {{#{name}}}\n\n{line[1] if line else ''}\n"
 
 
+def names_of_others() -> str:
+    """The page of names of other libraries, and what to write here."""
+    from zerofn._errors import OTHER_NAMES
+
+    rows = [f"| `{name}` | {write} |" for name, write in sorted(OTHER_NAMES.items(), key=lambda row: row[0].lower())]
+    about = (
+        "Names of optax, torch, FSDP2 and DeepSpeed that zerofn has not. `zf.scale` raises an error that says the same."
+    )
+    return "\n".join(["# Names of other libraries", "", about, "", "| name | write |", "|---|---|", *rows, ""])
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -155,6 +166,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     made = reference()
     made["errors.md"] = errors()
+    made["coming-from/names.md"] = names_of_others()
     made["changes.md"] = (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "](")
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))

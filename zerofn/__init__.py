@@ -204,7 +204,8 @@ def __getattr__(name: str) -> _Any:
     if name in _MODULES:
         return _importlib.import_module(f".{_MODULES[name]}", __name__)
     if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        missing = _importlib.import_module("._errors", __name__).missing
+        raise AttributeError(missing(__name__, name, __dir__()), name=name)
     found = globals()[name] = getattr(_importlib.import_module(f".{_LATER[name]}", __name__), name)
     return found
 

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ._errors import explain
+from ._errors import explain, missing
 from .core.arguments import TINY, check_count, check_number, plain
 from .core.html import curve
 from .core.transform import OfTensors
+
+if not TYPE_CHECKING:  # for a type checker a module with this function has every name
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(missing(__name__, name, globals()), name=name)
+
 
 SHOWN = 100  # steps in the plot of a schedule without an end
 
