@@ -52,12 +52,12 @@ def test_every_block_runs(page, tmp_path, monkeypatch):
 
 def test_lines_of_pages_are_short():
     """A line that is longer than a window is not read. A row of a table holds one fact."""
-    pages = [p for p in PAGES if name_of(p) not in OLD]
+    pages = [ROOT / "README.md", *(p for p in PAGES if name_of(p) not in OLD)]
     long = [
         f"{page.relative_to(ROOT)}:{number} has {len(line)}"
         for page in pages
         for number, line in enumerate(page.read_text().splitlines(), 1)
-        if len(line) > LONGEST
+        if len(line) > LONGEST and "--dist loadfile" not in line  # the test command, which is read as one line
     ]
     assert not long, long
 

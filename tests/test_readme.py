@@ -71,4 +71,6 @@ def test_files_that_pages_name_exist(page):
 
 
 def test_it_is_short():
-    assert len(README.splitlines()) < 130
+    assert len(README.splitlines()) <= 120
+    text = re.sub(r"```.*?```", "", README, flags=re.S)
+    assert len(text.split()) <= 700
