@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import Refusals
 
 import zerofn as zf
 
@@ -120,12 +122,6 @@ def test_a_value_of_another_kind_is_refused_by_its_path(path, bad, config, data)
     assert lines[-1] == "  write: each key as its line says, or leave it out"
 
 
-@pytest.mark.parametrize("path", sorted({p.rpartition(".")[0] for p in BAD} - {""}))
-def test_what_is_no_block_is_refused(path):
-    with pytest.raises(ValueError, match=f"  {path}: (True is not a dict|'AdamW' is not a dict|unknown)"):
-        zf.from_deepspeed(at(path, True, {}))
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -143,3 +139,23 @@ def test_a_file_that_is_no_configuration(text, reason, tmp_path):
         with pytest.raises(ValueError, match="the file cannot be read as JSON") as caught:
             zf.from_deepspeed(given_as)
         assert str(caught.value).startswith(f"from_deepspeed({str(path)!r})") and reason in str(caught.value)
+
+
+# ---- refused ----
+
+ROWS = Refusals()
+
+
+for _path in sorted({p.rpartition(".")[0] for p in BAD} - {""}):
+    ROWS.rows(
+        ValueError,
+        (
+            lambda path=_path: zf.from_deepspeed(at(path, True, {})),
+            re.compile(f"  {_path}: (True is not a dict|'AdamW' is not a dict|unknown)"),
+        ),
+    )
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

@@ -4,8 +4,11 @@ A table of numbers by what they are arguments of, over the ways in which a step 
 is torch.func.grad in float64, and the slope of a secant beside it.
 """
 
+import re
+
 import pytest
 import torch
+from refusals import Refusals
 
 import zerofn as zf
 from zerofn.extend import Facts, Prepared, Transform
@@ -154,19 +157,6 @@ def refused(name, route):
             assert abs(float(trained(NUMBERS[name], x, route=route)) - want) < 1e-12
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("name", NUMBERS)
-def test_an_attached_model_refuses_a_number_that_requires_grad(name, in_backward):
-    if in_backward and "norm" in name:
-        pytest.skip("no such pipeline")
-    model = torch.nn.Module()
-    model.w, model.b = (torch.nn.Parameter(START[k].clone()) for k in ("w", "b"))
-    with pytest.raises(RuntimeError, match=r"requires? grad(.|\n)*detach\(\)"):
-        opt = zf.attach(model, NUMBERS[name](AT.clone().requires_grad_()), in_backward=in_backward)
-        loss({"w": model.w, "b": model.b}, X).backward()
-        opt.step()
-
-
 def average(x, create_graph=None):
     tx = zf.chain(zf.sgd(0.2), zf.ema(x))
     state, step = zf.init(tx, START), zf.make_step(loss, tx, create_graph=create_graph)
@@ -239,3 +229,27 @@ def test_a_transform_alone_is_differentiated_by_its_numbers():
 
 
 # -- numbers that begin to require grad after the first step -------------------------------------------------------
+
+
+# ---- refused ----
+
+ROWS = Refusals()
+
+
+CELLS = [(name, b) for name in NUMBERS for b in (False, True) if not (b and "norm" in name)]
+
+
+@ROWS(RuntimeError, re.compile(r"requires? grad(.|\n)*detach\(\)"), over=CELLS)
+def a_number_of_an_attached_model(cell):
+    name, in_backward = cell
+    model = torch.nn.Module()
+    model.w, model.b = (torch.nn.Parameter(START[k].clone()) for k in ("w", "b"))
+    yield
+    opt = zf.attach(model, NUMBERS[name](AT.clone().requires_grad_()), in_backward=in_backward)
+    loss({"w": model.w, "b": model.b}, X).backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

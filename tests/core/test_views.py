@@ -3,6 +3,7 @@
 import pytest
 import rank_programs as P
 import torch
+from refusals import Refusals
 from time_limits import limit
 from torch import nn
 from torch.func import functional_call
@@ -131,14 +132,6 @@ def test_on_one_process_it_is_right(front, route):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "group", [lambda t: zf.masked(t, lambda p: True), lambda t: zf.partition({"a": t}, lambda p: "a")]
-)
-def test_in_a_group_it_would_have_no_effect(group):
-    with pytest.raises(ValueError, match="mine has a view half"):
-        group(mine())
-
-
 ROUNDED = {
     "all_reduce": lambda: (zf.all_reduce(), rounded()),
     "reduce_scatter": lambda: (zf.reduce_scatter(), rounded()),
@@ -167,3 +160,21 @@ def test_straight_through_rounding_is_right_on_ranks():
         for (name, route), got in found.items():
             for x, p in zip(got, masters, strict=True):
                 torch.testing.assert_close(x, grid(p), rtol=0, atol=1e-12, msg=lambda m, at=(name, route): f"{at}: {m}")
+
+
+# ---- refused ----
+
+ROWS = Refusals()
+
+
+ROWS.rows(
+    ValueError,
+    (lambda: zf.masked(mine(), lambda p: True),),
+    (lambda: zf.partition({"a": mine()}, lambda p: "a"),),
+    told=("mine has a view half",),
+)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from refusals import Refusals
 from time_limits import limit
 from torch import nn
 
@@ -89,12 +90,6 @@ def test_a_wire_that_gives_other_lengths_is_refused_on_every_rank():
     assert all(told == "" for resident in (False, True) for told in first["Sharding", resident])
 
 
-@pytest.mark.parametrize("kind", list(WRONG))
-def test_check_transform_finds_it_in_one_process(kind):
-    with pytest.raises(AssertionError, match="a wire gives whole leaves"):
-        check_transform(wired(kind))
-
-
 def test_wires_over_two_axes_and_leaves_of_no_elements_fit():
     def groups(function, mesh):
         return Group(mesh, 2, (mesh, 2) if function == "shard" else (mesh, 3))
@@ -128,3 +123,20 @@ def test_a_wire_behind_another_is_asked_what_it_sends_of_shards():
         sent[rank] = [wires_over(pipe, view.wire.group) for view in pipe.stages]
     # Of 24 elements in fp32 half is sent of a half, or of a whole; and a flag for each leaf and rank.
     assert sent[0] == sent[1] == ["shard (48, 52)", "wired (24, 28)"]
+
+
+# ---- found ----
+
+ROWS = Refusals()
+
+
+@ROWS(AssertionError, "a wire gives whole leaves", over=list(WRONG))
+def one_that_joins_other_leaves(kind):
+    tx = wired(kind)
+    yield
+    check_transform(tx)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_check_transform_finds_it_in_one_process(row):
+    row.check()

@@ -546,6 +546,24 @@ def a_number_of_a_group_that_requires_grad(key):
     opt.step()
 
 
+@zf.leafwise(optimizer=True)
+def rateless(grad, param, *, size=0.1):
+    return param - size * grad
+
+
+@WRONG(ValueError, "no learning rate")
+def a_scheduler_of_what_has_no_rate():
+    """A state dict of before rates were told has a zero in their place."""
+    opt = linear(rateless())
+    old = opt.state_dict()
+    old["param_groups"][0]["lr"] = 0.0
+    opt.load_state_dict(old)
+    opt.step()
+    torch.optim.lr_scheduler.LambdaLR(opt, lambda e: 0.5)
+    yield
+    opt.step()
+
+
 # ---- a model that has changed ----
 
 

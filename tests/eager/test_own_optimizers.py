@@ -147,16 +147,3 @@ def test_a_schedule_that_sets_nothing_is_none():
     opt = zf.attach(model, rateless())
     train(model, opt, lr_scheduler.LambdaLR(opt, lambda e: 1.0), range(2))
     assert opt.global_steps == 2
-
-
-def test_state_dicts_of_before_rates_were_told():
-    model = net()
-    opt = zf.attach(model, rateless())
-    old = opt.state_dict()
-    old["param_groups"][0]["lr"] = 0.0
-    opt.load_state_dict(old)
-    backward(model, 0)
-    opt.step()
-    lr_scheduler.LambdaLR(opt, lambda e: 0.5)
-    with pytest.raises(ValueError, match="no learning rate"):
-        opt.step()

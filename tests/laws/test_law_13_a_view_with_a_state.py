@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import Refusals
 from routes import mean_square, micro_steps
 from stages import STAGES, around
 from time_limits import limit
@@ -163,9 +164,19 @@ def test_within_backward():
         assert torch.equal(a, b) and not torch.equal(a, before)
 
 
-@pytest.mark.parametrize("by", [torch.ones(2), torch.tensor(2), 2.0])
-def test_what_is_no_number_of_the_state_is_refused(by):
+# ---- refused ----
+
+ROWS = Refusals()
+
+
+@ROWS(ValueError, "odd: View(factor=...) that gives", over=[torch.ones(2), torch.tensor(2), 2.0])
+def what_is_no_number_of_the_state(by):
     view = View(factor=lambda state: by)
     tx = zf.chain(Transform("odd", needs="element", view_fn=lambda layout, ranks: view, through=as_it_is), zf.sgd(0.1))
-    with pytest.raises(ValueError, match=r"odd: View\(factor=...\) that gives"):
-        zf.init(tx, {"w": torch.zeros(2)})
+    yield
+    zf.init(tx, {"w": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

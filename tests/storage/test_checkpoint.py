@@ -583,20 +583,6 @@ def locked(directory, exclusive):
     return lock
 
 
-def test_saves_wait_for_each_other(saved, monkeypatch):
-    directory, state = saved
-    lock = locked(directory, exclusive=True)
-    monkeypatch.setattr(_lock, "PATIENCE", 0.1)
-    for use in (lambda: zf.save(directory, state), lambda: zf.load(directory, like=state)):
-        with pytest.raises(TimeoutError, match="in use by another save or load"):
-            use()
-    lock.release()
-    reading = locked(directory, exclusive=False)
-    same(zf.load(directory, like=state), state)
-    reading.release()
-    zf.save(directory, state)
-
-
 def test_the_lock_of_a_dead_process_is_gone(saved):
     directory, state = saved
     hold = f"""

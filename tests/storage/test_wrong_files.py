@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from refusals import Refusals
+from refusals import Kept, Refusals
 from torch import nn
 
 import zerofn as zf
+from zerofn.storage import files  # inside: its locks are held
+from zerofn.testing import assert_trees_equal
 
 WRONG = Refusals()
 ADAMW = zf.adamw(1e-2)
@@ -63,6 +65,35 @@ def a_table_that_was_cut_short(share: str, tmp_path: Path) -> Iterator[Any]:
     table.write_bytes(whole[: SHARES[share](len(whole))])
     yield state
     zf.load(tmp_path, like=state)
+
+
+def locked(directory: Path, exclusive: bool) -> Any:
+    lock = files.Lock()
+    lock.acquire(directory, exclusive)
+    return lock
+
+
+USES: dict[str, Callable[[Path, Any], Any]] = {
+    "save": lambda directory, state: zf.save(directory, state),
+    "load": lambda directory, state: zf.load(directory, like=state),
+}
+
+
+@WRONG(TimeoutError, "in use by another save or load", over=USES)
+def a_directory_in_use(use: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    state = saved(tmp_path)
+    lock = locked(tmp_path, exclusive=True)
+    monkeypatch.setattr(files, "PATIENCE", 0.1)
+
+    def afterwards() -> None:
+        lock.release()
+        reading = locked(tmp_path, exclusive=False)
+        assert_trees_equal(zf.load(tmp_path, like=state).params, state.params)
+        reading.release()
+        zf.save(tmp_path, state)
+
+    yield Kept(lambda: state, afterwards)
+    USES[use](tmp_path, state)
 
 
 @WRONG(ValueError, "it is missing")
@@ -148,5 +179,5 @@ WRONG.rows(
 
 
 @pytest.mark.parametrize("row", WRONG)
-def test_refused(row, tmp_path):
-    row.check(tmp_path=tmp_path)
+def test_refused(row, tmp_path, monkeypatch):
+    row.check(tmp_path=tmp_path, monkeypatch=monkeypatch)
