@@ -42,6 +42,9 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
     "scale, accumulate": lambda: scaled(zf.accumulate(2), zf.low_precision_adam(1e-2)),
     "skip": lambda: zf.chain(zf.skip_nonfinite(), zf.lion(1e-2)),
     "rmsprop": lambda: zf.rmsprop(1e-2, centered=True),
+    "norms of leaves": lambda: zf.chain(zf.adaptive_clip(0.1), zf.mars(), zf.lamb(1e-2)),
+    "numbers of leaves": lambda: zf.schedule_free_adamw(zf.schedules.warmup(1e-2, 3)),
+    "count of leaves": lambda: zf.lookahead(zf.adopt(1e-2), 2),
     "partition": lambda: zf.partition({"a": zf.adamw(1e-2), "b": zf.sgd(1e-2, momentum=0.9)}, first_is_a),
 }
 
@@ -118,6 +121,8 @@ REFUSED = {
     "over": (lambda: zf.chain(zf.clip_by_global_norm(1.0, over=lambda x: x), zf.adamw()), "clip_by_global_norm"),
     "offload": (lambda: zf.offload(zf.adamw()), "offload"),
     "partition": (lambda: zf.partition(OFFLOADED, first_is_a), "partition: offload"),
+    "eigenvectors": (lambda: zf.soap(), "soap"),
+    "by a function": (lambda: zf.apply_if(zf.adamw(), lambda step: step < 3), "adamw"),
     "guest": (lambda: zf.guest(torchopt.adam()), "Gradient"),
     "weights": (lambda: zf.chain(zf.accumulate(2, weighted=True), zf.adamw()), "accumulate"),
     "leafwise": (lambda: mine(lr=lambda step: 0.1 / (1 + step)), "mine"),

@@ -84,7 +84,7 @@ def apply_if(transform: Transform, fn: Callable[[Any], Any]) -> Transform:
         chosen = {key: _chosen(due, x, state[key]) for key, x in new.items() if key in state}
         return {path: where(due, x, before[path].to(x.dtype)) for path, x in out.items()}, {**new, **chosen}
 
-    facts = replace(inner.facts, counterpart=None, torch_names=(), keeps=True)
+    facts = replace(inner.facts, counterpart=None, torch_names=(), keeps=True, capturable=False)
     return replace(inner, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
 
 

@@ -83,8 +83,11 @@ def lookahead(transform: Transform, sync_period: int = 5, slow_step_size: float 
         back, slow = {}, {}
         for path, x in out.items():
             old, due = state[AVERAGE][path], read[path] % sync_period == 0
-            slow[path] = where(due, lambda old=old, x=x: ctx.put(towards, old, x.to(old.dtype), part), old)
-            back[path] = where(due, lambda x=x, y=slow[path]: ctx.into(x, y.to(x.dtype, copy=True)), x)
+            # Chosen first and written then: where Python cannot read the count, both are computed.
+            now = where(due, lambda old=old, x=x: towards(old, x, part), old)
+            there = where(due, lambda now=now, x=x: now.to(x.dtype), x)
+            back[path] = x if there is x else ctx.into(x, there.to(x.dtype, copy=there is now))
+            slow[path] = old if now is old else ctx.into(old, now)
         return back, {**new, AVERAGE: slow, COUNT_OF_UPDATES: counts}
 
     facts = replace(inner.facts, counterpart=None, torch_names=())

@@ -106,7 +106,9 @@ def shampoo(
     slots["squares"] = lambda x: without_elements(x) if sides_of(x, max_precond_dim) else torch.full_like(wide(x), eps)
     numbers = {"momentum": momentum, "weight_decay": weight_decay}
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
-    return replace(optimizer("shampoo", lr, slots, formula, numbers=numbers, settable=settable), needs="leaf")
+    built = optimizer("shampoo", lr, slots, formula, numbers=numbers, settable=settable)
+    # Eigenvectors are computed with the host.
+    return replace(built, needs="leaf", facts=replace(built.facts, capturable=False))
 
 
 def _inverse_root(x: Tensor, order: int) -> Tensor:

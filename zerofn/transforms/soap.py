@@ -113,7 +113,9 @@ def soap(
         slots[f"{side}_basis"] = square(side, max_precond_dim, 1.0)
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     more: Any = dict(settable={"betas": tuple(betas), "weight_decay": weight_decay}, derived=corrections)
-    return replace(optimizer("soap", lr, slots, formula, numbers=numbers, **more), needs="leaf")
+    built = optimizer("soap", lr, slots, formula, numbers=numbers, **more)
+    # Eigenvectors are computed with the host.
+    return replace(built, needs="leaf", facts=replace(built.facts, capturable=False))
 
 
 def _turned(x: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
