@@ -233,7 +233,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         ),
         {},
     ),
-    "offload": (zf.offload, {"transform": None, "device": None}, {}),
+    "offload": (zf.offload, dict.fromkeys(("transform", "device", "compute", "master_dtype")), {}),
     "masked": (zf.masked, {"transform": None, "mask": None}, {}),
     "partition": (zf.partition, {"transforms": None, "labels": None}, {}),
     "shard": (zf.shard, {"mesh": None}, {}),
