@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -86,7 +88,8 @@ def test_an_sdist_and_the_wheel_that_is_built_from_it(tmp_path):
 def test_the_doctor_from_the_command_line():
     told = run(sys.executable, "-m", "zerofn", "doctor", cwd=ROOT).splitlines()
     about = [line[6:16].strip() for line in told if not line.startswith(" " * 10)]
-    assert about == ["versions", "processor", "devices", "kernel", "cache", "optional", "ranks"]
+    gpu = ["on a GPU", "on GPUs", "capture"]
+    assert about == ["versions", "processor", "devices", *gpu, "kernel", "cache", "optional", "ranks"]
     assert f"torch {torch.__version__}" in told[0] and "2 local ranks took" in told[-1]
     assert not [line for line in told if line.startswith("FAIL")]
 
@@ -110,18 +113,58 @@ def test_what_does_not_work_is_told_and_ends_with_1(monkeypatch, capsys):
     assert "FAIL  ranks      2 local ranks: rank 1 died" in capsys.readouterr().out
 
 
-def test_what_a_gpu_would_use_is_told(monkeypatch):
-    versions = {"triton": "3.9.0"}
+# What is missing on a machine, and what the doctor says of a GPU there: without one, with one, and on two.
+NOTHING_MISSING = "triton 3.9.0, one launch for all leaves"
+MISSING = {
+    "nothing": (NOTHING_MISSING, None, None),
+    "triton": ("triton is not installed", "pip install triton", None),
+    "compiler": ("no C compiler for its launchers", "a C compiler", None),
+    "nccl": (NOTHING_MISSING, None, "lacks nccl"),
+    "gloo": (NOTHING_MISSING, None, "lacks gloo"),
+}
+
+
+@pytest.mark.parametrize("missing", MISSING)
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_what_a_gpu_would_use_is_told(monkeypatch, missing, gpus):
+    kernel, remedy, lacks = MISSING[missing]
+    versions = {"triton": "3.9.0"} if missing != "triton" else {}
     monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, "not installed"))
-    told = doctor._devices()
-    assert "triton 3.9.0" in told.result and "nccl" in told.result and "captured" in told.result and not told.remedy
-    versions.clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor, "_c_compiler", lambda: None if missing == "compiler" else "cc")
+    monkeypatch.setattr(doctor, "available", lambda: [name for name in ("gloo", "nccl") if name != missing])
+    monkeypatch.setattr(doctor, "_updates", lambda device, *how: lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: "a GPU")
-    told = doctor._devices()
-    assert told.result.startswith("a GPU; on a GPU low_precision_adam is updated by eager torch")
-    assert told.remedy.startswith("pip install triton")
+    devices, update, ranks = doctor._devices(), doctor._gpu_kernel(), doctor._gpu_ranks()
+    assert devices.result.startswith(", ".join(["a GPU"] * gpus) or "no GPU")
+    assert kernel in update.result and update.remedy.startswith((remedy or "") if gpus else "")
+    assert bool(update.remedy) == (gpus > 0 and remedy is not None) and not update.broken
+    assert (lacks or "ranks use nccl for tensors, gloo") in ranks.result
+    assert ranks.broken == bool(ranks.remedy) == (gpus > 1 and lacks is not None)
+
+
+@pytest.mark.parametrize("wrong", ["warns", "raises"])
+def test_a_kernel_that_does_not_run_on_the_gpu_here_is_told(monkeypatch, wrong):
+    def update() -> None:
+        if wrong == "raises":
+            raise RuntimeError("no kernel image")
+        warnings.warn("zerofn: triton gives other bits", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(doctor, "_version", lambda name: "3.9.0")
+    monkeypatch.setattr(doctor, "_c_compiler", lambda: "cc")
+    monkeypatch.setattr(doctor, "_gpus", lambda: 1)
+    monkeypatch.setattr(doctor, "_updates", lambda device, *how: update)
+    told = doctor._gpu_kernel()
+    assert told.broken == (wrong == "raises") and told.remedy
+    assert ("no kernel image" in told.result) if wrong == "raises" else ("other bits" in told.remedy)
+
+
+def test_a_step_in_a_graph_is_told_as_attach_has_it(monkeypatch):
+    refused = "capturable" not in inspect.signature(zf.attach).parameters
+    assert ("refuses to be captured" in doctor._capture().result) == refused
+    monkeypatch.setattr(doctor, "attach", lambda model, tx, capturable=False: None)
+    assert "capturable=True" in doctor._capture().result
 
 
 def test_a_wrong_setting_is_told(monkeypatch):

@@ -1,10 +1,11 @@
-"""`python -m zerofn doctor`: check versions, processor, kernel and local ranks, and say what would be slow."""
+"""`python -m zerofn doctor`: check versions, processor, kernels, local ranks, and say what would be slow."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,11 +58,14 @@ def examine(nproc: int = 2) -> Iterator[Finding]:
 
     Examples:
         >>> [found.broken for found in examine(nproc=0)]
-        [False, False, False, False, False, False]
+        [False, False, False, False, False, False, False, False, False]
     """
     yield _versions()
     yield _processor()
     yield _devices()
+    yield _gpu_kernel()
+    yield _gpu_ranks()
+    yield _capture()
     yield _kernel()
     yield _cache()
     yield _optional()
@@ -92,19 +96,58 @@ def _processor() -> Finding:
     return Finding("processor", result)
 
 
+def _gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def _devices() -> Finding:
-    """The GPUs here, or what one would use: kernel, backend, and whether a step can be captured."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "no GPU: everything runs on the CPU"
-    triton = _version("triton")
-    kernel = "eager torch" if triton == "not installed" else f"triton {triton}, one launch"
-    built = torch.version.cuda or torch.version.hip
-    backend = f"nccl{'' if 'nccl' in available() else ', which this torch lacks'}"
-    result = f"{names}; on a GPU low_precision_adam is updated by {kernel}, ranks use {backend}, "
-    result += f"capturable=True lets a step be captured in a CUDA graph; torch is built for {built or 'the CPU'}"
-    if count and triton == "not installed":
-        return Finding("devices", result, "pip install triton: without it low_precision_adam launches for each leaf")
-    return Finding("devices", result)
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(_gpus())) or "no GPU: everything runs on the CPU"
+    return Finding("devices", f"{names}; torch is built for {torch.version.cuda or torch.version.hip or 'the CPU'}")
+
+
+def _gpu_kernel() -> Finding:
+    """What `low_precision_adam` is updated by on a GPU; where there is one, it is run there."""
+    plain, triton = "eager torch, a dozen launches for each leaf", _version("triton")
+    if triton == "not installed":
+        remedy = "pip install triton, in the version of this torch" if _gpus() else ""
+        return Finding("on a GPU", f"low_precision_adam would run {plain}: triton is not installed", remedy)
+    if _c_compiler() is None:
+        remedy = "a C compiler: apt install gcc, or CC=its path" if _gpus() else ""
+        why = f"triton {triton} has no C compiler for its launchers"
+        return Finding("on a GPU", f"low_precision_adam would run {plain}: {why}", remedy)
+    one = f"triton {triton}, one launch for all leaves"
+    if not _gpus():
+        return Finding("on a GPU", f"low_precision_adam would run by {one}")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            _updates(torch.device("cuda"), "auto", 1 << 10)()
+        except Exception as error:
+            return Finding("on a GPU", f"{type(error).__name__}: {error}".splitlines()[0], "see ZEROFN_NATIVE", True)
+    if said:
+        return Finding("on a GPU", f"low_precision_adam runs {plain}", str(said[0].message))
+    return Finding("on a GPU", f"low_precision_adam runs by {one}, with the bits of eager torch")
+
+
+def _c_compiler() -> str | None:
+    """The compiler that triton would take."""
+    return shutil.which(os.environ.get("CC") or "gcc") or shutil.which("clang") or shutil.which("gcc")
+
+
+def _gpu_ranks() -> Finding:
+    """The backends of ranks on GPUs: tensors go over NCCL, and numbers of the host over gloo."""
+    missing = [name for name in ("nccl", "gloo") if name not in available()]
+    result = f"ranks use nccl for tensors{', gloo for numbers of the host' * ('gloo' not in missing)}"
+    if missing:
+        result += f"; this torch lacks {' and '.join(missing)}"
+    broken = _gpus() > 1 and bool(missing)
+    return Finding("on GPUs", result, "a torch with gloo and, for CUDA, nccl" if broken else "", broken)
+
+
+def _capture() -> Finding:
+    """Whether a step may be in a CUDA graph."""
+    result = "a step may be captured in a CUDA graph with zf.attach(..., capturable=True) or zf.make_step(..., "
+    return Finding("capture", f"{result}capturable=True); without it an update refuses to be captured")
 
 
 def _kernel() -> Finding:
@@ -126,13 +169,20 @@ def _kernel() -> Finding:
 
 
 def _time(implementation: str) -> float:
+    once = _updates(torch.device("cpu"), implementation, ELEMENTS)
+    once()  # the first call builds the kernel
+    return min(_seconds(once) for _ in range(3))
+
+
+def _updates(device: torch.device, implementation: str, elements: int) -> Callable[[], None]:
+    """A function that makes one update of so many bf16 elements."""
+    p, g, m, v = (torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(4))
+
     def once() -> None:
         how: dict[str, Any] = dict(step=1, lr=1e-3, keys=[1], offsets=[0], implementation=implementation)
         adam_([p], [g], [m], [v], rounding="stochastic", **how)
 
-    p, g, m, v = (torch.ones(ELEMENTS, dtype=torch.bfloat16) for _ in range(4))
-    once()  # the first call builds the kernel
-    return min(_seconds(once) for _ in range(3))
+    return once
 
 
 def _seconds(call: Callable[[], object]) -> float:
