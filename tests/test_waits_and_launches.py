@@ -224,6 +224,11 @@ def test_the_first_step_of_a_state_is_not_captured(device):
     assert told.startswith("a step of a new state while a CUDA graph is captured")
 
 
+@pytest.mark.parametrize("pipeline", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in LAUNCHES])
+def test_leaves_on_two_devices_are_updated_as_on_one(device, pipeline):
+    assert ask(device, "compare", pipeline, apart=True) == []
+
+
 @pytest.mark.parametrize("route", ["attached", "in backward", "pure"])
 def test_an_update_in_a_captured_graph_is_refused(device, route):
     told = ask(device, "captured", route)

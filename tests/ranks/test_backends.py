@@ -67,11 +67,61 @@ def test_the_first_group_of_gpus_is_bound_to_one_so_that_others_are_split(monkey
     for name, x in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1}.items():
         monkeypatch.setenv(name, str(x))
     monkeypatch.setattr(backend._stores, "FileStore", lambda file, count: None)
-    monkeypatch.setattr(backend._stores, "PrefixStore", lambda prefix, store: None)
+    store = backend._stores.HashStore()
+    monkeypatch.setattr(backend._stores, "PrefixStore", lambda prefix, _: store)
     for kind, device in (("cpu:gloo,cuda:nccl", torch.device("cuda", 1)), ("gloo", None)):
         given.clear()
+        store.set("zerofn/backend", kind)
         backend.make_default(kind, "file", "first")
         assert (given["backend"], given.get("device_id"), given["rank"]) == (kind, device, 1)
+
+
+def test_ranks_that_would_open_other_backends_are_refused():
+    """They would wait for each other for ever: one machine of the job has no GPUs."""
+    store = backend._stores.HashStore()
+    backend._compare("cpu:gloo,cuda:nccl", 0, store)
+    backend._compare("cpu:gloo,cuda:nccl", 1, store)
+    with pytest.raises(RuntimeError, match="rank 2 would open gloo, and rank 0 cpu:gloo,cuda:nccl"):
+        backend._compare("gloo", 2, store)
+
+
+@pytest.mark.parametrize(
+    ("config", "devices", "unsent"),
+    [
+        ("cuda:nccl", {"cpu"}, {"cpu": "cuda"}),
+        ("cuda:nccl", {"cuda"}, {}),
+        ("cpu:gloo,cuda:nccl", {"cpu", "cuda"}, {}),
+        ("cpu:gloo,cuda:gloo", {"cuda"}, {}),
+        ("cuda:nccl", set(), {}),
+    ],
+)
+def test_parameters_that_a_backend_does_not_send_are_found(opened, config, devices, unsent):
+    opened(config)
+    assert backend.not_sent_from(devices) == unsent
+
+
+def on_other_devices() -> str:
+    """What a rank hears whose model is on the CPU while that of another rank is on a device."""
+    import other_device
+
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Linear(2, 2)
+    if dist.get_rank() == 1:
+        KEPT.extend(other_device.register())
+        model = other_device.move(model)
+    try:
+        zf.attach(model, zf.chain(zf.all_reduce(), zf.sgd(0.1)))
+    except ValueError as error:
+        return str(error)
+    return "attached"
+
+
+KEPT: list = []
+
+
+def test_a_world_whose_devices_differ_is_refused():
+    told = zf.launch(on_other_devices, 2, timeout=limit())
+    assert told[0] == told[1] and told[0].startswith("parameters on devices of several kinds: rank 0 has 'cpu', rank 1")
 
 
 ROWS = [tuple(range(i, i + 8)) for i in range(0, 1024, 8)]

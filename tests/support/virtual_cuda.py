@@ -285,6 +285,24 @@ def install() -> None:
     torch.Tensor.record_stream = lambda self, stream: LOG.add("stream", "record_stream")  # type: ignore[assignment]
     for name in ("tensor", "as_tensor"):
         _logged(torch, name)
+    for name in list(vars(torch)):
+        if name.startswith("_foreach_"):
+            _one_by_one(torch, name)
+
+
+def _one_by_one(torch: Any, name: str) -> None:
+    """Lists of tensors on several devices, as torch's own operators take them: one tensor after the other."""
+    plain = getattr(torch, name)
+
+    def over(*args: Any, **kwargs: Any) -> Any:
+        lists = [i for i, x in enumerate(args) if isinstance(x, list | tuple)]
+        if not lists or len({x.device for x in args[lists[0]]}) < 2:
+            return plain(*args, **kwargs)
+        alone = [[[x[n]] if i in lists else x for i, x in enumerate(args)] for n in range(len(args[lists[0]]))]
+        found = [plain(*one, **kwargs) for one in alone]
+        return None if found[0] is None else [x for (x,) in found]
+
+    setattr(torch, name, over)
 
 
 def _logged(torch: Any, name: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import product
 from math import prod
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -257,18 +258,31 @@ def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformS
     return with_counters_on_device(pipe, state, pipe.verdicts) if pipe.keeps_verdicts else state
 
 
+def on_one_gpu(leaves: Leaves) -> bool:
+    """Whether all leaves are on one GPU: a verdict, and counts of what it skips, can be on one device alone."""
+    devices = set(map(attrgetter("device"), leaves.values()))
+    return len(devices) == 1 and devices.pop().type == "cuda"
+
+
 def with_counters_on_device(pipe: Pipeline, state: State, first: int | None = None) -> State:
-    """The same state with counters where the parameters are, if on a GPU.
+    """The same state with counters where the parameters are, if on one GPU.
 
     Args:
         pipe: its pipeline.
         state: the state.
         first: the place of the first part whose counters, and those of parts behind it, are moved; by default all are,
             and micro-steps are counted there.
+
+    Raises:
+        ValueError: all are to be moved, and parameters are on several devices.
     """
-    device = next((x.device for x in state.leaves.values() if x.is_cuda), None)
-    if device is None:
+    if not on_one_gpu(state.leaves):
+        others = [(path, f"on {x.device}") for path, x in state.leaves.items()]
+        if first is None and any([x.is_cuda for x in state.leaves.values()]):
+            right = "all parameters on one GPU, or no capturable=True"
+            raise ValueError(bad_leaves("capturable=True of parameters on several devices", others, right))
         return state
+    device = next(iter(state.leaves.values())).device
     own = dict(state.transforms)
     for part in pipe.parts[first or 0 :]:
         if part.name in own:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from .._compat.tensors import version
 from .._errors import bad_leaves, explain, kind_of, users_line
 from ..kernels.recording import concrete
 from ..kernels.rounding import leaf_key, stream_key
-from ..ranks.backend import gather_objects
+from ..ranks.backend import gather_objects, not_sent_from
 from ..ranks.group import Group, Traffic
 from ..ranks.process_groups import reduces_nothing, together, world_size
 from .layout import Leaf, Leaves
@@ -196,7 +196,7 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
     Ranks that start from different random parameters would otherwise train a mixture of them without an error.
     """
     check_finite(tensors)
-    agree_on_chain(pipe, call)
+    agree_on_chain(pipe, call, {x.device.type for x in tensors.values()})
     if pipe.groups:
         right = "torch.manual_seed(0) before the model is made, or the same checkpoint on every rank"
         agree_on_fingerprints(pipe.groups, {path: fingerprint(x) for path, x in tensors.items()}, right)
@@ -232,13 +232,14 @@ def unreduced(pipe: Pipeline) -> bool:
     return bool(behind) and not any([spec.over_ranks or spec.local_by for spec in behind])
 
 
-def agree_on_chain(pipe: Pipeline, call: str) -> None:
-    """Raise on every rank if ranks have other pipelines, or other trees of parameters.
+def agree_on_chain(pipe: Pipeline, call: str, devices: Collection[str] = ()) -> None:
+    """Raise on every rank if ranks have other pipelines, or other trees of parameters, or these on other devices.
 
     Args:
         pipe: the pipeline.
         call: the call as the user writes it. It waits for late ranks without a limit, since they may be loading data.
             If ranks wait in another call, for instance because one rank alone has caught an error, it raises.
+        devices: the kinds of devices that parameters are on.
     """
     if not pipe.step_groups:
         return
@@ -248,13 +249,32 @@ def agree_on_chain(pipe: Pipeline, call: str) -> None:
     tx = re.sub(r" at 0x[0-9a-f]+", "", repr(pipe.tx))
     leaves = pipe.layout.leaves
     tree = "\n".join([f"{x.path} {tuple((x.within or x).shape)} {x.dtype} {x.trainable}" for x in leaves])
+    kinds = " and ".join(sorted(devices))
     texts = {
         "the pipeline": f"{', '.join([p.name for p in pipe.parts])} #{_digest(tx)}",
         "the tree of parameters": f"{len(leaves)} leaves #{_digest(tree)}",
+        DEVICES: kinds,
     }
     for group in pipe.step_groups:
         wires = {"what wires send": wires_over(pipe, group)}
-        agree_on_all(texts | wires, group, {"what wires send": partial(unequal_wires, pipe, group)})
+        told = {"what wires send": partial(unequal_wires, pipe, group), DEVICES: partial(_other_devices, kinds, group)}
+        agree_on_all(texts | wires, group, told)
+    on_gpus = any([group.device.type != "cpu" for group in pipe.groups])
+    if on_gpus and (unsent := not_sent_from(devices)):
+        why = f"the backend of this job sends tensors of {', '.join(unsent.values())} alone"
+        right = "model.to(device) before it, with a device of that kind; or, before that,\n"
+        right += 'torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
+        raise ValueError(explain(f"{call} of parameters on {', '.join(unsent)}", why, right))
+
+
+DEVICES = "the devices of parameters"
+
+
+def _other_devices(kinds: str, group: Group) -> str:
+    """The message if parameters are on other kinds of devices on other ranks, the same on every rank."""
+    found = _by_value(gather_objects(kinds, group), group)
+    why = "what ranks send each other is on devices of one kind, or some wait for ever"
+    return explain(f"parameters on devices of several kinds: {found}", why, "model.to(device) alike on every rank")
 
 
 def check_finite(tensors: Leaves) -> None:

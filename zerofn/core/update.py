@@ -16,7 +16,7 @@ from .._errors import bad_leaves, explain
 from .context import Context
 from .executor import finish, run
 from .layout import Leaf, Leaves
-from .pipeline import Pipeline, init_transforms
+from .pipeline import Pipeline, init_transforms, on_one_gpu
 from .returned_values import check_readable, misshapen
 from .state import State
 from .tree import Tree, flatten, select, tree_map, tree_paths
@@ -87,7 +87,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     donated, level = False, None
     if grads and next(iter(grads.values())).is_cuda and not ctx.recorded and not ctx.unread:
         refuse_capture()
-        if pipe.keeps_verdicts:
+        if pipe.keeps_verdicts and on_one_gpu(state.leaves):
             ctx = replace(ctx, verdicts=True)
     if ctx.recorded:
         check_vmap(pipe, ctx.weight, grads, state)

@@ -302,7 +302,7 @@ def from_rows(pipe: Pipeline, params: dict[str, Tensor]) -> Callable[[], dict[st
     """A `Start` for parameters of which each rank has its shards already."""
     check_memory(params)
     check_finite(params)
-    agree_on_chain(pipe, "zf.attach(model, tx)")
+    agree_on_chain(pipe, "zf.attach(model, tx)", {p.device.type for p in params.values()})
     return lambda: {path: p.detach() for path, p in params.items()}
 
 

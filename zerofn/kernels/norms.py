@@ -20,7 +20,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 _WIDE = {torch.float32, torch.float64}
 
 # Called on every leaf in every step, so functions in C.
-_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
+_DTYPE, _IS_CPU, _DEVICE = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("device")
 
 
 def leaf_norms(leaves: dict[str, Tensor], order: float = 2.0) -> dict[str, Tensor]:
@@ -94,7 +94,15 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     if all(map(_IS_CPU, tensors)):
         bounds = torch.aminmax if set(map(_DTYPE, tensors)) <= _WIDE else _bounds
         return torch.stack([*chain.from_iterable(map(bounds, tensors))]).to(torch.float32).mul(0.0).sum()
-    return torch.stack([n.to(torch.float32) for n in leaf_norms(leaves, math.inf).values()]).mul(0.0).sum()
+    norms = _on_one_device([n.to(torch.float32) for n in leaf_norms(leaves, math.inf).values()])
+    return torch.stack(norms).mul(0.0).sum()
+
+
+def _on_one_device(norms: list[Tensor]) -> list[Tensor]:
+    """Norms of leaves as they are; of leaves on several devices on the host, whose numbers every device takes."""
+    if all(map(_IS_CPU, norms)) or recorded(norms) or len(set(map(_DEVICE, norms))) == 1:
+        return norms
+    return [n.cpu() for n in norms]
 
 
 def not_finite_each(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,7 +155,7 @@ def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
     if float in kinds:
         of_kernels = {p: torch.tensor(n, dtype=torch.float32) for p, n in norms_by_path.items() if type(n) is float}
         norms_by_path = {**norms_by_path, **of_kernels}
-    norms = list(map(norms_by_path.__getitem__, sorted(norms_by_path)))
+    norms = _on_one_device(list(map(norms_by_path.__getitem__, sorted(norms_by_path))))
     wide = torch.float64 if set(map(_DTYPE, norms)) <= {torch.float64} else torch.float32
     if not norms:
         return torch.zeros(())

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -42,6 +42,12 @@ def default_group() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
+def not_sent_from(devices: Collection[str]) -> dict[str, str]:
+    """Those kinds of devices whose tensors the backends of the default group do not send, with those they do send."""
+    sent = [kind.partition(":")[0] for kind in str(dist.get_backend_config()).split(",")] if devices else []
+    return {kind: " and ".join(sent) for kind in devices if kind not in sent and kind in ("cpu", "cuda")}
+
+
 def groups_made() -> int:
     """How many groups this process has made: torch names the next one by this number."""
     return dist.get_pg_count()
@@ -60,11 +66,22 @@ def make_default(backend: str | None, file: str | None, prefix: str) -> None:
     store = _stores.FileStore(file, -1) if file else next(_stores.rendezvous("env://"))[0]
     # A store may outlive the group: a second group in it would find the addresses of the first.
     store = _stores.PrefixStore(prefix, store)
+    _compare(backend, rank, store)
     more: dict[str, Any] = {}
     if "nccl" in backend:
         # Later groups are split from this one, and not made anew.
         more["device_id"] = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **more)
+
+
+def _compare(backend: str, rank: int, store: Any) -> None:
+    """Raise on a rank that would open the default group by another backend than rank 0: all would wait for ever."""
+    if rank == 0:
+        store.set("zerofn/backend", backend)
+    elif (first := store.get("zerofn/backend").decode()) != backend:
+        why = "NCCL is taken where each rank of a machine has a GPU of its own, and machines of this job differ"
+        right = 'CUDA_VISIBLE_DEVICES="" on every rank, for gloo; or as many GPUs as ranks on every machine'
+        raise RuntimeError(explain(f"rank {rank} would open {backend}, and rank 0 {first}", why, right))
 
 
 def job_store(prefix: str) -> Any:
