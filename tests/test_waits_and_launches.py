@@ -239,6 +239,15 @@ def test_leaves_on_two_devices_are_refused(device):
     assert "entry 0 are on devices [0, -1, 0, 0]" in ask(device, "on_two_devices")
 
 
+def test_triton_without_a_compiler_is_told_once_and_plain_torch_runs(device):
+    said, wrong = ask(device, "without_a_compiler")
+    assert len(said) == 1 and "Failed to find C compiler" in said[0] and wrong == []
+
+
+def test_gradients_are_where_they_are_in_this_step(device):
+    assert ask(device, "gradients_elsewhere_in_each_step") == (3, [])
+
+
 def test_an_overflow_is_found_without_a_wait(device):
     """Whether there is one, and where."""
     waits, first = ask(device, "overflowed")
@@ -268,6 +277,11 @@ def ranks() -> Iterator[ProcessPoolExecutor]:
     """A process that is one rank of a job, for good."""
     with virtual_cuda.processes() as pool:
         yield pool
+
+
+def test_a_model_that_the_backend_does_not_send_is_refused(ranks):
+    told = ranks.submit(virtual_cuda.call, "equal_ranks", "refused_on_the_host").result(timeout=limit())
+    assert told.startswith("zf.attach(model, tx) of parameters on cpu") and "sends tensors of cuda alone" in told
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -128,3 +128,17 @@ def waits(stage: str, ranks: int = 8, unused: bool = False) -> dict[str, int]:
         found = places([row for row in rows if row.where], "wait")
     opt.detach()
     return found
+
+
+def refused_on_the_host(ranks: int = 8) -> str:
+    """What a rank hears that leaves its model on the CPU in a job whose backend is NCCL alone."""
+    if not dist.is_initialized():
+        start(ranks)
+    kept, dist.get_backend_config = dist.get_backend_config, lambda: "cuda:nccl"  # type: ignore[assignment]
+    try:
+        zf.attach(Model(), zf.chain(zf.all_reduce(), zf.adamw(1e-3)))
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.get_backend_config = kept
+    return ""

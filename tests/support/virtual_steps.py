@@ -5,6 +5,7 @@ Imported in the process of `virtual_cuda.processes` only.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -432,3 +433,42 @@ def skipping(pipeline: str, route: str) -> tuple[list[str], int]:
 
 def names_of_skipping() -> list[str]:
     return list(SKIPPING)
+
+
+def gradients_elsewhere_in_each_step() -> tuple[int, list[str]]:
+    """How many addresses the gradients of one leaf had in three steps of the Triton kernel; and wrong bits."""
+    found: list[dict[str, Tensor]] = []
+    addresses: set[int] = set()
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = Many(2).to(device)
+        opt = zf.attach(model, PIPELINES["low precision, stochastic"]())
+        kept: list[Tensor] = []
+        for x in torch.randn(3):
+            model(x.to(device).to(BF16)).float().backward()
+            # Those of the steps before are not freed, so that these are elsewhere.
+            kept += [p.grad for p in model.parameters() if p.grad is not None]
+            addresses |= {model.p000.grad.data_ptr()} if device == "cuda" else set()
+            opt.step()
+            opt.zero_grad()
+        found.append({path: x.detach().cpu() for path, x in opt.state.params.items()})
+    here, there = found
+    return len(addresses), [p for p in here if not torch.equal(here[p], there[p])]
+
+
+def without_a_compiler() -> tuple[list[str], list[str]]:
+    """Warnings of steps where triton finds no C compiler for its launchers; and wrong bits."""
+
+    def fail(kernel: Any, programs: int, *args: Any) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+    adam.triton_kernel.cache_clear()
+    triton_adam.launch = fail
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            wrong = compare("low precision, stochastic")
+    finally:
+        triton_adam.launch = _launch
+        adam.triton_kernel.cache_clear()
+    return [str(one.message) for one in said], wrong
