@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import shutil
 import subprocess
@@ -158,13 +157,6 @@ def test_a_kernel_that_does_not_run_on_the_gpu_here_is_told(monkeypatch, wrong):
     told = doctor._gpu_kernel()
     assert told.broken == (wrong == "raises") and told.remedy
     assert ("no kernel image" in told.result) if wrong == "raises" else ("other bits" in told.remedy)
-
-
-def test_a_step_in_a_graph_is_told_as_attach_has_it(monkeypatch):
-    refused = "capturable" not in inspect.signature(zf.attach).parameters
-    assert ("refuses to be captured" in doctor._capture().result) == refused
-    monkeypatch.setattr(doctor, "attach", lambda model, tx, capturable=False: None)
-    assert "capturable=True" in doctor._capture().result
 
 
 def test_a_wrong_setting_is_told(monkeypatch):

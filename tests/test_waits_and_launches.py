@@ -239,6 +239,11 @@ def test_leaves_on_two_devices_are_refused(device):
     assert "entry 0 are on devices [0, -1, 0, 0]" in ask(device, "on_two_devices")
 
 
+def test_a_step_of_leaves_on_two_devices_is_not_captured(device):
+    told = ask(device, "capturable_on_two_devices")
+    assert told.startswith("capturable=True of parameters on several devices") and "p000: on cpu" in told
+
+
 def test_triton_without_a_compiler_is_told_once_and_plain_torch_runs(device):
     said, wrong = ask(device, "without_a_compiler")
     assert len(said) == 1 and "Failed to find C compiler" in said[0] and wrong == []

@@ -472,3 +472,12 @@ def without_a_compiler() -> tuple[list[str], list[str]]:
         triton_adam.launch = _launch
         adam.triton_kernel.cache_clear()
     return [str(one.message) for one in said], wrong
+
+
+def capturable_on_two_devices() -> str:
+    """What a model hears of which some leaves stay on the host."""
+    try:
+        zf.attach(Apart(3).to("cuda"), zf.adamw(1e-3), capturable=True)
+    except ValueError as error:
+        return str(error)
+    return ""
