@@ -69,10 +69,6 @@ class ThreadState(threading.local):
         self.scales: dict[int, Tensor | None] = {}
         self.left: LeftOutputs | None = None
 
-    def stale(self) -> bool:
-        """Whether the recorded calls have ended without their hooks, as after Ctrl-C."""
-        return bool(self.calls) and self.calls[0].frame is not None and has_ended(self.calls[0].frame)
-
     def drop_stale_calls(self) -> None:
         """Forget calls that ended without their hooks."""
         while self.calls:
@@ -225,8 +221,7 @@ class ParameterViews:
     def get(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter, the same all through a call, so that a parameter used twice has one cotangent."""
         view = self.pipe.views_at_use[path]
-        handed = self._handed(path)
-        if handed is not None:
+        if current_node() is not None and (handed := self._handed(path)) is not None:
             return handed
         if self.units is not None:
             if stored is self.units.shown[path]:
@@ -381,9 +376,10 @@ class ModelBoundary:
         torch runs no hook when Ctrl-C ends a call. This forgets such calls, so that the user's next access to a
         parameter is not taken for one in a call, and the next call is not taken for an inner one.
         """
-        if self.local.stale():
-            self.local.drop_stale_calls()
-        return self.local.calls
+        local = self.local
+        if local.calls and local.calls[0].frame is not None and has_ended(local.calls[0].frame):
+            local.drop_stale_calls()
+        return local.calls
 
     def begin(self) -> None:
         """Begin a call from outside, or one that a backward recomputes."""
