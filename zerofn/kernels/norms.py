@@ -106,7 +106,7 @@ def _on_one_device(norms: list[Tensor]) -> list[Tensor]:
 
 
 def not_finite_each(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`not_finite` of each leaf by path; on a GPU, where nothing records, in one call for all."""
+    """A number of each leaf, by path, that is finite if all of the leaf is; on a GPU in one call for all."""
     tensors = list(leaves.values())
     if recorded() or any(map(_IS_CPU, tensors)) or not all(map(Tensor.numel, tensors)):
         return {path: not_finite({path: t}) for path, t in leaves.items()}
