@@ -217,7 +217,7 @@ class Context:
 
     def own(self, x: Tensor) -> Tensor:
         """A tensor that may be written: `x` itself when donated, else a copy."""
-        if not self.donate or self.choosing is not None:
+        if not self.donate or self.unread:
             return x.clone()
         self.written.add(self.prefix)
         return x
@@ -226,14 +226,20 @@ class Context:
         """The new value of a state tensor: copied into the memory of `old` if that is donated, else `new` itself."""
         if not self.donate:
             return new
-        return self._write(old, new)
+        if self.unread:
+            return self._write(old, new)
+        self.written.add(self.prefix)
+        return old.copy_(new)
 
     def copied(self, old: Tensor, new: Tensor) -> Tensor:
         """As `into`, for a tensor that belongs to somebody else, such as a gradient: a copy if nothing is donated."""
         if not self.donate:
             # What is recorded is never written, so there it need not be copied.
             return new.to(old.dtype, copy=not self.recorded)
-        return self._write(old, new)
+        if self.unread:
+            return self._write(old, new)
+        self.written.add(self.prefix)
+        return old.copy_(new)
 
     def put(self, operation: Callable[..., Tensor], old: Tensor, *given: Any) -> Tensor:
         """`operation(old, *given)` in the dtype of `old`; in the memory of `old` if it is donated.
@@ -245,7 +251,7 @@ class Context:
         """
         if not self.donate:
             return operation(old, *given).to(old.dtype)
-        if self.choosing is not None:
+        if self.unread:
             return self._write(old, operation(old, *given))
         self.written.add(self.prefix)
         return operation(old, *given, out=old)
@@ -311,7 +317,7 @@ class Context:
             return {path: self.put(op, x, given[path] if several else given) for path, x in olds.items()}
         self.written.add(self.prefix)
         tensors, second = list(olds.values()), list(map(given.__getitem__, olds)) if several else given
-        if self.choosing is None:
+        if not self.unread or self.choosing is None:
             foreach(f"{operation}_", tensors, second)
         else:
             write_where(self.choosing, tensors, foreach(operation, tensors, second))
@@ -333,7 +339,7 @@ class Context:
             return {path: self.copied(x, given[path]) for path, x in olds.items()}
         self.written.add(self.prefix)
         tensors, news = list(olds.values()), list(map(given.__getitem__, olds))
-        if self.choosing is None:
+        if not self.unread or self.choosing is None:
             foreach("copy_", tensors, news)
         else:
             write_where(self.choosing, tensors, news)
