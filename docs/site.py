@@ -101,8 +101,8 @@ def errors() -> str:
     ]
     for path in sorted((ROOT / "zerofn").rglob("*.py")):
         found = sorted(set(_messages(ast.parse(path.read_text()))))
-        if found:
-            title = path.relative_to(ROOT / "zerofn").with_suffix("")
+        title = path.relative_to(ROOT / "zerofn").with_suffix("")
+        if found and not title.parts[0].startswith("_"):
             lines += ["", f"## `{title}`", ""]
             lines += [line for message in found for line in _shown(*message)]
     return "\n".join(lines) + "\n"
@@ -179,7 +179,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?:examples|notebooks|README)[^)]*\)", r"`\1`", markdown)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Notebooks link to pages as they lie in the repository, and would fetch a library for diagrams."""
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """What links to a page as it lies in the repository links to it here: in docstrings, errors and notebooks."""
+    # Notebooks would fetch a library for diagrams.
     html = re.sub(r'<script type="module">(?:(?!</script>).)*mermaid.*?</script>', "", html, flags=re.S)
-    return re.sub(r'href="\.\./docs/([\w/-]+)\.md', r'href="../../\1/', html)
+    top = "../" * page.url.count("/")
+    html = re.sub(r'href="\.\./docs/([\w/-]+)\.md', rf'href="{top}\1/', html)
+    return re.sub(r'(?<![\w/"])docs/([\w/-]+)\.md', rf'<a href="{top}\1/">docs/\1.md</a>', html)

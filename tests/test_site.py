@@ -86,3 +86,9 @@ def test_the_page_of_errors_has_what_is_raised(site):
         zf.clip_by_global_norm(1.0, over=3)
     (why,) = re.findall(r"why: +(.*)", str(error.value))
     assert why in page
+
+
+def test_pages_that_the_package_names_exist():
+    for path in (ROOT / "zerofn").rglob("*.py"):
+        for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
+            assert (ROOT / page).is_file(), f"{path.name}: {page}"
