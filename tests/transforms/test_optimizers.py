@@ -515,6 +515,14 @@ def test_a_derivative_through_eigenvectors_is_refused(name):
             call(draw((3, 3), 1))
 
 
+@pytest.mark.parametrize("name", ["shampoo", "soap"])
+def test_eigenvectors_of_nan_are_named(name):
+    tx = TABLE[name][0]
+    state = zf.init(tx, {"w": draw((3, 3), 0)})
+    with pytest.raises(FloatingPointError, match=rf"{name}: the eigenvectors of w\n(.|\n)*zf.skip_nonfinite"):
+        zf.update(tx, {"w": torch.full((3, 3), torch.nan, dtype=F64)}, state)
+
+
 def test_a_derivative_through_norms_of_leaves_is_that_of_the_formula():
     for name in ("lamb", "lars", "mars", "adafactor", "adaptive_clip"):
         tx, make = TABLE[name]

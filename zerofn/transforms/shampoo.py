@@ -60,6 +60,7 @@ def shampoo(
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: a step is differentiated.
+        FloatingPointError: a gradient was NaN or infinite.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -86,7 +87,7 @@ def shampoo(
         due = (at.count - 1) % update_freq == 0
         for side in sides:
             new[side] = total = slots[side] + gram(as_matrix(g), side)
-            root = partial(_inverse_root, total, 2 * len(sides))
+            root = partial(_inverse_root, total, 2 * len(sides), at.path)
             new[f"{side}_root"] = factor = where(due, root, slots[f"{side}_root"])
             u = factor @ u if side == "rows" else u @ factor
         if not sides:
@@ -111,9 +112,9 @@ def shampoo(
     return replace(built, needs="leaf", facts=replace(built.facts, capturable=False))
 
 
-def _inverse_root(x: Tensor, order: int) -> Tensor:
+def _inverse_root(x: Tensor, order: int, path: str) -> Tensor:
     """`x^(-1 / order)` of a symmetric positive matrix, which does not depend on the choice of a basis."""
-    values, basis = torch.linalg.eigh(x.double())
+    values, basis = spectrum("shampoo", path, x.double())
     # Rounding may take a value below the smallest one that there is.
     least = torch.finfo(x.dtype).eps * values[..., -1:].clamp(min=0) * 1e-3 + 1e-30
     return ((basis * values.clamp(min=least).pow(-1 / order).unsqueeze(-2)) @ basis.mT).to(x.dtype)
@@ -121,6 +122,16 @@ def _inverse_root(x: Tensor, order: int) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The sides of a leaf, for preconditioners.
+
+
+def spectrum(name: str, path: str, x: Tensor) -> Any:
+    """Eigenvalues and eigenvectors of a symmetric matrix of the leaf `path`."""
+    try:
+        return torch.linalg.eigh(x)
+    except RuntimeError as error:  # torch.linalg.LinAlgError
+        why = f"torch.linalg.eigh failed, as it does where a gradient was NaN or infinite: {error}"
+        right = f"zf.chain(..., zf.skip_nonfinite(), zf.{name}(...))"
+        raise FloatingPointError(explain(f"{name}: the eigenvectors of {path}", why, right)) from error
 
 
 def refuse_derivative(name: str, sides: tuple[str, ...], *values: Any) -> None:

@@ -23,7 +23,7 @@ from ..extend import (
     where,
 )
 from .adam import check_adam, unbiased
-from .shampoo import SIDES, as_matrix, gram, refuse_derivative, sides_of, square, wide
+from .shampoo import SIDES, as_matrix, gram, refuse_derivative, sides_of, spectrum, square, wide
 
 
 @transform
@@ -57,6 +57,7 @@ def soap(
     Raises:
         ValueError: an argument is out of range.
         RuntimeError: a step is differentiated.
+        FloatingPointError: the first gradient of a leaf was NaN or infinite.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -103,7 +104,7 @@ def soap(
         for side in sides:
             new[side] = total = plus(slots[side], 1 - beta2, gram(as_matrix(g), side) - slots[side])
             turn = partial(where, due, partial(_iterated, total, bases[side]), bases[side])
-            new[f"{side}_basis"] = where(first, partial(_eigenvectors, total), turn)
+            new[f"{side}_basis"] = where(first, partial(_eigenvectors, total, at.path), turn)
         # What stays is a tensor of the old state, and is copied.
         return moved.to(p.dtype, copy=moved is p), {k: y.to(y.dtype, copy=y is slots[k]) for k, y in new.items()}
 
@@ -129,9 +130,9 @@ def _turned_back(x: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
     return _turned(x, {side: basis.mT for side, basis in bases.items()})
 
 
-def _eigenvectors(x: Tensor) -> Tensor:
+def _eigenvectors(x: Tensor, path: str) -> Tensor:
     """In columns, the largest eigenvalue first."""
-    return _by_rows(torch.linalg.eigh(x).eigenvectors.flip(-1))
+    return _by_rows(spectrum("soap", path, x).eigenvectors.flip(-1))
 
 
 def _iterated(x: Tensor, basis: Tensor) -> Tensor:
