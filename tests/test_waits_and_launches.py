@@ -219,6 +219,12 @@ def test_every_captured_pipeline_is_in_the_table(device):
     assert ask(device, "names", module="virtual_graphs") == CAPTURED
 
 
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_state_with_counters_on_the_device_is_saved_and_loaded(device, capturable, tmp_path):
+    found = ask(device, "saved", str(tmp_path / "run"), capturable, module="virtual_graphs")
+    assert found == {"same": [True] * 3, "steps": [5] * 4, "in place": capturable or found["in place"]}
+
+
 def test_the_first_step_of_a_state_is_not_captured(device):
     told = ask(device, "refused", module="virtual_graphs")
     assert told.startswith("a step of a new state while a CUDA graph is captured")

@@ -5,6 +5,7 @@ Imported in the process of `virtual_cuda.processes` only.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -223,3 +224,44 @@ def refused() -> str:
 
 def names() -> list[str]:
     return list(PIPELINES)
+
+
+def saved(folder: str, capturable: bool) -> dict[str, Any]:
+    """Whether runs that are loaded from what another has saved go on as that one, here and on the CPU."""
+    x = torch.ones((), device="cuda")
+
+    def tx() -> zf.Transform:
+        return _scaled(zf.clip_by_global_norm(0.1), zf.adamw(zf.schedules.linear(0.1, 0.0, 9)))
+
+    def fresh(device: str, **how: Any) -> tuple[nn.Module, zf.Optimizer]:
+        torch.manual_seed(0)
+        model = Many(4).to(device)
+        return model, zf.attach(model, tx(), **how)
+
+    def train(model: nn.Module, opt: zf.Optimizer, steps: int) -> list[Tensor]:
+        for _ in range(steps):
+            model(x.to(next(model.parameters()).device)).backward()
+            opt.step()
+            opt.zero_grad()
+        return [p.detach().cpu().clone() for p in model.parameters()]
+
+    model, opt = fresh("cuda", capturable=capturable)
+    train(model, opt, 3)
+    kept = io.BytesIO()
+    torch.save(opt.state_dict(), kept)
+    zf.save(folder, opt)
+    last = train(model, opt, 2)
+    kept.seek(0)
+    dict_model, by_dict = fresh("cuda", capturable=capturable)
+    place = by_dict.state.step.data_ptr()
+    by_dict.load_state_dict(torch.load(kept, map_location="cpu"))
+    file_model, by_file = fresh("cuda", capturable=capturable)
+    zf.load(folder, like=by_file)
+    cpu_model, on_cpu = fresh("cpu")
+    zf.load(folder, like=on_cpu)
+    runs = [train(dict_model, by_dict, 2), train(file_model, by_file, 2), train(cpu_model, on_cpu, 2)]
+    return {
+        "same": [all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(last, run, strict=True)) for run in runs],
+        "steps": [o.global_steps for o in (opt, by_dict, by_file, on_cpu)],
+        "in place": by_dict.state.step.data_ptr() == place,
+    }
