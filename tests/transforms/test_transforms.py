@@ -173,6 +173,8 @@ SLOW = (
     "adan",
     "adopt",
     "schedule_free_adamw",
+    "lookahead",
+    "cautious optimizer",
 )
 
 
