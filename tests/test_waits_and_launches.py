@@ -303,5 +303,7 @@ def test_a_rank_waits_for_nothing(ranks, stage):
     """
     waits = ranks.submit(virtual_cuda.call, "equal_ranks", "waits", stage).result(timeout=limit())
     assert waits == {}
+    scaled = ranks.submit(virtual_cuda.call, "equal_ranks", "waits", stage, scaled=True).result(timeout=limit())
+    assert scaled == {}
     unused = ranks.submit(virtual_cuda.call, "equal_ranks", "waits", stage, unused=True).result(timeout=limit())
     assert sum(unused.values()) == 1, unused

@@ -103,13 +103,14 @@ STAGES: dict[str, Callable[..., zf.Transform]] = {
 }
 
 
-def waits(stage: str, ranks: int = 8, unused: bool = False) -> dict[str, int]:
+def waits(stage: str, ranks: int = 8, unused: bool = False, scaled: bool = False) -> dict[str, int]:
     """Where the host waits in one step of a rank among `ranks`, after steps that agree on the order of units.
 
     Args:
         stage: of `STAGES`.
         ranks: how many.
         unused: whether the first block has a leaf without a gradient.
+        scaled: whether there is a loss scale.
     """
     if not dist.is_initialized():
         start(ranks)
@@ -117,7 +118,10 @@ def waits(stage: str, ranks: int = 8, unused: bool = False) -> dict[str, int]:
     if unused:
         model.blocks[0].unused = nn.Parameter(torch.ones(3))
     model = model.cuda()
-    opt = zf.attach(model, STAGES[stage](zf.clip_by_global_norm(1.0), zf.adamw(1e-3)))
+    scale, rest = [zf.scale_loss(init_scale=8.0)] if scaled else [], [zf.clip_by_global_norm(1.0), zf.adamw(1e-3)]
+    # Gradients are unscaled behind `shard`, and before anything adds them up.
+    tx = STAGES[stage](*scale, *rest) if stage == "zero-3" else zf.chain(*scale, STAGES[stage](*rest))
+    opt = zf.attach(model, tx)
     x = torch.arange(8, device="cuda").view(1, 8)
     found: dict[str, int] = {}
     for _ in range(4):
