@@ -419,12 +419,14 @@ def fingerprint(x: Tensor) -> int:
     bits = x.detach().contiguous().reshape(-1).view(torch.uint8)
     if bits.storage_offset() % 8:
         bits = bits.clone()
-    even = len(bits) // 8 * 8
-    words, rest = bits[:even].view(torch.int64), bits[even:]
+    total: Any = 0
+    if more := len(bits) % 8:
+        total = F.pad(bits[-more:], (0, 8 - more)).view(torch.int64)[0]
+        bits = bits[:-more]
     # Each word has a factor of its own, or a permutation would have the same sum; odd, or bits would be lost.
-    factors = 2 * torch.arange(min(len(words), WORDS), device=x.device) + 1
-    total = F.pad(rest, (0, 8 - len(rest))).view(torch.int64)[0]
-    for piece in words.split(WORDS) if even else ():
+    words = bits.view(torch.int64)
+    factors = torch.arange(1, 2 * min(len(words), WORDS) + 1, 2, device=x.device)
+    for piece in words.split(WORDS) if len(words) else ():
         mine = factors[: len(piece)]
         # Sums wrap. A GPU has no kernel for the product of vectors of integers.
         total = total * MIX + (torch.dot(piece, mine) if x.device.type == "cpu" else (piece * mine).sum())
