@@ -121,7 +121,8 @@ plans = st.fixed_dictionaries(
 
 
 @settings(max_examples=4)
-@given(plans, st.integers(1, 4))
+# The simplest example, which is always drawn, is one of two ranks.
+@given(plans, st.sampled_from([2, 3, 4, 1]))
 def test_placement_does_not_change_the_update(plan, size):
     bitwise = plan["kind"] in ROUNDINGS and not plan["clip"]
     if plan["kind"] in ROUNDINGS:
