@@ -245,6 +245,10 @@ def test_leaves_on_two_devices_are_refused(device):
     assert "entry 0 are on devices [0, -1, 0, 0]" in ask(device, "on_two_devices")
 
 
+def test_an_offloaded_state_is_written_in_its_own_memory(device):
+    assert ask(device, "written_states") == [True] * 6
+
+
 def test_a_step_of_leaves_on_two_devices_is_not_captured(device):
     told = ask(device, "capturable_on_two_devices")
     assert told.startswith("capturable=True of parameters on several devices") and "p000: on cpu" in told

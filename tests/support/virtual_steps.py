@@ -481,3 +481,14 @@ def capturable_on_two_devices() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def written_states() -> list[bool]:
+    """Whether torch counts a step as a write into each tensor of an offloaded state, in its own memory."""
+    model = Many(3).cuda()
+    opt = zf.attach(model, zf.offload(zf.adamw(1e-3)))
+    before = [(x, x._version) for _, x in _tensors(opt.state.transforms) if x.ndim]
+    model(torch.ones((), device="cuda")).backward()
+    opt.step()
+    after = [x for _, x in _tensors(opt.state.transforms) if x.ndim]
+    return [x is y and x._version > n for x, (y, n) in zip(after, before, strict=True)]

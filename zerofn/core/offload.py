@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat.autograd import increment_versions
 from .._compat.tensors import foreach
 from .context import Context
 from .executor import buckets
@@ -200,6 +201,8 @@ class Bucket:
                 foreach("copy_", [self.beside[i] for i in self.changed], list(self.changed.values()))
                 self.changed = {}
             self.leaving = queue(self.device, True).copy([(self.home, self.flat)])
+            # Written by way of the memory that they have together.
+            increment_versions(self.homes)
         return self.leaving
 
     def wait_on_host(self) -> None:
