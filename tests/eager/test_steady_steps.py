@@ -55,7 +55,7 @@ def test_a_steady_step_makes_as_many_calls_for_many_leaves_as_for_few(layers):
         model(torch.ones(2, 4)).sum().backward()
         made = calls_of(opt.step)
         opt.zero_grad()
-    assert len(made) <= 38, made
+    assert len(made) <= 39, made
     assert len({name.partition(":")[0] for name in made}) <= 15, made
 
 
@@ -80,7 +80,7 @@ def steady_step(chain):
     return made
 
 
-@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 139, 31), (zero_3, 81, 27)])
+@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 139, 31), (zero_3, 82, 27)])
 def test_a_step_over_ranks_stays_as_short_as_it_is(chain, calls, modules):
     for made in zf.launch(steady_step, 2, chain, timeout=limit()):
         assert len(made) <= calls, made
