@@ -21,34 +21,34 @@ WAITS: dict[str, tuple[int, str]] = {
 # Launches of one step of an attached model with 148 leaves, none of which may grow. A second number is the aim, where
 # it is not reached: budgets can only fall.
 LAUNCHES: dict[str, int | tuple[int, int]] = {
-    "sgd": (10, 8),
-    "sgd, momentum": (15, 8),
-    "adam": (13, 10),
-    "adamw": (13, 10),
-    "adamw, schedule": (13, 10),
-    "clip, adamw": (20, 16),
-    "clip by value, adamw": (18, 16),
+    "sgd": 5,
+    "sgd, momentum": 5,
+    "adam": 10,
+    "adamw": 10,
+    "adamw, schedule": 10,
+    "clip, adamw": 12,
+    "clip by value, adamw": 11,
     "low precision, stochastic": 6,
     "low precision, kahan": 6,
     "low precision, nearest": 6,
-    "clip, low precision": (16, 9),
+    "clip, low precision": 7,
     # Each gradient is divided by the scale as it leaves backward.
-    "scale, clip, low precision": (536, 12),
-    "scale, overflow": (217, 12),
-    "rmsprop": (34, 12),
-    "lion": (46, 12),
-    "muon, adamw": (146, 60),
-    "adamw, ema": (16, 14),
-    "accumulate, adamw": 3,
-    "accumulate, weighted": (21, 14),
-    "clip over pipelines": (29, 20),
-    "partition": (22, 16),
-    "watch": (907, 20),
+    "scale, clip, low precision": (165, 12),
+    "scale, overflow": (166, 12),
+    "rmsprop": 5,
+    "lion": 5,
+    "muon, adamw": (139, 60),
+    "adamw, ema": 11,
+    "accumulate, adamw": 1,
+    "accumulate, weighted": 13,
+    "clip over pipelines": (21, 20),
+    "partition": 8,
+    "watch": (904, 20),
     # torchopt's own operations.
-    "guest": 2967,
-    "masked": (18, 16),
-    "skip nonfinite": (42, 16),
-    "offload": (13, 10),
+    "guest": 2964,
+    "masked": 11,
+    "skip nonfinite": 16,
+    "offload": 10,
     "offload, low precision": 6,
     "offload, chain": (23, 20),
     "clip, on the host": 22,
@@ -163,10 +163,21 @@ def test_offloaded_states_are_copied_in_buckets(device, pipeline, route):
     assert ask(device, "counts", route, pipeline, leaves=148)["copies"] == {"offload": 2, "offload, chain": 4}[pipeline]
 
 
-@pytest.mark.parametrize("pipeline", ["adamw", "clip, low precision", "sgd, momentum", "lion"])
-def test_launches_grow_slower_than_leaves(device, pipeline):
-    few, many = (ask(device, "counts", "attached", pipeline, leaves=n)["launches"] for n in (148, 500))
-    assert many <= 3 * few
+# Those that launch something for each leaf: a budget of theirs has an aim, apart from torchopt's.
+EACH_LEAF = {"scale, clip, low precision", "scale, overflow", "watch", "guest"}
+
+
+@pytest.mark.parametrize("pipeline", [x for x in LAUNCHES if x not in EACH_LEAF])
+def test_500_leaves_take_at_most_twice_the_budget_of_148(device, pipeline):
+    now, _aim = budget if isinstance(budget := LAUNCHES[pipeline], tuple) else (budget, budget)
+    assert ask(device, "counts", "attached", pipeline, leaves=500)["launches"] <= 2 * now
+
+
+@pytest.mark.parametrize("pipeline", ["sgd, momentum", "lion", "rmsprop", "clip, adamw", "accumulate, weighted"])
+def test_without_triton_torchs_operations_on_lists_are_launched(device, pipeline):
+    """Three to nine launches for each operation of a formula; the numbers are the same."""
+    launches, wrong = ask(device, "without_triton", pipeline)
+    assert launches <= 46 and wrong == []
 
 
 def test_every_transform_is_in_the_table(device):

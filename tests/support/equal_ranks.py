@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from virtual_cuda import LOG, places
+from virtual_steps import counting
 
 import zerofn as zf
 from zerofn.ranks import backend  # inside: the collectives below, of one process and of several
@@ -125,7 +126,7 @@ def waits(stage: str, ranks: int = 8, unused: bool = False, scaled: bool = False
     x = torch.arange(8, device="cuda").view(1, 8)
     found: dict[str, int] = {}
     for _ in range(4):
-        with LOG() as rows:
+        with counting(), LOG() as rows:
             model(x).square().mean().backward()
             opt.step()
             opt.zero_grad()

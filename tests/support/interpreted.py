@@ -149,7 +149,7 @@ class Blocks(nn.Module):
 
 def train(rounding: str, triton: bool, form: str) -> tuple[dict[str, Tensor], list[float], list[int]]:
     """Parameters and states, norms of gradients, and launches of kernels, of a few steps of an attached model."""
-    from zerofn.kernels import triton_adam  # inside: a kernel by itself, and its launches
+    from zerofn.kernels import triton_lists  # inside: its launches
 
     os.environ["ZEROFN_NATIVE"] = "0" if triton else "1"
     torch.manual_seed(0)
@@ -161,14 +161,14 @@ def train(rounding: str, triton: bool, form: str) -> tuple[dict[str, Tensor], li
     opt = zf.attach(model, zf.chain(*chain, zf.low_precision_adam(0.01, weight_decay=0.1, rounding=rounding)))
     launches, norms = [], []
     names: list[str] = []
-    launch = triton_adam.launch
+    launch = triton_lists.launch
 
     def counted(kernel: Any, *args: Any) -> None:
         names.append(kernel.__name__)
         launch(kernel, *args)
 
     try:
-        triton_adam.launch = counted
+        triton_lists.launch = counted
         for x in torch.randn(3, 4, 6):
             names.clear()
             model(x.to(model.blocks[0].weight.dtype)).float().square().mean().backward()
@@ -177,7 +177,7 @@ def train(rounding: str, triton: bool, form: str) -> tuple[dict[str, Tensor], li
             opt.zero_grad()
             launches.append(names.count("adam_kernel"))
     finally:
-        triton_adam.launch = launch
+        triton_lists.launch = launch
     kept = {f"{k}.{p}": x for k, v in opt.state.transforms.items() for p, x in _leaves(v)}
     return {**{p: x.detach().clone() for p, x in opt.state.leaves.items()}, **kept}, norms, launches
 
@@ -221,7 +221,7 @@ def instructions(kinds: Sequence[int], roundings: Sequence[bool], target: str = 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zerofn.kernels import triton_adam  # inside: a kernel by itself, and its launches
+    from zerofn.kernels import triton_adam, triton_lists  # inside: a kernel by itself, and how it is launched
 
     names = triton_adam.adam_kernel.arg_names
     given: dict[str, Any] = {name: "*i64" for name in names[:7]} | {
@@ -230,12 +230,12 @@ def instructions(kinds: Sequence[int], roundings: Sequence[bool], target: str = 
         "numbers": "*fp32",
         "squares": "*fp32",
     }
-    constants = dict(zip(names[10:], [*kinds, *roundings, True, triton_adam.CHUNK, triton_adam.BLOCK], strict=True))
+    constants = dict(zip(names[10:], [*kinds, *roundings, True, triton_lists.CHUNK, triton_lists.BLOCK], strict=True))
     source = ASTSource(
         fn=triton_adam.adam_kernel,
         signature={name: given.get(name, "constexpr") for name in names},
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 9)},
     )
-    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_adam.CUDA_OPTIONS)
+    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_lists.CUDA_OPTIONS)
     return dict(collections.Counter(CALLS.findall(compiled.asm["ptx"])))

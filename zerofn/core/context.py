@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._compat.tensors import foreach
 from .._errors import explain, kind_of
-from ..kernels.formulas import TensorList, write_where
+from ..kernels.formulas import TensorList, in_place, write_where
 from ..kernels.norms import leaf_norms
 from ..kernels.recording import concrete, number
 from .layout import Layout, Leaves
@@ -318,7 +318,7 @@ class Context:
         self.written.add(self.prefix)
         tensors, second = list(olds.values()), list(map(given.__getitem__, olds)) if several else given
         if not self.unread or self.choosing is None:
-            foreach(f"{operation}_", tensors, second)
+            in_place(f"{operation}_", tensors, second)
         else:
             write_where(self.choosing, tensors, foreach(operation, tensors, second))
         return dict(olds)
@@ -340,7 +340,7 @@ class Context:
         self.written.add(self.prefix)
         tensors, news = list(olds.values()), list(map(given.__getitem__, olds))
         if not self.unread or self.choosing is None:
-            foreach("copy_", tensors, news)
+            in_place("copy_", tensors, news)
         else:
             write_where(self.choosing, tensors, news)
         return dict(olds)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._compat.tensors import profiler_runs
 from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
-from ..kernels.norms import added, leaf_squares, sum_of_squares
+from ..kernels.norms import added, leaf_squares, squared_norm, sum_of_squares
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
 from .facts import Facts, Scope
@@ -458,8 +458,10 @@ def _prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: C
     def close() -> None:
         if ctx.recorded or ctx.norms is None:
             ctx.report("grad_norm", root(ctx.reduction.total(added, found)))
-        else:
+        elif ctx.norms.found:
             ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, ctx.norms.all()).sqrt())
+        else:
+            ctx.report("grad_norm", ctx.reduction.total(squared_norm, ctx.norms.requests).sqrt())
 
     return Prepared(found, close=close)
 

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach, foreach_add
-from ..kernels.formulas import NotOnLists, TensorList, batches, on_lists, once
+from ..kernels.formulas import NotOnLists, TensorList, batches, computed, on_lists, once
 from ..kernels.norms import squared_norm
 from ..kernels.recording import concrete, number, only_compiled, root
 from .arguments import LARGEST, learning_rate
@@ -758,8 +758,12 @@ def _on_lists(
         except NotOnLists:
             # Nothing of this batch is written yet, since a formula writes none of its arguments.
             continue
+        if ctx.choosing is not None:
+            # All of it before any is written: a list that is chosen from is computed where it is written.
+            computed(x, *after.values())
         written: Any = x if lr is None else ctx.into(p, x)
         kept: dict[str, Any] = {slot: ctx.into(old[slot], after[slot]) for slot in slots}
+        computed(written, *kept.values())
         for place, i in enumerate(batch):
             found[paths[i]] = written.tensors[place], {slot: value.tensors[place] for slot, value in kept.items()}
     return found

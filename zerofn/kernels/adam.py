@@ -445,7 +445,7 @@ def _interpreted() -> bool:
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return False
     module = triton_module()
-    return module is not None and module.interpreted()
+    return module is not None and module.triton_lists.interpreted()
 
 
 @functools.cache

@@ -7,14 +7,19 @@ operation.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from ctypes import c_float
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compat.autograd import increment_versions
 from .._compat.functorch import functorch_active, is_wrapped
-from .._compat.tensors import foreach, foreach_mul
+from .._compat.tensors import foreach, foreach_mul, has_triton
 from .recording import certain, differentiated, recorded
 
 
@@ -90,6 +95,8 @@ def at_most(norm: Tensor, most: Any) -> Tensor | None:
     read = norm.is_cpu and not recorded((norm, most))
     if read and norm.item() * 1.001 + 1e-5 < most:
         return None
+    if norm.is_cuda and not recorded((norm, most)):
+        return ((TensorList([norm]) + 1e-6).reciprocal() * most).clamp(max=1.0).tensors[0]
     ratio = (norm + 1e-6).reciprocal().mul(most)
     if read:
         # A factor that is not above 1, or is NaN, needs no clamp.
@@ -108,6 +115,11 @@ def scaled(tensors: dict[str, Tensor], factor: Tensor | None) -> dict[str, Tenso
     """
     if factor is None:
         return tensors
+    if factor.is_cuda and on_lists([[*tensors.values()], [factor]]):
+        of_lists = Term("scalar", (factor,), factor.dtype)
+        return over_leaves(
+            lambda x: x * (_as(of_lists, x.dtype) if isinstance(x, TensorList) else factor.to(x.dtype)), tensors
+        )
     factors = {dtype: factor.to(dtype) for dtype in {x.dtype for x in tensors.values()}}
     if len(factors) == 1 and not recorded((factor, *tensors.values())):
         return dict(zip(tensors, foreach_mul(list(tensors.values()), *factors.values()), strict=True))
@@ -143,16 +155,17 @@ def moment_root(x: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `TensorList` has the operations of a tensor, and launches one kernel for many leaves.
+# `TensorList` has the operations of a tensor, and computes a formula on many leaves in one launch.
 #
 # A GPU computes a small leaf in less time than the host takes to launch a kernel, 5 to 10 us. A formula on one leaf,
-# which has a dozen operations, would launch a dozen kernels for each leaf. torch has operations on lists
-# (``_foreach_add``), with which its own optimizers are written out by hand. Here the formula is written once, for one
-# tensor.
+# which has a dozen operations, would launch a dozen kernels for each leaf. So a list remembers the operations on it,
+# and what is wanted of them is computed at the end: by one kernel of Triton that reads each tensor once and makes no
+# temporaries (`zerofn.kernels.triton_lists`), or, without Triton, by torch's operations on lists, one after the other.
+# Here the formula is written once, for one tensor.
 
 
-# Elements of a batch of leaves. A formula makes a few temporaries of this size, where leaf by leaf it makes them of
-# the size of a leaf; 64 MiB in float32 take a GPU 50 us to read, many times what a launch takes.
+# Elements of a batch of leaves for torch's operations. They make a few temporaries of this size, where leaf by leaf
+# they make them of the size of a leaf; 64 MiB in float32 take a GPU 50 us to read, many times what a launch takes.
 BATCH = 1 << 24
 
 
@@ -160,8 +173,25 @@ class NotOnLists(Exception):
     """A formula asked for something that a list of tensors does not have; it runs leaf by leaf."""
 
 
+class Term:
+    """An operation of a formula that has not run: its name, what it is of, and the dtype of its result.
+
+    Its arguments are terms and numbers. `"load"` is of a list of tensors, and `"scalar"` of one 0-d tensor.
+    """
+
+    __slots__ = ("args", "dtype", "name")
+
+    def __init__(self, name: str, args: tuple[Any, ...], dtype: torch.dtype):
+        self.name, self.args, self.dtype = name, args, dtype
+
+
 class TensorList:
-    """Tensors of one dtype and device, with operations element by element.
+    """Tensors of one dtype and device, with operations element by element, which run when `tensors` is asked for.
+
+    Attributes:
+        term: what the list is.
+        like: tensors of its shapes and strides.
+        memory: tensors that hold it once it is computed; `None` until there are some.
 
     Examples:
         >>> x = TensorList([torch.ones(2), torch.ones(1)])
@@ -169,8 +199,10 @@ class TensorList:
         [tensor([1.7321, 1.7321]), tensor([1.7321])]
     """
 
-    def __init__(self, tensors: Sequence[Tensor]):
-        self.tensors = list(tensors)
+    def __init__(self, tensors: Sequence[Tensor], term: Term | None = None):
+        self.like: list[Tensor] = list(tensors)
+        self.memory = self.like if term is None else None
+        self.term = term or Term("load", (self.like,), self.like[0].dtype)
 
     def __getattr__(self, name: str) -> Any:
         raise NotOnLists(name)
@@ -192,84 +224,99 @@ class TensorList:
         return getattr(args[0], name)(*args[1:], **kwargs)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        computed(self)
+        assert self.memory is not None
+        return self.memory
+
+    @property
+    def pending(self) -> bool:
+        """Whether its memory does not hold it yet."""
+        return self.memory is None or self.term.name != "load" or self.term.args[0] is not self.memory
+
+    @property
     def dtype(self) -> torch.dtype:
-        return self.tensors[0].dtype
+        return self.term.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.tensors[0].device
+        return self.like[0].device
 
     def to(self, dtype: Any, copy: bool = False) -> TensorList:
         if not isinstance(dtype, torch.dtype):
             raise NotOnLists("to")
-        if dtype == self.dtype and not copy:
-            return self
-        made = [torch.empty_like(x, dtype=dtype) for x in self.tensors]
-        foreach("copy_", made, self.tensors)
-        return TensorList(made)
+        return self if dtype == self.dtype and not copy else TensorList(self.like, _as(self.term, dtype))
 
     def clone(self) -> TensorList:
-        made = [torch.empty_like(x) for x in self.tensors]
-        foreach("copy_", made, self.tensors)
-        return TensorList(made)
+        return TensorList(self.like, self.term)
 
     def copy_(self, other: TensorList) -> TensorList:
-        foreach("copy_", self.tensors, other.tensors)
+        self.term = _as(_term(other), self.dtype)
         return self
 
     def add(self, other: Any, *, alpha: Any = 1) -> TensorList:
-        return self._on_lists("add", other, alpha)
-
-    def add_(self, other: Any, *, alpha: Any = 1) -> TensorList:
-        return self._on_lists("add_", other, alpha)
+        if isinstance(alpha, int | float) and alpha == 1:
+            return self._with("add", other)
+        return self._with("plus", _term(other), _number(alpha))
 
     def sub(self, other: Any) -> TensorList:
-        return self._on_lists("sub", other)
-
-    def sub_(self, other: Any) -> TensorList:
-        return self._on_lists("sub_", other)
+        return self._with("sub", other)
 
     def mul(self, other: Any) -> TensorList:
-        return self._on_lists("mul", other)
-
-    def mul_(self, other: Any) -> TensorList:
-        return self._on_lists("mul_", other)
+        return self._with("mul", other)
 
     def div(self, other: Any) -> TensorList:
-        return self._on_lists("div", other)
-
-    def div_(self, other: Any) -> TensorList:
-        return self._on_lists("div_", other)
+        return self._with("div", other)
 
     def addcmul(self, a: TensorList, b: TensorList, *, value: Any = 1) -> TensorList:
-        return self._with_two("addcmul", a, b, value)
+        return self._with("addcmul", _term(a), _term(b), _number(value))
 
     def addcdiv(self, a: TensorList, b: TensorList, *, value: Any = 1) -> TensorList:
-        return self._with_two("addcdiv", a, b, value)
+        return self._with("addcdiv", _term(a), _term(b), _number(value))
 
     def lerp(self, end: TensorList, weight: Any) -> TensorList:
-        return TensorList(foreach("lerp", self.tensors, _tensors(end), _number(weight)))
+        return self._with("lerp", _term(end), _number(weight))
 
-    def lerp_(self, end: TensorList, weight: Any) -> TensorList:
-        foreach("lerp_", self.tensors, _tensors(end), _number(weight))
-        return self
-
-    def clamp(self, low: Any, high: Any) -> TensorList:
-        made = foreach("clamp_min", self.tensors, _number(low))
-        foreach("clamp_max_", made, _number(high))
-        return TensorList(made)
+    def clamp(self, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> TensorList:
+        low, high = low if min is None else min, high if max is None else max
+        made = self if low is None else self._with("clamp_min", _number(low))
+        return made if high is None else made._with("clamp_max", _number(high))
 
     def sqrt(self) -> TensorList:
-        return TensorList(foreach("sqrt", self.tensors))
+        return self._with("sqrt")
+
+    def square(self) -> TensorList:
+        return self._with("mul", self)
+
+    def reciprocal(self) -> TensorList:
+        return self._with("reciprocal")
 
     def sign(self) -> TensorList:
-        return TensorList(foreach("sign", self.tensors))
+        return self._with("sign")
 
     def neg(self) -> TensorList:
-        return TensorList(foreach("neg", self.tensors))
+        return self._with("neg")
 
     def abs(self) -> TensorList:
-        return TensorList(foreach("abs", self.tensors))
+        return self._with("abs")
+
+    def sum(self) -> LeafSums:
+        return LeafSums(self)
+
+    def add_(self, other: Any, *, alpha: Any = 1) -> TensorList:
+        return self.copy_(self.add(other, alpha=alpha))
+
+    def sub_(self, other: Any) -> TensorList:
+        return self.copy_(self.sub(other))
+
+    def mul_(self, other: Any) -> TensorList:
+        return self.copy_(self.mul(other))
+
+    def div_(self, other: Any) -> TensorList:
+        return self.copy_(self.div(other))
+
+    def lerp_(self, end: TensorList, weight: Any) -> TensorList:
+        return self.copy_(self.lerp(end, weight))
 
     def __add__(self, other: Any) -> TensorList:
         return self.add(other)
@@ -300,45 +347,59 @@ class TensorList:
 
     # Python looks these up in the class, and has answers of its own where there are none.
     __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __rtruediv__ = __pow__ = __hash__ = _refused  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = __matmul__ = __float__ = __abs__ = _refused
+
+    def _with(self, name: str, *others: Any) -> TensorList:
+        """The operation `name` of this list and others, or numbers: in the dtype of this one."""
+        terms = list(map(_argument, others))
+        wide = [x.dtype for x in terms if isinstance(x, Term) and x.name != "scalar"]
+        if any(torch.promote_types(self.dtype, dtype) != self.dtype for dtype in wide):
+            raise NotOnLists("a wider dtype")
+        return TensorList(self.like, Term(name, (self.term, *terms), self.dtype))
+
+
+class LeafSums:
+    """The sum over each leaf of a list; nothing can be computed of it."""
+
+    def __init__(self, of: TensorList):
+        self.of = of
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotOnLists(name)
+
+    def _refused(self, *_: Any) -> Any:
+        raise NotOnLists("an operator")
+
+    __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __hash__ = __float__ = __neg__ = __abs__ = _refused  # type: ignore[assignment]
+    __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _refused
     __lt__ = __le__ = __gt__ = __ge__ = _refused
 
-    def _on_lists(self, name: str, other: Any, alpha: Any = 1) -> TensorList:
-        """`name` with a list or with a number; an operation whose name ends in "_" writes these tensors."""
-        if isinstance(other, TensorList):
-            if torch.promote_types(self.dtype, other.dtype) != self.dtype:
-                raise NotOnLists("a wider dtype")
-            # Operations on lists of two dtypes run tensor by tensor.
-            other = other.to(self.dtype)
-            made = foreach(name, self.tensors, other.tensors, **({} if alpha == 1 else {"alpha": _number(alpha)}))
-        elif alpha == 1:
-            made = foreach(name, self.tensors, _factor(other) if name in ("mul", "mul_") else _number(other))
-        else:
-            raise NotOnLists("alpha")
-        return self if name.endswith("_") else TensorList(made)
 
-    def _with_two(self, name: str, a: Any, b: Any, value: Any) -> TensorList:
-        return TensorList(foreach(name, self.tensors, _tensors(a), _tensors(b), value=_number(value)))
+_METHODS = {name for name in vars(TensorList) if not name.startswith("_")} - {"dtype", "device", "tensors", "pending"}
 
 
-_METHODS = {name for name in vars(TensorList) if not name.startswith("_")} - {"dtype", "device", "tensors"}
+def _as(term: Term, dtype: torch.dtype) -> Term:
+    return term if term.dtype == dtype else Term("to", (term,), dtype)
 
 
-def _tensors(x: Any) -> list[Tensor]:
+def _term(x: Any) -> Term:
     if not isinstance(x, TensorList):
         raise NotOnLists("a tensor that is no list")
-    return x.tensors
+    return x.term
 
 
-def _number(x: Any) -> Any:
+def _number(x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise NotOnLists("a number that is a tensor")
     return x
 
 
-def _factor(x: Any) -> Any:
-    """A number, or a tensor with one number, of any device: that of the host is read, which waits for nothing."""
-    if isinstance(x, Tensor) and not x.ndim:
-        return x.item() if x.is_cpu else x
+def _argument(x: Any) -> Any:
+    """A list, a number, or a tensor of one number; that of the host is read, which waits for nothing."""
+    if isinstance(x, Term | TensorList):
+        return x if isinstance(x, Term) else x.term
+    if isinstance(x, Tensor) and not x.ndim and not x.is_complex():
+        return x.item() if x.is_cpu else Term("scalar", (x,), x.dtype)
     return _number(x)
 
 
@@ -373,6 +434,226 @@ def write_where(chosen: Tensor, olds: Sequence[Tensor], news: Sequence[Tensor]) 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# `computed` runs the operations that lists remember.
+
+
+def computed(*lists: TensorList) -> None:
+    """Compute these lists into their memory, those that are not there yet, in one launch.
+
+    Every tensor is read before any is written.
+    """
+    pending = [x for x in lists if x.pending]
+    if pending and not _by_triton(pending):
+        _by_torch(pending)
+    for x in pending:
+        assert x.memory is not None
+        x.term = Term("load", (x.memory,), x.dtype)
+
+
+def in_one_launch(*lists: TensorList) -> bool:
+    """Whether a kernel of Triton computes these lists together."""
+    return _Program(lists).module() is not None
+
+
+def sums_of(*lists: TensorList, each: bool = True) -> list[Tensor]:
+    """The sums over leaves, in float32 or wider: of each list one for each leaf, (leaves,), or one for all, 0-d."""
+    found = _Program(lists)
+    if (module := found.module()) is not None:
+        return list(found.run(module, [], lists, each).unbind())
+    known: dict[int, Any] = {}
+    sums = [torch.stack([x.sum(dtype=_wide(x)) for x in _on_torch(one.term, known)]) for one in lists]
+    return sums if each else [x.sum() for x in sums]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _by_triton(pending: Sequence[TensorList]) -> bool:
+    """Whether a kernel of Triton has computed them."""
+    found = _Program(pending)
+    if (module := found.module()) is None:
+        return False
+    for x in pending:
+        if x.memory is None:
+            x.memory = [torch.empty_like(t, dtype=x.dtype) for t in x.like]
+    found.run(module, pending, [])
+    increment_versions([t for x in pending for t in x.memory or ()])
+    return True
+
+
+class _Program:
+    """The operations of some lists in their order, for a kernel.
+
+    Attributes:
+        columns: the tensors that are read, or are memory that is written.
+        numbers: of the host.
+        scalars: tensors of one number.
+        steps: operations that are not loads: name, arguments by name of a register, dtype of the result.
+        names: the register of each term.
+    """
+
+    def __init__(self, lists: Sequence[TensorList]):
+        order: dict[int, Term] = {}
+        for x in lists:
+            _in_order(x.term, order)
+        self.columns: list[list[Tensor]] = []
+        self.numbers: list[float] = []
+        self.scalars: list[Tensor] = []
+        self.steps: list[tuple[str, tuple[str, ...], torch.dtype]] = []
+        self.names: dict[int, str] = {}
+        for term in order.values():
+            if term.name == "load":
+                self.names[id(term)] = f"x{self._column(term.args[0])}"
+        self.loads = len(self.columns)
+        for term in order.values():
+            if term.name == "scalar":
+                self.names[id(term)] = f"s{len(self.scalars)}"
+                self.scalars.append(term.args[0])
+            elif term.name != "load":
+                self._step(term)
+        for x in lists:
+            if x.memory is not None:
+                self._column(x.memory)
+
+    def _column(self, tensors: list[Tensor]) -> int:
+        for i, column in enumerate(self.columns):
+            if column is tensors:
+                return i
+        self.columns.append(tensors)
+        return len(self.columns) - 1
+
+    def _step(self, term: Term) -> None:
+        name, given = term.name, list(term.args)
+        if name == "lerp" and given[2] >= 0.5:
+            # As torch does, from the nearer end.
+            name, given[2] = "lerp_back", c_float(given[2]).value - 1
+        if name.startswith("clamp"):
+            given[1] = torch.tensor(given[1], dtype=term.dtype).item()
+        args = []
+        for x in given:
+            if not isinstance(x, Term):
+                self.numbers.append(x)
+            args.append(self.names[id(x)] if isinstance(x, Term) else f"n{len(self.numbers) - 1}")
+        self.names[id(term)] = f"x{self.loads + len(self.steps)}"
+        self.steps.append((name, tuple(args), term.dtype))
+
+    def module(self) -> Any:
+        """`zerofn.kernels.triton_lists`, if it can compute this; else `None`."""
+        dtypes = {x.dtype for x in (*(column[0] for column in self.columns), *self.scalars)}
+        dtypes |= {dtype for _, _, dtype in self.steps}
+        module = triton_for(self.columns[0][0].device)
+        return module if module is not None and dtypes <= module.KINDS.keys() and _alike(self.columns) else None
+
+    def run(self, module: Any, written: Sequence[TensorList], sums: Sequence[TensorList], each: bool = True) -> Tensor:
+        kinds = module.KINDS
+        stores = tuple([(self._column(x.memory or []), self.names[id(x.term)]) for x in written])
+        program = module.Program(
+            tuple([kinds[column[0].dtype] for column in self.columns[: self.loads]]),
+            tuple([kinds[x.dtype] for x in self.scalars]),
+            len(self.numbers),
+            tuple([(name, args, kinds[dtype]) for name, args, dtype in self.steps]),
+            stores,
+            tuple([kinds[self.columns[i][0].dtype] for i, _ in stores]),
+            tuple([self.names[id(x.term)] for x in sums]),
+        )
+        return module.run(program, self.columns, self.numbers, self.scalars, each)
+
+
+def _in_order(term: Term, found: dict[int, Term]) -> None:
+    """A term after those that it is made of."""
+    if id(term) not in found:
+        for x in term.args:
+            if isinstance(x, Term):
+                _in_order(x, found)
+        found[id(term)] = term
+
+
+def _alike(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether the tensors of each leaf have their elements in the same order in memory, without gaps."""
+    if all(all(map(Tensor.is_contiguous, column)) for column in columns):
+        return True
+    return all(len({x.stride() for x in row}) == 1 and _dense(row[0]) for row in zip(*columns, strict=True))
+
+
+def _dense(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (x.ndim in formats and x.is_contiguous(memory_format=formats[x.ndim]))
+
+
+@cache
+def triton_for(device: torch.device) -> Any:
+    """`zerofn.kernels.triton_lists`, if Triton is installed and runs on this device; else `None`, maybe with a warning.
+
+    A small kernel is run, once in a process for each device, and its result compared.
+    """
+    if device.type != "cuda" or not has_triton():
+        return None
+    from . import triton_lists
+
+    x = torch.linspace(-2.0, 2.0, 100, dtype=torch.float32)
+    given, found = x.to(device), torch.empty(100, dtype=torch.float32, device=device)
+    steps = (("mul", ("x0", "n0"), 0), ("plus", ("x1", "x0", "n1"), 0))
+    program = triton_lists.Program((0,), (), 2, steps, ((1, "x2"),), (0,), ())
+    try:
+        triton_lists.run(program, [[given], [found]], [3.0, 0.1], [])
+        right = torch.allclose(found.cpu(), torch.add(x * 3.0, x, alpha=0.1))
+        why = "" if right else "it gives other numbers than on the CPU"
+    except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
+        why = f"{type(error).__name__}: {str(error)[-300:]}"
+    if not why:
+        return triton_lists
+    warnings.warn(
+        f"zerofn: Triton cannot be used on {device} ({why}); so updates take more launches, by torch's operations on "
+        "lists of tensors. Triton needs a C compiler ($CC, gcc or clang) for its launcher.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+def _by_torch(pending: Sequence[TensorList]) -> None:
+    """Compute these lists by torch's operations on lists, one after the other."""
+    known: dict[int, Any] = {}
+    values = [_on_torch(Term("to", (x.term,), x.dtype) if x.term.name == "load" else x.term, known) for x in pending]
+    for x, value in zip(pending, values, strict=True):
+        if x.memory is None:
+            x.memory = value
+        else:
+            foreach("copy_", x.memory, value)
+
+
+def _on_torch(term: Term, known: dict[int, Any]) -> Any:
+    """The tensors of a term, or its number."""
+    if term.name in ("load", "scalar"):
+        return term.args[0]
+    if id(term) not in known:
+        first, *given = [_on_torch(x, known) if isinstance(x, Term) else x for x in term.args]
+        known[id(term)] = _one_operation(term, first, given)
+    return known[id(term)]
+
+
+def _one_operation(term: Term, first: Any, given: list[Any]) -> Any:
+    if term.name == "to":
+        if isinstance(first, Tensor):
+            return first.to(term.dtype)
+        made = [torch.empty_like(x, dtype=term.dtype) for x in first]
+        foreach("copy_", made, first)
+        return made
+    if term.name == "plus":
+        return foreach("add", first, given[0], alpha=given[1])
+    if term.name in ("addcmul", "addcdiv"):
+        return foreach(term.name, first, *given[:2], value=given[2])
+    # Operations on lists of two dtypes run tensor by tensor.
+    given = [_one_operation(Term("to", (), term.dtype), x, []) if _other(x, term.dtype) else x for x in given]
+    return foreach(term.name, first, *given)
+
+
+def _other(x: Any, dtype: torch.dtype) -> bool:
+    return isinstance(x, list) and x[0].dtype != dtype
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Which leaves are computed together.
 
 
@@ -381,9 +662,12 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
     """Whether operations on lists pay: more than one leaf, on a GPU, and nothing records."""
+    first = columns[0]
+    if len(first) < 2 or not (isinstance(first[0], Tensor) and first[0].is_cuda):
+        return False
     tensors = [x for column in columns for x in column if isinstance(x, Tensor)]
     # No attrgetter: the compiler traces this.
-    if len(columns[0]) < 2 or not all(t.is_cuda for t in tensors) or not set(map(type, tensors)) <= _PLAIN:
+    if not all(t.is_cuda for t in tensors) or not set(map(type, tensors)) <= _PLAIN:
         return False
     return not recorded(tensors) and not (functorch_active() and any(map(is_wrapped, tensors)))
 
@@ -391,8 +675,8 @@ def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
 def batches(*columns: Sequence[Any]) -> Iterator[tuple[list[int], list[Any]]]:
     """Leaves in batches: their places, and each column as a `TensorList`.
 
-    A batch has one device, one dtype in each column and at most `BATCH` elements, or one leaf. A column of other things
-    than tensors has one value in a batch.
+    A batch has one device, one dtype in each column and, where torch's operations compute it, at most `BATCH` elements,
+    or one leaf. A column of other things than tensors has one value in a batch.
     """
     kinds: dict[Any, list[int]] = {}
     for i, row in enumerate(zip(*columns, strict=True)):
@@ -401,9 +685,10 @@ def batches(*columns: Sequence[Any]) -> Iterator[tuple[list[int], list[Any]]]:
     for places in kinds.values():
         batch: list[int] = []
         size = 0
+        most = BATCH if triton_for(columns[0][places[0]].device) is None else math.inf
         for i in places:
             numel = columns[0][i].numel()
-            if batch and size + numel > BATCH:
+            if batch and size + numel > most:
                 yield batch, _columns(columns, batch)
                 batch, size = [], 0
             batch.append(i)
@@ -444,15 +729,36 @@ def over_leaves(function: Callable[..., Any], *columns: Mapping[str, Any]) -> di
 def in_batches(*columns: Sequence[Tensor]) -> Iterator[Sequence[Any]]:
     """Rows for a kernel that writes in place: on a GPU each a batch, a `TensorList` of each column; else a leaf.
 
+    What is written into the lists of a batch is computed at once, when the next one is asked for.
+
     Examples:
         >>> for p, g in in_batches([torch.ones(1)], [torch.ones(1)]):
         ...     p.add_(g, alpha=2)
         tensor([3.])
     """
     if on_lists(columns):
-        yield from (row for _, row in batches(*columns))
+        for _, row in batches(*columns):
+            yield row
+            computed(*row)
     else:
         yield from zip(*columns, strict=True)
+
+
+def in_place(operation: str, olds: list[Tensor], given: Any) -> None:
+    """torch's operation on lists of tensors that writes the first one; the second is a list or a number.
+
+    Examples:
+        >>> x = torch.ones(2)
+        >>> in_place("add_", [x], 1.0)
+        >>> x
+        tensor([2., 2.])
+    """
+    several = isinstance(given, list)
+    if not on_lists([olds, given] if several else [olds]):
+        foreach(operation, olds, given)
+        return
+    for row in in_batches(olds, given) if several else in_batches(olds):
+        getattr(row[0], operation)(*(row[1:] if several else [given]))
 
 
 def on_stacks(function: Callable[[Tensor], Tensor], x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._compat.tensors import foreach_norm
+from .formulas import batches, in_one_launch, on_lists, sums_of
 from .native import squares
 from .recording import differentiated, recorded, root
 
@@ -94,6 +96,8 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     if all(map(_IS_CPU, tensors)):
         bounds = torch.aminmax if set(map(_DTYPE, tensors)) <= _WIDE else _bounds
         return torch.stack([*chain.from_iterable(map(bounds, tensors))]).to(torch.float32).mul(0.0).sum()
+    if (found := _total_on_device(lambda x: x * 0.0, tensors)) is not None:
+        return found
     norms = _on_one_device([n.to(torch.float32) for n in leaf_norms(leaves, math.inf).values()])
     return torch.stack(norms).mul(0.0).sum()
 
@@ -124,7 +128,23 @@ def squared_norm(leaves: dict[str, Tensor]) -> Tensor:
 
     Summed in the order of paths: a tree in another kind of container has the same norm to the last bit.
     """
-    return added(leaf_squares(leaves)) if recorded(leaves.values()) else sum_of_squares(leaf_norms(leaves))
+    if recorded(leaves.values()):
+        return added(leaf_squares(leaves))
+    if all(map(_IS_CPU, leaves.values())):
+        return sum_of_squares(leaf_norms(leaves))
+    found = _total_on_device(lambda x: x.square(), list(map(leaves.__getitem__, sorted(leaves))))
+    return sum_of_squares(leaf_norms(leaves)) if found is None else found
+
+
+def _total_on_device(function: Callable[[Any], Any], tensors: list[Tensor]) -> Tensor | None:
+    """The sum of a function of every element, in float32, in a launch for each dtype; `None` if there is no kernel."""
+    if not on_lists([tensors]):
+        return None
+    lists = [x.to(torch.float32) for _, (x,) in batches(tensors)]
+    if not all(map(in_one_launch, lists)):
+        return None
+    totals = [sums_of(function(x), each=False)[0] for x in lists]
+    return totals[0] if len(totals) == 1 else torch.stack(_on_one_device(totals)).sum()
 
 
 def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:

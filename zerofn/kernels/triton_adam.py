@@ -14,33 +14,37 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._compat.tensors import foreach
 from .._errors import explain
+from . import triton_lists
 from .rounding import block_ranges
+from .triton_lists import (
+    BLOCK,
+    CHUNK,
+    KINDS,
+    on_device,
+    pointer,
+    rounded,
+    row_of,
+    sums_kernel,
+    value,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernel computes the formula of `zerofn.kernels.adam` on one chunk of one leaf.
 #
 # Equal bits need what IEEE 754 rounds in one way: sums, products, `div_rn`, `sqrt_rn`, and no product fused with a sum
-# (`_OPTIONS`). Conversions of bfloat16 are integer arithmetic, as in the C kernel.
+# (`triton_lists.CUDA_OPTIONS`). Conversions of bfloat16 are integer arithmetic, as in the C kernel.
 #
-# A launch takes about as long as the host needs for it, 5 to 10 us, so one launch for each leaf would make the host the
-# bound. Instead the kernel finds its leaf in a table of addresses. Nothing that changes from step to step is a constant
-# of the kernel: number of the step, seed and learning rate are read from memory of the device.
+# Nothing that changes from step to step is a constant of the kernel: number of the step, seed and learning rate are
+# read from memory of the device.
 #
 # Gradients, parameters and moments are read once and written once, in accesses of 16 bytes where addresses allow it.
 
-FLOAT32, BFLOAT16, FLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-# Elements of one program, and of one turn of its loop. 1024 elements on 128 threads are 8 for each, 16 bytes of bf16.
-CHUNK, BLOCK, WARPS = 1 << 14, 1 << 10, 4
 # The columns of the table, each with one entry for each row: see `_packed`.
 _COLUMNS = 9
 
@@ -87,63 +91,6 @@ def _draw(counter, k1):
 
 
 @triton.jit
-def _pointer(address, KIND: tl.constexpr):
-    if KIND == FLOAT32:
-        return address.to(tl.pointer_type(tl.float32))
-    elif KIND == FLOAT16:
-        return address.to(tl.pointer_type(tl.float16))
-    else:
-        return address.to(tl.pointer_type(tl.uint16))
-
-
-@triton.jit
-def _value(stored, KIND: tl.constexpr):
-    """Stored numbers as float32."""
-    if KIND == BFLOAT16:
-        return (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return stored.to(tl.float32)
-
-
-@triton.jit
-def _rounded(x, bits, KIND: tl.constexpr, RANDOM: tl.constexpr):
-    """Float32 numbers as they are stored: rounded to nearest, or by the low 16 bits of `bits`; NaN stays NaN."""
-    if KIND == FLOAT32:
-        return x
-    elif KIND == BFLOAT16:
-        return _bfloat16(x, bits, RANDOM)
-    else:
-        return _float16(x, bits, RANDOM)
-
-
-@triton.jit
-def _bfloat16(x, bits, RANDOM: tl.constexpr):
-    pattern = x.to(tl.uint32, bitcast=True)
-    size = pattern & 0x7FFFFFFF
-    noise = ((pattern >> 16) & 1) + 0x7FFF
-    if RANDOM:
-        # From the largest finite number on, to nearest: noise must not make infinities.
-        noise = tl.where(size >= 0x7F7F0000, noise, bits & 0xFFFF)
-    return tl.where(size > 0x7F800000, 0x7FC0, (pattern + noise) >> 16).to(tl.uint16)
-
-
-@triton.jit
-def _float16(x, bits, RANDOM: tl.constexpr):
-    if RANDOM:
-        pattern = x.to(tl.uint32, bitcast=True)
-        size = pattern & 0x7FFFFFFF
-        # A number below the normal ones of float16 is lifted by the smallest of these, whose last bit it then has.
-        lift = 6.103515625e-05
-        small = size < 0x38800000
-        lifted = tl.where(small, (size.to(tl.float32, bitcast=True) + lift).to(tl.uint32, bitcast=True), size)
-        cut = (lifted + tl.where(lifted >= 0x477FE000, 0x1000, bits & 0x1FFF)) & 0xFFFFE000
-        cut = tl.where(small, (cut.to(tl.float32, bitcast=True) - lift).to(tl.uint32, bitcast=True), cut)
-        cut = tl.where(size >= 0x7F800000, size, cut) | (pattern & 0x80000000)
-        x = cut.to(tl.float32, bitcast=True)
-    return x.to(tl.float16)
-
-
-@triton.jit
 def _block(
     p_at,
     g_at,
@@ -176,10 +123,10 @@ def _block(
     """
     at = begin + tl.arange(0, BLOCK)
     mask = at < numel if MASKED else None
-    p = _value(tl.load(p_at + at, mask), P)
-    g = _value(tl.load(g_at + at, mask), G)
-    m = _value(tl.load(m_at + at, mask), M)
-    v = _value(tl.load(v_at + at, mask), V)
+    p = value(tl.load(p_at + at, mask), P)
+    g = value(tl.load(g_at + at, mask), G)
+    m = value(tl.load(m_at + at, mask), M)
+    v = value(tl.load(v_at + at, mask), V)
     beta2, one_minus_beta1, one_minus_beta2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     rate, eps, keep, decay = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6)
     counter = (first + at.to(tl.uint32)) * stride
@@ -193,20 +140,20 @@ def _block(
     v = v * beta2 + (g * one_minus_beta2) * g
     step = tl.div_rn(m * rate, tl.sqrt_rn(v) + eps)
     if KAHAN:
-        c = _value(tl.load(c_at + at, mask), P)
+        c = value(tl.load(c_at + at, mask), P)
         # Infinite parameters stay infinite: inf * 0 and inf - inf must not happen, in this step or the next.
         finite = (p.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
         drop = tl.where(finite, (p + c) * decay, 0.0) + step - c
-        new = _rounded(p - drop, bits, P, False)
-        kept = _value(new, P)
+        new = rounded(p - drop, bits, P, False)
+        kept = value(new, P)
         finite = (kept.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
         lost = tl.where(finite, (p - kept) - drop, 0.0)
-        tl.store(c_at + at, _rounded(lost, bits, P, False), mask)
+        tl.store(c_at + at, rounded(lost, bits, P, False), mask)
     else:
-        new = _rounded(p * keep - step, bits, P, RANDOM_P)
+        new = rounded(p * keep - step, bits, P, RANDOM_P)
     tl.store(p_at + at, new, mask)
-    tl.store(m_at + at, _rounded(m, other, M, RANDOM_M), mask)
-    tl.store(v_at + at, _rounded(v, bits >> 16, V, RANDOM_V), mask)
+    tl.store(m_at + at, rounded(m, other, M, RANDOM_M), mask)
+    tl.store(v_at + at, rounded(v, bits >> 16, V, RANDOM_V), mask)
     return tl.where(at < numel, g * g, 0.0) if MASKED else g * g
 
 
@@ -252,11 +199,7 @@ def adam_kernel(
         squares: one float32 for each chunk, the sum of the squares of its gradients; written if `SQUARES`.
     """
     chunk = tl.program_id(0)
-    row, end = 0, rows
-    while end - row > 1:
-        middle = (row + end) // 2
-        before = tl.load(starts + middle) <= chunk
-        row, end = tl.where(before, middle, row), tl.where(before, end, middle)
+    row = row_of(starts, rows, chunk)
     begin = (chunk - tl.load(starts + row)) * CHUNK
     table += row
     p, g = tl.load(table), tl.load(table + rows)
@@ -275,8 +218,8 @@ def adam_kernel(
     if RANDOM_M:
         m_k0, m_k1 = _lane(0x243F6A88, seed, step, key, block, 1), _lane(0x85A308D3, seed, step, key, block, 1)
     aligned = ((p | g | m | v | c) & 15) == 0
-    p_at, g_at, m_at, v_at = _pointer(p, P), _pointer(g, G), _pointer(m, M), _pointer(v, V)
-    c_at = _pointer(c, P)
+    p_at, g_at, m_at, v_at = pointer(p, P), pointer(g, G), pointer(m, M), pointer(v, V)
+    c_at = pointer(c, P)
     total = tl.zeros((BLOCK,), tl.float32)
     if aligned and begin + CHUNK <= numel:
         begin = tl.multiple_of(begin, 16)
@@ -298,31 +241,8 @@ def adam_kernel(
         tl.store(squares + chunk, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["chunks"])
-def norms_kernel(starts, squares, norms, chunks, BLOCK: tl.constexpr):
-    """The norm of each row, from the sums of squares of its chunks, added in a fixed order."""
-    row = tl.program_id(0)
-    begin = tl.load(starts + row)
-    end = tl.load(starts + row + 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(begin, end, BLOCK):
-        at = i + tl.arange(0, BLOCK)
-        total += tl.load(squares + at, at < end, other=0.0)
-    tl.store(norms + row, tl.sqrt_rn(tl.sum(total, 0)))
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # `run` writes the table, and launches the kernel once.
-
-
-# Products are not fused with sums, and libdevice does not flush subnormal numbers to zero: both would change bits.
-_OPTIONS: dict[str, Any] = dict(num_warps=WARPS, enable_fp_fusion=False)
-CUDA_OPTIONS: dict[str, Any] = dict(_OPTIONS, enable_reflect_ftz=False)
-
-
-def interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU in this process (``TRITON_INTERPRET=1``)."""
-    return not isinstance(adam_kernel, triton.JITFunction)
 
 
 class Numbers(NamedTuple):
@@ -382,7 +302,7 @@ def run(
     if not total:
         return [torch.zeros((), device=x.device) for x in columns[1]] if norms else []
     device = columns[0][0].device
-    packed = _packed(numbers, chunks, rows, device).to(device, non_blocking=True)
+    packed = _packed(numbers, chunks, rows, device)
     at = _Places(count)
     step, seed, stride = (
         x if isinstance(x, Tensor) else packed[i : i + 1]
@@ -393,29 +313,16 @@ def run(
     norms = norms and count == len(columns[0])
     squares = torch.empty(total if norms else 1, dtype=torch.float32, device=device)
     starts = packed[at.starts : at.table]
-    kinds = [_KINDS[column[0].dtype] for column in columns[:4]]
-    launch(
+    kinds = [KINDS[column[0].dtype] for column in columns[:4]]
+    triton_lists.launch(
         adam_kernel, total, starts, packed[at.table :], count, step, seed, stride, skip, scalars, each, squares,
         *kinds, *roundings, norms, CHUNK, BLOCK,
     )  # fmt: skip
     if not norms:
         return []
     found = torch.empty(count, dtype=torch.float32, device=device)
-    launch(norms_kernel, count, starts, squares, found, total, BLOCK)
+    triton_lists.launch(sums_kernel, count, starts, squares, found, total, True, BLOCK)
     return list(found.unbind())
-
-
-def launch(kernel: Any, programs: int, *args: Any) -> None:
-    """Run a kernel's programs on the device of its tensors."""
-    first: Tensor = args[0]
-    if not first.is_cuda:
-        # The interpreter computes with NumPy, which warns of infinities.
-        with numpy.errstate(all="ignore"):
-            kernel[(programs,)](*args)
-        return
-    # Triton launches on the current device.
-    with torch.cuda.device(first.device):
-        kernel[(programs,)](*args, **(_OPTIONS if torch.version.hip else CUDA_OPTIONS))
 
 
 class _Places:
@@ -427,7 +334,7 @@ class _Places:
 
 
 def _packed(numbers: Numbers, chunks: list[int], rows: list[Sequence[int]], device: torch.device) -> Tensor:
-    """All that the kernel reads besides leaves, in one tensor of the host: one copy for each step.
+    """All that the kernel reads besides leaves, in one tensor: one copy for each step.
 
     It is: step, seed, stride, 0 (nothing is skipped); eight float32; the starts of rows, to an even number; the columns
     of the table.
@@ -440,25 +347,7 @@ def _packed(numbers: Numbers, chunks: list[int], rows: list[Sequence[int]], devi
     words[8 : 8 + len(chunks)] = array("q", chunks)
     for column in rows:
         words.extend(column)
-    packed = torch.frombuffer(words, dtype=torch.int64)
-    if device.type == "cpu":
-        return packed
-    if torch.cuda.is_current_stream_capturing():
-        return _as_arguments(words, device)
-    # From memory that is not pinned the copy could wait for the device.
-    return packed.pin_memory()
-
-
-def _as_arguments(words: array[int], device: torch.device) -> Tensor:
-    """The words on the device, as arguments of kernels that write them.
-
-    A captured copy would read memory of the host in each replay, which has other numbers by then.
-    """
-    found = torch.zeros(len(words), dtype=torch.int64, device=device)
-    at = [i for i, word in enumerate(words) if word]
-    every = found.unbind()
-    foreach("add_", [every[i] for i in at], [words[i] for i in at])
-    return found
+    return on_device(words, device)
 
 
 def _signed(x: int) -> int:

@@ -1,0 +1,87 @@
+"""Formulas over lists of leaves in one kernel, without a GPU: torch's bits under Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
+
+import interpreted
+import list_programs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from time_limits import limit
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[ProcessPoolExecutor]:
+    with interpreted.processes() as pool:
+        yield pool
+
+
+KINDS = st.integers(0, 2)
+# The result of each is the argument of others: a NaN, an infinity or a zero of either sign comes everywhere.
+STEPS = st.tuples(
+    st.sampled_from(sorted(list_programs.TORCH)),
+    st.tuples(*[st.integers(0, 9)] * 3),
+    st.floats(0.0078125, 4.0, width=16).map(lambda x: x if x != 1 else 1.5),
+    KINDS,
+)
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(150, marks=pytest.mark.slow)])
+def test_bits_are_those_of_torch_for_any_formula(apart, examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        st.lists(st.sampled_from([0, 1, 7, 31, 1023, 1025]), min_size=1, max_size=4),
+        st.lists(KINDS, min_size=1, max_size=3),
+        st.lists(STEPS, min_size=1, max_size=6),
+        st.integers(0, 3),
+        st.integers(0, 99),
+    )
+    def holds(sizes, kinds, steps, shift, seed):
+        assert apart.submit(list_programs.compare, sizes, kinds, steps, shift, seed).result(timeout=limit()) == []
+
+    holds()
+
+
+def test_full_chunks_have_the_same_bits_as_ends(apart):
+    """Two chunks of 16384 elements with 16-byte accesses, and an end."""
+    steps = [("addcmul", (0, 1, 1), 0.25, 0), ("sqrt", (2, 0, 0), 0.5, 0), ("lerp", (0, 3, 0), 0.125, 1)]
+    program = [0, 2 * 16384 + 5, 3], [0, 1], steps, 0, 1
+    assert apart.submit(list_programs.compare, *program).result(timeout=limit()) == []
+
+
+def test_sums_are_exact_to_float32(apart):
+    off = apart.submit(list_programs.sums, [3, 0, 1, 40_000, 16_384]).result(timeout=limit())
+    assert max(off) < 1e-6 and len(off) == 6
+
+
+@pytest.fixture(scope="module")
+def compiling() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("kind", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_compiled_for_an_h100_it_fuses_what_torch_fuses(compiling, kind):
+    """And rounds quotients and roots exactly, flushes nothing to zero, and moves 16 bytes at once."""
+    plain = [("mul", ("x0", "x1"), kind), ("add", ("x2", "n0"), kind), ("sqrt", ("x3",), kind)]
+    plain += [("div", ("x1", "x4"), kind)]
+    found = compiling.submit(list_programs.instructions, [kind, kind], plain).result(timeout=limit())
+    fused = compiling.submit(list_programs.instructions, [kind, kind], [("plus", ("x0", "x1", "n0"), kind)]).result(
+        timeout=limit()
+    )
+    for names in (found, fused):
+        assert not [name for name in names if "ftz" in name or "approx" in name]
+        # 1024 elements on 128 threads are 8 for each: in 32 bits twice 16 bytes.
+        wide = 1 if kind else 2
+        assert names["ld.global.v4.b32"] == 2 * wide and names["st.global.v4.b32"] == wide
+    assert not [name for name in found if name.startswith(("fma", "mad")) and ".f32" in name]
+    # The compiler knows that a product or a sum of two fp16 in fp32, rounded to fp16, is theirs in fp16.
+    assert {"sqrt.rn.f32", "div.rn.f32", *(["mul.rn.f32", "add.rn.f32"] if kind != 2 else [])} <= found.keys()
+    assert "fma.rn.f32" in fused and not [name for name in fused if name.startswith(("mul", "add")) and ".f32" in name]

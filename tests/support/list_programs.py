@@ -1,0 +1,121 @@
+"""Programs of `triton_lists`, computed by torch, operation by operation: what its kernels are compared with."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import interpreted
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by kind
+
+# What each operation is in torch, on float32. A root of torch on the CPU is in some builds off by one unit in the last
+# place, which that of float64 is not.
+TORCH: dict[str, Callable[..., Tensor]] = {
+    **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "lerp", "reciprocal", "sign", "neg", "abs")},
+    "to": lambda x: x,
+    "plus": lambda x, y, alpha: torch.add(x, y, alpha=alpha),
+    "addcmul": lambda x, a, b, value: torch.addcmul(x, a, b, value=value),
+    "addcdiv": lambda x, a, b, value: torch.addcdiv(x, a, b, value=value),
+    "lerp_back": lambda x, y, less: torch.lerp(x, y, less + 1),
+    "clamp_min": lambda x, least: x.clamp(min=least),
+    "clamp_max": lambda x, most: x.clamp(max=most),
+    "sqrt": lambda x: x.double().sqrt().float(),
+}
+TENSORS = {"plus": 2, "addcmul": 3, "addcdiv": 3, "lerp": 2, "lerp_back": 2, "add": 2, "sub": 2, "mul": 2, "div": 2}
+
+
+def by_torch(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True) -> Tensor:
+    """What `triton_lists.run` does."""
+    sums: list[list[Tensor]] = [[] for _ in program.sums]
+    for row in zip(*columns, strict=True):
+        x: dict[str, Any] = {f"x{i}": row[i].float() for i in range(len(program.loads))}
+        x |= {f"n{i}": float(n) for i, n in enumerate(numbers)} | {f"s{i}": s.float() for i, s in enumerate(scalars)}
+        for i, (name, given, kind) in enumerate(program.steps, len(program.loads)):
+            x[f"x{i}"] = TORCH[name](*(x[name] for name in given)).to(DTYPES[kind]).float()
+        found = [x[name].clone() for _, name in program.stores]
+        for (column, _), value in zip(program.stores, found, strict=True):
+            row[column].copy_(value)
+        for total, name in zip(sums, program.sums, strict=True):
+            total.append(x[name].double().sum())
+    made = torch.stack([torch.stack(total) for total in sums]).float() if sums else torch.zeros(0)
+    return made if each or not sums else made.sum(1)
+
+
+def compare(
+    sizes: Sequence[int],
+    kinds: Sequence[int],
+    steps: Sequence[tuple[str, tuple[int, ...], float, int]],
+    shift: int,
+    seed: int,
+) -> list[str]:
+    """What differs between a kernel and torch after a random program, which writes each of its columns.
+
+    Args:
+        sizes: elements of each leaf.
+        kinds: of the columns.
+        steps: operation, which registers it is of, its number, kind of the result.
+        shift: how many elements into their storage tensors begin.
+        seed: of the numbers.
+    """
+    from zerofn.kernels import triton_lists  # inside: a kernel by itself
+
+    columns = [
+        [interpreted.leaf(n, (DTYPES[kind],) * 4, seed + 7 * i + j, shift)[0] for i, n in enumerate(sizes)]
+        for j, kind in enumerate(kinds)
+    ]
+    numbers, made = [], []
+    for i, (name, given, number, kind) in enumerate(steps, len(kinds)):
+        args = [f"x{x % i}" for x in given[: TENSORS.get(name, 1)]]
+        if name in ("plus", "addcmul", "addcdiv", "clamp_min", "clamp_max", "lerp", "lerp_back"):
+            args.append(f"n{len(numbers)}")
+            # A weight of a half and more is one for the other end.
+            numbers.append({"lerp": number % 0.5, "lerp_back": number % 0.5 - 0.5}.get(name, number))
+        made.append((name, tuple(args), kind))
+    last = len(kinds) + len(made)
+    stores = tuple((i, f"x{last - 1 - i % len(made)}") for i in range(len(kinds)))
+    program = triton_lists.Program(tuple(kinds), (), len(numbers), tuple(made), stores, tuple(kinds), (f"x{last - 1}",))
+    theirs = [[x.clone() for x in column] for column in columns]
+    sums = triton_lists.run(program, columns, numbers, [])
+    want = by_torch(program, theirs, numbers, [])
+    rows = [f"column {i}: {row}" for i in range(len(kinds)) for row in interpreted.different(columns[i], theirs[i])]
+    good = want.isfinite() & (want.abs() < 1e30)
+    if not torch.allclose(sums[good], want[good], rtol=1e-3, atol=1e30 * torch.finfo(torch.float32).eps):
+        rows.append(f"sums are {sums.tolist()}, not {want.tolist()}")
+    return rows
+
+
+def sums(sizes: Sequence[int]) -> list[float]:
+    """How far sums of squares are from those in float64, relatively: of each leaf, and of all."""
+    from zerofn.kernels import triton_lists  # inside: a kernel by itself
+
+    xs = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(sizes)]
+    program = triton_lists.Program((0,), (), 0, (("mul", ("x0", "x0"), 0),), (), (), ("x1",))
+    want = torch.stack([x.double().square().sum() for x in xs])
+    each, every = (triton_lists.run(program, [xs], [], [], each=each)[0].double() for each in (True, False))
+    off = [(each - want).abs() / want.clamp(min=1e-30), (every - want.sum()).abs() / want.sum()]
+    return [float(x) for x in torch.cat([off[0], off[1].reshape(1)])]
+
+
+def instructions(kinds: Sequence[int], steps: Sequence[tuple[str, tuple[str, ...], int]]) -> dict[str, int]:
+    """How often each instruction stands in a kernel that writes its first column, as it is compiled for an H100."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from zerofn.kernels import triton_lists  # inside: a kernel by itself, and how it is launched
+
+    last = f"x{len(kinds) + len(steps) - 1}"
+    program = triton_lists.Program(tuple(kinds), (), 1, tuple(steps), ((0, last),), (kinds[0],), ())
+    kernel = triton_lists.formula_kernel(program)
+    types = {"rows": "i32", "chunks": "i32", "numbers": "*fp32", "partials": "*fp32", "starts": "*i64", "table": "*i64"}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
+        constexprs={"CHUNK": triton_lists.CHUNK, "BLOCK": triton_lists.BLOCK},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_lists.CUDA_OPTIONS)
+    return dict(collections.Counter(interpreted.CALLS.findall(compiled.asm["ptx"])))

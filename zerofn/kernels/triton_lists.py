@@ -1,0 +1,343 @@
+"""Triton kernels over lists of leaves: one launch for all leaves of a tree, by a table of their addresses.
+
+Imported only where triton is installed. With ``TRITON_INTERPRET=1`` in the environment from the start of the process,
+Triton runs kernels on the CPU, operation by operation, and needs no GPU.
+"""
+
+# Triton makes constants of literals where a parameter is a `tl.constexpr`.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import linecache
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._compat.tensors import foreach
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What kernels over leaves have in common: numbers as they are stored, the leaf of a program, and the launch.
+#
+# A launch takes about as long as the host needs for it, 5 to 10 us, so one launch for each leaf would make the host the
+# bound. Instead a kernel finds its leaf in a table of addresses.
+
+FLOAT32, BFLOAT16, FLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+# Elements of one program, and of one turn of its loop. 1024 elements on 128 threads are 8 for each, 16 bytes of bf16.
+CHUNK, BLOCK, WARPS = 1 << 14, 1 << 10, 4
+
+
+@triton.jit
+def pointer(address, KIND: tl.constexpr):
+    if KIND == FLOAT32:
+        return address.to(tl.pointer_type(tl.float32))
+    elif KIND == FLOAT16:
+        return address.to(tl.pointer_type(tl.float16))
+    else:
+        return address.to(tl.pointer_type(tl.uint16))
+
+
+@triton.jit
+def value(stored, KIND: tl.constexpr):
+    """Stored numbers as float32."""
+    if KIND == BFLOAT16:
+        return (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def rounded(x, bits, KIND: tl.constexpr, RANDOM: tl.constexpr):
+    """Float32 numbers as they are stored: rounded to nearest, or by the low 16 bits of `bits`; NaN stays NaN."""
+    if KIND == FLOAT32:
+        return x
+    elif KIND == BFLOAT16:
+        return _bfloat16(x, bits, RANDOM)
+    else:
+        return _float16(x, bits, RANDOM)
+
+
+@triton.jit
+def _bfloat16(x, bits, RANDOM: tl.constexpr):
+    pattern = x.to(tl.uint32, bitcast=True)
+    size = pattern & 0x7FFFFFFF
+    noise = ((pattern >> 16) & 1) + 0x7FFF
+    if RANDOM:
+        # From the largest finite number on, to nearest: noise must not make infinities.
+        noise = tl.where(size >= 0x7F7F0000, noise, bits & 0xFFFF)
+    return tl.where(size > 0x7F800000, 0x7FC0, (pattern + noise) >> 16).to(tl.uint16)
+
+
+@triton.jit
+def _float16(x, bits, RANDOM: tl.constexpr):
+    if RANDOM:
+        pattern = x.to(tl.uint32, bitcast=True)
+        size = pattern & 0x7FFFFFFF
+        # A number below the normal ones of float16 is lifted by the smallest of these, whose last bit it then has.
+        lift = 6.103515625e-05
+        small = size < 0x38800000
+        lifted = tl.where(small, (size.to(tl.float32, bitcast=True) + lift).to(tl.uint32, bitcast=True), size)
+        cut = (lifted + tl.where(lifted >= 0x477FE000, 0x1000, bits & 0x1FFF)) & 0xFFFFE000
+        cut = tl.where(small, (cut.to(tl.float32, bitcast=True) - lift).to(tl.uint32, bitcast=True), cut)
+        cut = tl.where(size >= 0x7F800000, size, cut) | (pattern & 0x80000000)
+        x = cut.to(tl.float32, bitcast=True)
+    return x.to(tl.float16)
+
+
+@triton.jit
+def row_of(starts, rows, chunk):
+    """The row of a chunk: the last one that starts at it or before."""
+    row, end = 0, rows
+    while end - row > 1:
+        middle = (row + end) // 2
+        before = tl.load(starts + middle) <= chunk
+        row, end = tl.where(before, middle, row), tl.where(before, end, middle)
+    return row
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def sums_kernel(starts, partials, sums, chunks, ROOT: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of each row, or its root, from those of its chunks, added in a fixed order."""
+    row = tl.program_id(0)
+    begin = tl.load(starts + row)
+    end = tl.load(starts + row + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in range(begin, end, BLOCK):
+        at = i + tl.arange(0, BLOCK)
+        total += tl.load(partials + at, at < end, other=0.0)
+    found = tl.sum(total, 0)
+    tl.store(sums + row, tl.sqrt_rn(found) if ROOT else found)
+
+
+# Products are not fused with sums, and libdevice does not flush subnormal numbers to zero: both would change bits.
+_OPTIONS: dict[str, Any] = dict(num_warps=WARPS, enable_fp_fusion=False)
+CUDA_OPTIONS: dict[str, Any] = dict(_OPTIONS, enable_reflect_ftz=False)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU in this process (``TRITON_INTERPRET=1``)."""
+    return not isinstance(sums_kernel, triton.JITFunction)
+
+
+def launch(kernel: Any, programs: int, *args: Any) -> None:
+    """Run a kernel's programs on the device of its tensors."""
+    first: Tensor = args[0]
+    if not first.is_cuda:
+        # The interpreter computes with NumPy, which warns of infinities.
+        with numpy.errstate(all="ignore"):
+            kernel[(programs,)](*args)
+        return
+    # Triton launches on the current device.
+    with torch.cuda.device(first.device):
+        kernel[(programs,)](*args, **(_OPTIONS if torch.version.hip else CUDA_OPTIONS))
+
+
+def on_device(words: array, device: torch.device) -> Tensor:
+    """Words of the host on the device, as int64; the host does not wait."""
+    packed = torch.frombuffer(words, dtype=torch.int64)
+    if device.type == "cpu":
+        return packed
+    if torch.cuda.is_current_stream_capturing():
+        return _as_arguments(words, device)
+    # From memory that is not pinned the copy could wait for the device.
+    return packed.pin_memory().to(device, non_blocking=True)
+
+
+def _as_arguments(words: array[int], device: torch.device) -> Tensor:
+    """The words on the device, as arguments of kernels that write them.
+
+    A captured copy would read memory of the host in each replay, which has other numbers by then.
+    """
+    found = torch.zeros(len(words), dtype=torch.int64, device=device)
+    at = [i for i, word in enumerate(words) if word]
+    every = found.unbind()
+    foreach("add_", [every[i] for i in at], [words[i] for i in at])
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `run` computes a formula, element by element, over all leaves of a list: a kernel is written for each formula.
+#
+# A formula over lists (`zerofn.kernels.formulas.TensorList`) is a list of operations. Each has one line here, with the
+# roundings that torch's operation has on a CPU: where torch fuses a product with a sum, so does this, and nowhere else.
+# Numbers of 16 bits are computed in float32, and rounded after each operation, as torch does.
+
+
+class Program(NamedTuple):
+    """A formula as a kernel computes it.
+
+    Registers are `x0`, `x1`, ...: first the columns that are read, then the result of each step.
+
+    Attributes:
+        loads: the kinds of the columns that are read, in `KINDS`.
+        scalars: the kinds of tensors of one number, `s0`, `s1`, ...
+        numbers: how many numbers of the host there are, `n0`, `n1`, ...
+        steps: operations in their order: name, arguments, kind of the result.
+        stores: column and register of each result; columns beyond those that are read are written only.
+        written: the kinds of the columns of `stores`.
+        sums: registers that are added up over each leaf.
+    """
+
+    loads: tuple[int, ...]
+    scalars: tuple[int, ...]
+    numbers: int
+    steps: tuple[tuple[str, tuple[str, ...], int], ...]
+    stores: tuple[tuple[int, str], ...]
+    written: tuple[int, ...]
+    sums: tuple[str, ...]
+
+
+# Comparisons are false for NaN, which so stays.
+_LINES = {
+    "to": "{0}",
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "tl.div_rn({0}, {1})",
+    "plus": "tl.fma({2}, {1}, {0})",  # x + alpha * y
+    "addcmul": "tl.fma({3} * {1}, {2}, {0})",
+    "addcdiv": "{0} + tl.div_rn({3} * {1}, {2})",
+    "lerp": "tl.fma({2}, {1} - {0}, {0})",
+    "lerp_back": "tl.fma({2}, {1} - {0}, {1})",  # with weight - 1
+    "clamp_min": "tl.where({0} < {1}, {1}, {0})",
+    "clamp_max": "tl.where({0} > {1}, {1}, {0})",
+    "sqrt": "tl.sqrt_rn({0})",
+    "reciprocal": "tl.div_rn(1.0, {0})",
+    "sign": "({0} > 0).to(tl.float32) - ({0} < 0).to(tl.float32)",
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+}
+
+_KERNEL = """
+def formula_kernel({parameters}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    chunk = tl.program_id(0)
+    row = row_of(starts, rows, chunk)
+    begin = (chunk - tl.load(starts + row)) * CHUNK
+    table += row
+    numel = tl.load(table)
+    {addresses}
+    {numbers}
+    {zeros}
+    if ({aligned}) & 15 == 0 and begin + CHUNK <= numel:
+        begin = tl.multiple_of(begin, 16)
+        {multiples}
+        for i in range(0, CHUNK, BLOCK):
+            at = begin + i + tl.arange(0, BLOCK)
+            {whole}
+    else:
+        for i in range(0, tl.minimum(numel - begin, CHUNK).to(tl.int32), BLOCK):
+            at = begin + i + tl.arange(0, BLOCK)
+            mask = at < numel
+            {masked}
+    {partials}
+"""
+
+
+@cache
+def formula_kernel(program: Program) -> Any:
+    """The kernel of a program."""
+    source = _source(program)
+    name = f"<formula {hash(program):x}>"
+    # Triton reads the source of a kernel from its file, or from where Python keeps that of code without one.
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    scope: dict[str, Any] = {
+        "tl": tl, "pointer": pointer, "value": value, "rounded": rounded, "row_of": row_of, "__name__": __name__
+    }  # fmt: skip
+    exec(compile(source, name, "exec"), scope)
+    memory = ["starts", "table", "numbers", "partials", *(f"m{i}" for i in range(len(program.scalars)))]
+    made = triton.jit(do_not_specialize=["rows", "chunks"], do_not_specialize_on_alignment=memory)
+    return made(scope["formula_kernel"])
+
+
+def _source(program: Program) -> str:
+    loads, scalars, numbers, steps, stores, written, sums = program
+    kinds = {i: kind for i, kind in enumerate(loads)} | {
+        column: kind for (column, _), kind in zip(stores, written, strict=True)
+    }
+    columns = sorted(kinds)
+    memory = [f"m{i}" for i in range(len(scalars))]
+    first = [f"n{i} = tl.load(numbers + {i})" for i in range(numbers)]
+    first += [f"s{i} = value(tl.load(m{i}), {kind})" for i, kind in enumerate(scalars)]
+    body: list[str] = []
+    for mask in ("", ", mask"):
+        lines = [f"x{i} = value(tl.load(p{i} + at{mask}), {kind})" for i, kind in enumerate(loads)]
+        for i, (name, given, kind) in enumerate(steps, len(loads)):
+            lines.append(f"x{i} = {_LINES[name].format(*given)}")
+            if kind:
+                lines.append(f"x{i} = value(rounded(x{i}, x{i}, {kind}, False), {kind})")
+        # An interpreter stores before it reads the next column: every column is read before any is written.
+        for column, x in stores:
+            lines.append(f"tl.store(p{column} + at, rounded({x}, {x}, {kinds[column]}, False){mask})")
+        lines += [f"t{i} += tl.where(mask, {x}, 0.0)" if mask else f"t{i} += {x}" for i, x in enumerate(sums)]
+        body.append(("\n" + " " * 12).join(lines))
+    four, eight = "\n    ", "\n        "
+    return _KERNEL.format(
+        parameters=", ".join(["starts", "table", "rows", "numbers", "partials", "chunks", *memory]),
+        addresses=four.join(
+            f"a{i} = tl.load(table + {i + 1} * rows){four}p{i} = pointer(a{i}, {kinds[i]})" for i in columns
+        ),
+        numbers=four.join(first),
+        zeros=four.join(f"t{i} = tl.zeros((BLOCK,), tl.float32)" for i in range(len(sums))),
+        aligned=" | ".join(f"a{i}" for i in columns),
+        multiples=eight.join(f"p{i} = tl.multiple_of(p{i}, 16)" for i in columns),
+        whole=body[0],
+        masked=body[1],
+        partials=four.join(f"tl.store(partials + {i} * chunks + chunk, tl.sum(t{i}, 0))" for i in range(len(sums))),
+    )
+
+
+def run(
+    program: Program,
+    columns: Sequence[Sequence[Tensor]],
+    numbers: Sequence[float],
+    scalars: Sequence[Tensor],
+    each: bool = True,
+) -> Tensor:
+    """Compute a program over leaves, in one launch, and one more for the sums of each leaf.
+
+    Args:
+        program: what to compute.
+        columns: tensors of each column, one for each leaf; those of a leaf have the same elements in memory in the same
+            order, without gaps, and all are on one device. Autograd does not notice what is written: tell it.
+        numbers: the numbers of the program.
+        scalars: its tensors of one number, on the device.
+        each: whether sums are those of each leaf, (sums, leaves), or of all of them, (sums,); in float32.
+    """
+    lengths = list(map(Tensor.numel, columns[0]))
+    chunks = [*accumulate((-(-n // CHUNK) for n in lengths), initial=0)]
+    count, total, sums = len(lengths), chunks[-1], len(program.sums)
+    device = columns[0][0].device
+    if not total:
+        return torch.zeros((sums, count) if each else (sums,), device=device)
+    words = array("q", chunks)
+    numbers_at = len(words)
+    words.frombytes(array("f", [*numbers, *[0.0] * (len(numbers) % 2)]).tobytes())
+    table_at = len(words)
+    words.extend(lengths)
+    for column in columns:
+        words.extend(map(Tensor.data_ptr, column))
+    packed = on_device(words, device)
+    partials = torch.empty((sums, total) if sums else (1, 1), dtype=torch.float32, device=device)
+    starts, given = packed[:numbers_at], packed[numbers_at:table_at].view(torch.float32)
+    # A slice without elements has no address.
+    given = given if numbers else partials
+    launch(
+        formula_kernel(program), total, starts, packed[table_at:], count, given, partials, total,
+        *scalars, CHUNK, BLOCK,
+    )  # fmt: skip
+    if not sums or not each:
+        return partials.sum(1) if sums else partials[:0]
+    found = torch.empty((sums, count), dtype=torch.float32, device=device)
+    for i in range(sums):
+        launch(sums_kernel, count, starts, partials[i], found[i], total, False, BLOCK)
+    return found
