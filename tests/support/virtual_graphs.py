@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from virtual_steps import Many, low, muon_for_matrices
 
 import zerofn as zf
-from zerofn.kernels import triton_adam  # inside: a graph has the launches of its kernels
+from zerofn.kernels import triton_lists  # inside: a graph has the launches of its kernels
 
 
 class Graph(TorchDispatchMode):
@@ -35,13 +35,13 @@ class Graph(TorchDispatchMode):
 
     def __enter__(self) -> Graph:
         self._capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
-        self._launch, triton_adam.launch = triton_adam.launch, self._launched
+        self._launch, triton_lists.launch = triton_lists.launch, self._launched
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.cuda.is_current_stream_capturing, triton_adam.launch = self._capturing, self._launch
+        torch.cuda.is_current_stream_capturing, triton_lists.launch = self._capturing, self._launch
 
     def _launched(self, kernel: Any, programs: int, *args: Any) -> None:
         with _disable_current_modes():
@@ -87,6 +87,9 @@ def _views(func: Any) -> bool:
 def _told(x: Any) -> Any:
     if isinstance(x, Tensor):
         return tuple(x.shape), str(x.dtype), str(x.device), None if x.is_cuda else x.tolist()
+    if type(x) is int and x > 1 << 32:
+        # A temporary may be elsewhere in another graph, which has memory of its own.
+        return "address"
     return x.__name__ if hasattr(x, "__name__") else x
 
 

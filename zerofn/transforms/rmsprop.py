@@ -62,7 +62,8 @@ def rmsprop(
         -0.2
 
     Notes:
-        In fp32 the bits are torch's, except with `centered`.
+        In fp32 on a CPU the bits are torch's, except with `centered`. The kernel of a GPU rounds roots to nearest, which
+        torch's own does not everywhere.
     """
     check_lr("rmsprop", lr)
     check_number("rmsprop", "alpha", alpha, high=1.0)
