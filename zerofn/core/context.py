@@ -318,7 +318,8 @@ class Context:
         self.written.add(self.prefix)
         tensors, second = list(olds.values()), list(map(given.__getitem__, olds)) if several else given
         if not self.unread or self.choosing is None:
-            in_place(f"{operation}_", tensors, second)
+            # Asked here, since it is asked in every step.
+            (in_place if tensors[0].is_cuda else foreach)(f"{operation}_", tensors, second)
         else:
             write_where(self.choosing, tensors, foreach(operation, tensors, second))
         return dict(olds)
@@ -340,7 +341,7 @@ class Context:
         self.written.add(self.prefix)
         tensors, news = list(olds.values()), list(map(given.__getitem__, olds))
         if not self.unread or self.choosing is None:
-            in_place("copy_", tensors, news)
+            (in_place if tensors[0].is_cuda else foreach)("copy_", tensors, news)
         else:
             write_where(self.choosing, tensors, news)
         return dict(olds)

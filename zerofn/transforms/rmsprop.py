@@ -62,8 +62,7 @@ def rmsprop(
         -0.2
 
     Notes:
-        In fp32 on a CPU the bits are torch's, except with `centered`. The kernel of a GPU rounds roots to nearest, which
-        torch's own does not everywhere.
+        In fp32 on a CPU the bits are torch's, except with `centered`. On a GPU a root is rounded to nearest.
     """
     check_lr("rmsprop", lr)
     check_number("rmsprop", "alpha", alpha, high=1.0)
