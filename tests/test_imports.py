@@ -309,7 +309,7 @@ def _names(node):
 
 def test_built_in_transforms_are_written_with_what_extend_exports():
     found = {folder(n) for m in MODULES if m.startswith("transforms.") for n in siblings(m)}
-    assert found == {"_compat/", "_errors", "extend", "transforms/"}
+    assert found == {"_errors", "extend", "transforms/"}
 
 
 DOORS = {"zerofn", *(f"zerofn.{m}" for m in ("extend", "schedules", "collectives", "integrations", "testing"))}

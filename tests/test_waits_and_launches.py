@@ -132,9 +132,13 @@ READ_BEHIND = {
 }
 
 
-@pytest.mark.parametrize("route", ["attached", "pure"])
 @pytest.mark.parametrize(
-    "pipeline", [pytest.param(x, marks=pytest.mark.slow if "low" in x else ()) for x in BEHIND_A_VERDICT]
+    ("route", "pipeline"),
+    [
+        pytest.param(route, x, marks=pytest.mark.slow if "low" in x or i % 2 == (route == "pure") else ())
+        for i, x in enumerate(BEHIND_A_VERDICT)
+        for route in ("attached", "pure")
+    ],
 )
 def test_a_skipped_step_is_answered_on_the_device(device, pipeline, route):
     """The host waits for no verdict, and parameters, states and metrics are those of the CPU, which reads it."""
@@ -171,7 +175,12 @@ EACH_LEAF = {"scale, clip, low precision", "scale, overflow", "watch", "guest"}
 ON_THE_HOST = {"clip, on the host", "on the host, masters"}
 
 
-@pytest.mark.parametrize("pipeline", [x for x in LAUNCHES if x not in EACH_LEAF | ON_THE_HOST])
+GROWING = [x for x in LAUNCHES if x not in EACH_LEAF | ON_THE_HOST]
+
+
+@pytest.mark.parametrize(
+    "pipeline", [pytest.param(x, marks=pytest.mark.slow if i % 3 else ()) for i, x in enumerate(GROWING)]
+)
 def test_500_leaves_take_at_most_twice_the_budget_of_148(device, pipeline):
     now, _aim = budget if isinstance(budget := LAUNCHES[pipeline], tuple) else (budget, budget)
     assert ask(device, "counts", "attached", pipeline, leaves=500)["launches"] <= 2 * now

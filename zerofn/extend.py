@@ -99,6 +99,7 @@ from zerofn.kernels.recording import (
     root,
     straight_through,
     where,
+    without_derivative,
 )
 from zerofn.ranks.group import Group
 
@@ -309,5 +310,6 @@ __all__ = [
     "weight_of",
     "where",
     "width",
+    "without_derivative",
     "without_elements",
 ]

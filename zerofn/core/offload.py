@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .._compat.autograd import increment_versions
-from .._compat.tensors import foreach
+from .._compat.tensors import foreach, is_shape_only
+from ..kernels.recording import concrete
 from .context import Context
 from .executor import buckets
 from .layout import Leaves
@@ -251,7 +252,12 @@ class Conveyor:
 
     @staticmethod
     def laid_out(state: TransformState, params: Leaves, pin: bool) -> TransformState:
-        """A state with its tensors in the memory in which they are copied together, pinned or not."""
+        """A state with its tensors in the memory in which they are copied together, pinned or not.
+
+        Tensors of `zf.plan` have no memory, and are left as they are.
+        """
+        if not all(concrete(x) and not is_shape_only(x) for x in params.values()):
+            return state
         new: dict[int, Tensor] = {}
         for bucket in _buckets(state, params):
             memory = bucket.packed.empty(bucket.tensors[0].device, pin)

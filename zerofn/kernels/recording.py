@@ -59,6 +59,19 @@ def differentiated(*values: Any) -> bool:
     return torch.is_grad_enabled() and _requires_grad(values)
 
 
+def without_derivative(values: Iterable[Any], error: str) -> None:
+    """Raise for a computation that has no derivative, where one by `values` may be asked for.
+
+    Raises:
+        RuntimeError: with these words.
+
+    Examples:
+        >>> without_derivative([torch.ones(2)], "a derivative through eigenvectors")
+    """
+    if differentiated(*values):
+        raise RuntimeError(error)
+
+
 def _requires_grad(values: Iterable[Any]) -> bool:
     # A loop: a generator would be entered for each value.
     for x in values:  # noqa: SIM110

@@ -20,6 +20,7 @@ from ..extend import (
     TransformState,
     as_transform,
     counter,
+    may,
     no_view,
     transform,
     where,
@@ -76,9 +77,10 @@ def apply_if(transform: Transform, fn: Callable[[Any], Any]) -> Transform:
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Any], ctx: Context):
         due, own = carry
         before = {path: params[path] for path in grads} if inner.facts.optimizes else grads
-        if due is False:
+        if not may(due):
             return before, {}
-        if due is True:
+        # The opposite: a bool of a bool, a tensor of a tensor.
+        if not may(due ^ True):
             return inner.update_fn(grads, state, params, own, ctx)
         out, new = inner.update_fn(grads, state, params, own, replace(ctx, donate=False, donate_to_kernels=False))
         chosen = {key: _chosen(due, x, state[key]) for key, x in new.items() if key in state}
@@ -88,10 +90,10 @@ def apply_if(transform: Transform, fn: Callable[[Any], Any]) -> Transform:
     return replace(inner, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
 
 
-def _checked(due: Any, name: str) -> bool | Tensor:
-    if isinstance(due, bool) or (isinstance(due, Tensor) and not due.ndim and due.dtype is torch.bool):
-        return due
-    why = f"fn returns a bool, and {due!r} is {kind_of(due)}"
+def _checked(answer: Any, name: str) -> bool | Tensor:
+    if isinstance(answer, bool) or (isinstance(answer, Tensor) and not answer.ndim and answer.dtype is torch.bool):
+        return answer
+    why = f"fn returns a bool, and {answer!r} is {kind_of(answer)}"
     raise TypeError(explain(f"apply_if({name}(...), fn)", why, "fn=lambda step: step < 1000"))
 
 

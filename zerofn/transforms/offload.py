@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.tensors import is_shape_only
 from .._errors import explain
 from ..extend import (
     MASTERS,
@@ -23,7 +22,6 @@ from ..extend import (
     as_transform,
     chain,
     check_dtype,
-    concrete,
     no_view,
     of_members,
     transform,
@@ -98,9 +96,7 @@ def offload(
         # Made where it will live: if it were moved there, it would first have to fit beside the parameters.
         state = inner.init_fn({p: _place(x, where) for p, x in leaves.items()}, layout)
         placed = tree_map(lambda x: _place(x, where), state)
-        # `zf.plan` makes tensors without memory.
-        known = all(concrete(x) and not is_shape_only(x) for x in leaves.values())
-        return Conveyor.laid_out(placed, leaves, on_gpu and where.type == "cpu") if known else placed
+        return Conveyor.laid_out(placed, leaves, on_gpu and where.type == "cpu")
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         prepared = inner.prepare_fn(state, grads, params, ctx)

@@ -18,7 +18,6 @@ from ..extend import (
     check_count,
     check_lr,
     check_number,
-    differentiated,
     given,
     like,
     moment_root,
@@ -26,6 +25,7 @@ from ..extend import (
     plus,
     transform,
     where,
+    without_derivative,
     without_elements,
 )
 
@@ -136,10 +136,10 @@ def spectrum(name: str, path: str, x: Tensor) -> Any:
 
 def refuse_derivative(name: str, sides: tuple[str, ...], *values: Any) -> None:
     """Refuse a derivative through the eigenvectors of a leaf with sides."""
-    if sides and differentiated(*values):
+    if sides:
         why = "eigenvectors have no derivative where eigenvalues are equal, as those of a gradient's products often are"
         right = "zf.muon(...) or zf.adamw(...) in a step that is differentiated; or torch.no_grad() around this one"
-        raise RuntimeError(explain(f"a derivative through {name}(...)", why, right))
+        without_derivative(values, explain(f"a derivative through {name}(...)", why, right))
 
 
 SIDES = ("rows", "columns")
