@@ -271,7 +271,7 @@ DEVICES = "the devices of parameters"
 
 
 def _other_devices(kinds: str, group: Group) -> str:
-    """The message if parameters are on other kinds of devices on other ranks, the same on every rank."""
+    """The error text if ranks have parameters on different kinds of devices; the same text on every rank."""
     found = _by_value(gather_objects(kinds, group), group)
     why = "what ranks send each other is on devices of one kind, or some wait for ever"
     return explain(f"parameters on devices of several kinds: {found}", why, "model.to(device) alike on every rank")

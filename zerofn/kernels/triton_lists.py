@@ -303,7 +303,7 @@ def run(
     scalars: Sequence[Tensor],
     each: bool = True,
 ) -> Tensor:
-    """Compute a program over leaves, in one launch, and one more for the sums of each leaf.
+    """Compute a formula over all leaves in one launch. Sums over each leaf take one more.
 
     Args:
         program: what to compute.
