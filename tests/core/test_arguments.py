@@ -137,6 +137,8 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
             "steps": Count(),
             "weight_decay": Number(),
             "dtype": None,
+            "ns_coefficients": None,
+            "adjust_lr_fn": None,
         },
         {},
     ),

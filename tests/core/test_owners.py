@@ -226,8 +226,15 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(last, tmp_path):
         assert sum((x - p).abs().max() <= 1e-4 for x, p in zip(after, was, strict=True)) == (last == "members")
 
 
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_is_that_of_torch(nesterov, monkeypatch):
+OPTIONS = [
+    {"nesterov": True},
+    {"nesterov": False},
+    {"adjust_lr_fn": "match_rms_adamw", "ns_coefficients": (3.0, -3.2, 1.2)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: next(iter(x.values())))
+def test_muon_is_that_of_torch(options, monkeypatch):
     # torch's iteration is in bf16, where the order of two roundings shows in the first digits.
     to = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
@@ -236,20 +243,25 @@ def test_muon_is_that_of_torch(nesterov, monkeypatch):
     )
     torch.manual_seed(0)
     start = {"a": torch.randn(8, 5, dtype=F64), "b": torch.randn(3, 9, dtype=F64)}
+    start |= {f"expert {i}": torch.randn(5, 3, dtype=F64) for i in range(2)}
     theirs = {k: x.clone().requires_grad_() for k, x in start.items()}
-    opt = torch.optim.Muon(theirs.values(), lr=0.05, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
-    tx = zf.muon(lr=0.05, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
-    state = zf.init(tx, start)
+    opt = torch.optim.Muon(theirs.values(), lr=0.05, weight_decay=0.1, momentum=0.9, **options)
+    tx = zf.muon(lr=0.05, weight_decay=0.1, momentum=0.9, **options)
+
+    def stacked(tree):
+        return {"a": tree["a"], "b": tree["b"], "experts": torch.stack([tree["expert 0"], tree["expert 1"]])}
+
+    state = zf.init(tx, stacked(start))
     for _ in range(5):
         grads = {k: torch.randn_like(x) for k, x in start.items()}
         for k, p in theirs.items():
             p.grad = grads[k].clone()
         opt.step()
-        state, _ = zf.update(tx, grads, state)
-    for k, p in theirs.items():
-        assert (p - start[k]).abs().max() > 0.05
+        state, _ = zf.update(tx, stacked(grads), state)
+    for k, p in stacked({k: p.detach() for k, p in theirs.items()}).items():
+        assert (p - stacked(start)[k]).abs().max() > 0.05
         # Float64; products are added up in another order.
-        torch.testing.assert_close(state.params[k], p.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(state.params[k], p, rtol=0, atol=1e-12)
 
 
 def vector_under_shard():

@@ -224,6 +224,30 @@ def soap(p):
     return step
 
 
+def muon(p):
+    if p.ndim not in (2, 3):
+        return lambda p, g, t: p - LR * g
+    s = zeros(p, "m")
+
+    def of_a_matrix(u):
+        x = u / u.norm()
+        for _ in range(3):
+            x = 3.0 * x - 3.2 * x @ x.T @ x + 1.2 * x @ x.T @ x @ x.T @ x
+        return 0.2 * max(u.shape) ** 0.5 * x
+
+    def step(p, g, t):
+        s["m"] = 0.9 * s["m"] + 0.1 * g
+        u = 0.1 * g + 0.9 * s["m"]
+        u = of_a_matrix(u) if u.ndim == 2 else torch.stack([of_a_matrix(x) for x in u])
+        return p - LR * (u + 0.1 * p)
+
+    return step
+
+
+def by_matrices(path):
+    return "matrix" if path in ("w", "square", "experts") or path.endswith("weight") else "rest"
+
+
 def lookahead(p):
     s = {"m": torch.zeros_like(p), "slow": p}
 
@@ -313,6 +337,16 @@ TABLE = {
     "shampoo": (zf.shampoo(LR, 0.5, 0.1, 0.1, update_freq=2, max_precond_dim=4), shampoo),
     # Sides that a gradient fills: the basis of what it leaves would be as rounding has it.
     "soap": (zf.soap(LR, (0.9, 0.95), weight_decay=0.1, precondition_frequency=2, max_precond_dim=4), soap),
+    "muon": (
+        zf.partition(
+            {
+                "matrix": zf.muon(LR, 0.9, True, 3, 0.1, None, (3.0, -3.2, 1.2), "match_rms_adamw"),
+                "rest": zf.sgd(LR),
+            },
+            by_matrices,
+        ),
+        muon,
+    ),
     "lookahead": (zf.lookahead(zf.sgd(LR, momentum=0.5), 3, 0.7), lookahead),
     "apply_if": (zf.apply_if(zf.adamw(**ADAM, weight_decay=0.0), later), now_and_then),
     "apply_if clip": (zf.chain(zf.apply_if(zf.clip_by_value(0.5), later), zf.sgd(LR)), clipped_later),
@@ -326,7 +360,15 @@ TABLE = {
         functools.partial(cautious_adamw, by_parts=False),
     ),
 }
-SHAPES = {"w": (6, 4), "square": (4, 4), "b": (5,), "g": (), "kernel": (3, 2, 2, 2), "none": (0, 3)}
+SHAPES = {
+    "w": (6, 4),
+    "square": (4, 4),
+    "b": (5,),
+    "g": (),
+    "experts": (3, 4, 2),
+    "kernel": (3, 2, 2, 2),
+    "none": (0, 3),
+}
 STEPS = 7
 
 
@@ -387,10 +429,11 @@ class UnevenLeaves(torch.nn.Module):
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 5)])
         self.gain = torch.nn.Parameter(torch.tensor(0.8))
+        self.experts = torch.nn.Parameter(torch.randn(3, 3, 3) / 2)
         self.to(F64)
 
     def forward(self, x):
-        return self.layers[1](torch.tanh(self.layers[0](x))) * self.gain
+        return self.layers[1]((torch.tanh(self.layers[0](x)) @ self.experts).mean(0)) * self.gain
 
 
 AT_RANKS = {name: tx for name, (tx, _) in TABLE.items()} | {
@@ -438,7 +481,7 @@ def on_a_rank(cells, directory):
 
 EVERY = [(name, stage, route) for name in AT_RANKS for stage in STAGES for route in ("eager", "pure")]
 # One for each way in which states lie and numbers travel; the others treat elements alone.
-KINDS = ("lamb", "adaptive_clip", "nadam", "adafactor", "schedule_free_adamw", "shampoo", "soap")
+KINDS = ("lamb", "muon", "adaptive_clip", "nadam", "adafactor", "schedule_free_adamw", "shampoo", "soap")
 KINDS += ("mars", "cautious", "lookahead", "apply_if", "add_noise")
 SOME = [(name, STAGES[i % 3], ("eager", "pure")[i % 2]) for i, name in enumerate(KINDS)]
 
@@ -470,6 +513,9 @@ ROWS.rows(
     (lambda: zf.adafactor(eps=1e-3), re.compile(r"adafactor\(eps=0.001\)")),
     (lambda: zf.adafactor(eps=(1e-3, None)), re.compile(r"eps is a pair of numbers")),
     (lambda: zf.adafactor(beta2_decay=0.8), re.compile(r"beta2_decay must lie in \[-1, 0\)")),
+    (lambda: zf.muon(adjust_lr_fn="rms"), re.compile("adjust_lr_fn is 'original' or 'match_rms_adamw'")),
+    (lambda: zf.muon(ns_coefficients=(1, 2)), re.compile("ns_coefficients is 3 numbers")),
+    (lambda: zf.init(zf.muon(), {"w": torch.ones(1, 2, 3, 4)}), re.compile(r"muon is for matrices\n +w: of shape")),
     (lambda: zf.adan(betas=(0.9, 0.99)), re.compile(r"betas is 3 numbers")),
     (lambda: zf.cautious(zf.chain(zf.scale_by_adam(), zf.scale_by_lr(0.1))), re.compile(r"cautious\(chain\(...\)\)")),
     (lambda: zf.cautious(zf.accumulate(2)), re.compile(r"cautious\(accumulate\(...\)\)")),

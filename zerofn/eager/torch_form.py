@@ -208,8 +208,8 @@ def group_form(transform: Transform) -> dict[str, Any]:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether every reader of a file knows it: a number, or a tuple of numbers such as `betas`."""
-    return isinstance(x, int | float) or (type(x) is tuple and all(isinstance(v, int | float) for v in x))
+    """Whether every reader of a file knows it: a number, a text, or a tuple of numbers such as `betas`."""
+    return isinstance(x, int | float | str) or (type(x) is tuple and all(isinstance(v, int | float) for v in x))
 
 
 def as_state_dict(

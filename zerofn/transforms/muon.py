@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._errors import bad_leaves
+from .._errors import bad_leaves, explain
 from ..extend import (
     Layout,
     LeafStep,
@@ -30,6 +32,11 @@ from ..extend import (
 
 # (a, b, c) of the quintic `a x + b x^3 + c x^5`: iterating it drives singular values from (0, 1] close to 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# By what the rate is multiplied for a matrix of so many rows and columns, by torch's names.
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: max(1.0, rows / max(columns, 1)) ** 0.5,
+    "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+}
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -41,16 +48,21 @@ def muon(
     steps: int = 5,
     weight_decay: float = 0.0,
     dtype: torch.dtype | None = None,
+    ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+    adjust_lr_fn: str = "original",
 ) -> Transform:
     """Momentum whose singular values are made nearly equal by a Newton-Schulz iteration (Jordan et al., 2024).
 
     `m += (1 - momentum) * (g - m)`; `u = g + momentum * (m - g) if nesterov else m`; `x = u / norm(u)`; then `steps`
     times `x = a x + (b y + c y y) x` with `y = x x^T` and (a, b, c) = (3.4445, -4.7750, 2.0315); finally `p *= 1 - lr *
     weight_decay`, `p -= lr * sqrt(max(1, rows / columns)) * x`. The same as `torch.optim.Muon`, except for `dtype`.
+    Moonlight's (Liu et al., 2025) is `adjust_lr_fn="match_rms_adamw"`, for rates and decays of AdamW: `p -= lr * 0.2 *
+    sqrt(max(rows, columns)) * x`.
 
-    It is for matrices: give other leaves another optimizer by `zf.partition`. It needs whole leaves (`needs="leaf"`): a
-    sharded leaf is gathered on one rank, its owner, and computed once. Under `all_reduce` every rank computes all
-    leaves.
+    It is for matrices, and for stacks of matrices such as the experts of a layer, (experts, rows, columns): each is
+    treated as a leaf of its own. Give other leaves another optimizer by `zf.partition`. It needs whole leaves
+    (`needs="leaf"`): a sharded leaf is gathered on one rank, its owner, and computed once. Under `all_reduce` every
+    rank computes all leaves.
 
     Args:
         lr: a non-negative number, or a function of the optimizer step (0 before the first update).
@@ -59,10 +71,12 @@ def muon(
         steps: iterations.
         weight_decay: decoupled from the gradient, multiplied by `lr`.
         dtype: of the iteration; by default the gradient's. The paper and torch use bfloat16, which is fast on a GPU.
+        ns_coefficients: (a, b, c).
+        adjust_lr_fn: `"original"`, or `"match_rms_adamw"`, by which an update is as large as one of AdamW.
 
     Raises:
-        ValueError: an argument is out of range; when the state is made, a leaf is not a matrix (every such leaf is
-            named).
+        ValueError: an argument is out of range; when the state is made, a leaf is neither a matrix nor a stack of
+            matrices (every such leaf is named).
 
     Examples:
         >>> import torch, zerofn as zf
@@ -78,6 +92,8 @@ def muon(
     check_flag("muon", "nesterov", nesterov)
     check_count("muon", "steps", steps, "iterations")
     check_dtype("muon", "dtype", dtype, FLOATS)
+    _check_iteration(ns_coefficients, adjust_lr_fn)
+    scale_of = SCALES[adjust_lr_fn]
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         m, g = slots["momentum"], g.to(p.dtype)
@@ -87,8 +103,7 @@ def muon(
         kept, inner = p.dtype, dtype or g.dtype
 
         def direction(u: Tensor) -> Tensor:
-            stretched = max(1.0, u.shape[-2] / max(u.shape[-1], 1)) ** 0.5
-            return orthogonal(u, steps, inner).to(kept) * (rate * stretched)
+            return orthogonal(u, steps, inner, ns_coefficients).to(kept) * (rate * scale_of(*u.shape[-2:]))
 
         u = g + (m - g) * beta if nesterov else m
         return p * (1 - rate * decay) - on_stacks(direction, u), {"momentum": m}
@@ -105,21 +120,37 @@ def muon(
     return replace(built, needs="leaf", init_fn=init)
 
 
+def _check_iteration(coefficients: Any, scale: Any) -> None:
+    if not isinstance(coefficients, tuple) or len(coefficients) != 3 or not all(map(_is_number, coefficients)):
+        why = "ns_coefficients is 3 numbers: a, b and c of a x + b x^3 + c x^5"
+        raise ValueError(explain(f"muon(ns_coefficients={coefficients!r})", why, f"ns_coefficients={COEFFICIENTS}"))
+    if not isinstance(scale, str) or scale not in SCALES:
+        why = f"adjust_lr_fn is {' or '.join(map(repr, SCALES))}"
+        raise ValueError(explain(f"muon(adjust_lr_fn={scale!r})", why, 'adjust_lr_fn="match_rms_adamw"'))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and math.isfinite(x)
+
+
 def _check_matrices(leaves: Leaves, layout: Layout) -> None:
     shapes = {leaf.path: tuple(leaf.shape) for leaf in layout.leaves}
-    wrong = [(path, f"of shape {shapes[path]}") for path in leaves if len(shapes[path]) != 2]
+    wrong = [(path, f"of shape {shapes[path]}") for path in leaves if len(shapes[path]) not in (2, 3)]
     if wrong:
         right = 'zf.partition({"matrix": zf.muon(...), "rest": zf.adamw(...)}, labels)'
         raise ValueError(bad_leaves("muon is for matrices", wrong, right))
 
 
-def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
+def orthogonal(
+    u: Tensor, steps: int, dtype: torch.dtype, coefficients: tuple[float, float, float] = COEFFICIENTS
+) -> Tensor:
     """A matrix with the singular vectors of `u` (rows, columns) and singular values near 1; or a stack of them."""
-    a, b, c = COEFFICIENTS
+    a, b, c = coefficients
     x = u.to(dtype)
     wide = u.shape[-2] > u.shape[-1]
     x = x.mT if wide else x
     if x.ndim > 2:
+        x = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
         x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     else:
         x = x / length(x).clamp(min=1e-7)
@@ -130,4 +161,4 @@ def orthogonal(u: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
             x = torch.baddbmm(x, torch.baddbmm(y, y, y, beta=b, alpha=c), x, beta=a)
         else:
             x = a * x + (b * y + c * (y @ y)) @ x
-    return x.mT if wide else x
+    return (x.mT if wide else x).reshape(u.shape)
