@@ -89,6 +89,7 @@ if _TYPE_CHECKING:
     from .transforms.precision import precision as precision
     from .transforms.radam import radam as radam
     from .transforms.rmsprop import rmsprop as rmsprop
+    from .transforms.schedule_free import schedule_free as schedule_free
     from .transforms.schedule_free import schedule_free_adamw as schedule_free_adamw
     from .transforms.sgd import sgd as sgd
     from .transforms.shampoo import shampoo as shampoo
@@ -182,6 +183,7 @@ _LATER = {
     "mars": "transforms.mars",
     "add_noise": "transforms.add_noise",
     "cautious": "transforms.cautious",
+    "schedule_free": "transforms.schedule_free",
     "schedule_free_adamw": "transforms.schedule_free",
     "shampoo": "transforms.shampoo",
     "soap": "transforms.soap",

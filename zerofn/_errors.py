@@ -153,7 +153,6 @@ OTHER_NAMES = {
     "scale_by_lbfgs": "torch.optim.LBFGS(model.parameters()), on one process",
     "scale_by_backtracking_linesearch": "torch.optim.LBFGS(model.parameters()), on one process",
     "scale_by_zoom_linesearch": "torch.optim.LBFGS(model.parameters()), on one process",
-    "schedule_free": "zf.schedule_free_adamw(2.5e-3)",
     "LookaheadParams": "zf.lookahead(tx)",
     "reduce_on_plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(opt)",
     # Schedules.

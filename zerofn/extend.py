@@ -39,13 +39,22 @@ from zerofn.core.arguments import (
     no_weight,
     weight_of,
 )
-from zerofn.core.chain import as_transform, chain, labels_by_path, of_members, texts_of_labels, values_by_path
+from zerofn.core.chain import (
+    as_transform,
+    chain,
+    labels_by_path,
+    of_members,
+    texts_of_labels,
+    values_by_path,
+    wrapped,
+    wrapped_optimizer,
+)
 from zerofn.core.context import Context, Prepared
 from zerofn.core.facts import AVERAGE, COUNT, OVERFLOW_LEAF, SKIPPED_STEPS, Facts, Scope
 from zerofn.core.layout import AxisPlacement, Flat, Layout, Leaf, Leaves, Owner, Partial, Replicate, Shard, span, width
 from zerofn.core.leafwise import transform
 from zerofn.core.number_graphs import Unrecorded
-from zerofn.core.optimizer import LeafList, LeafStep, direction, like, optimizer, without_elements
+from zerofn.core.optimizer import LeafList, LeafStep, direction, like, optimizer, rate_of, wide_copy, without_elements
 from zerofn.core.pipeline import context_of
 from zerofn.core.spec import (
     NOT_REDUCED,
@@ -285,6 +294,7 @@ __all__ = [
     "plus_product",
     "plus_quotient",
     "random_bits",
+    "rate_of",
     "rebuild",
     "recorded",
     "reduce_scatter_into",
@@ -309,7 +319,10 @@ __all__ = [
     "watches_parameters",
     "weight_of",
     "where",
+    "wide_copy",
     "width",
     "without_derivative",
     "without_elements",
+    "wrapped",
+    "wrapped_optimizer",
 ]

@@ -178,6 +178,17 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"lr": LR, "beta2_decay": None, "eps": None, "d": Number(1), "weight_decay": Number()},
         {},
     ),
+    "schedule_free": (
+        zf.schedule_free,
+        {
+            "transform": None,
+            "momentum": Number(high=1),
+            "r": Number(),
+            "weight_lr_power": Number(),
+            "weight_decay_at_y": Number(),
+        },
+        {"transform": zf.sgd(0.1)},
+    ),
     "schedule_free_adamw": (
         zf.schedule_free_adamw,
         {**ADAM, "r": Number(), "weight_lr_power": Number()},

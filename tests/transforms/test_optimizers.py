@@ -159,6 +159,22 @@ def schedule_free(p):
     return step
 
 
+def schedule_free_sgd(p, at_y=False):
+    """As the paper writes it, with a decay of `z`, or of `y`."""
+    s = {"z": p, "x": p, "m": torch.zeros_like(p), "sum": 0.0}
+
+    def step(y, g, t):
+        rate = LR * min(1.0, t / 3)
+        s["m"] = 0.5 * s["m"] + (g if at_y else g + 0.1 * s["z"])
+        s["z"] = s["z"] - rate * (s["m"] + (0.2 * y if at_y else 0.0))
+        weight = t * rate
+        s["sum"] += weight
+        s["x"] = s["x"] + weight / s["sum"] * (s["z"] - s["x"])
+        return 0.2 * s["z"] + 0.8 * s["x"]
+
+    return step
+
+
 def matrix(x):
     return x.flatten(1) if x.ndim > 2 else x
 
@@ -242,6 +258,10 @@ def muon(p):
         return p - LR * (u + 0.1 * p)
 
     return step
+
+
+def everything(path):
+    return "all"
 
 
 def by_matrices(path):
@@ -333,6 +353,16 @@ TABLE = {
     "schedule_free_adamw": (
         zf.schedule_free_adamw(zf.schedules.warmup(LR, 3), BETAS, weight_decay=0.1, r=0.5),
         schedule_free,
+    ),
+    "schedule_free": (
+        zf.schedule_free(zf.sgd(zf.schedules.warmup(LR, 3), momentum=0.5, weight_decay=0.1), 0.8, 1.0, 1.0),
+        schedule_free_sgd,
+    ),
+    "schedule_free of members": (
+        zf.partition(
+            {"all": zf.schedule_free(zf.sgd(zf.schedules.warmup(LR, 3), 0.5), 0.8, 1.0, 1.0, 0.2)}, everything
+        ),
+        functools.partial(schedule_free_sgd, at_y=True),
     ),
     "shampoo": (zf.shampoo(LR, 0.5, 0.1, 0.1, update_freq=2, max_precond_dim=4), shampoo),
     # Sides that a gradient fills: the basis of what it leaves would be as rounding has it.
@@ -482,7 +512,7 @@ def on_a_rank(cells, directory):
 EVERY = [(name, stage, route) for name in AT_RANKS for stage in STAGES for route in ("eager", "pure")]
 # One for each way in which states lie and numbers travel; the others treat elements alone.
 KINDS = ("lamb", "muon", "adaptive_clip", "nadam", "adafactor", "schedule_free_adamw", "shampoo", "soap")
-KINDS += ("mars", "cautious", "lookahead", "apply_if", "add_noise")
+KINDS += ("mars", "cautious", "schedule_free", "schedule_free of members", "lookahead", "apply_if", "add_noise")
 SOME = [(name, STAGES[i % 3], ("eager", "pure")[i % 2]) for i, name in enumerate(KINDS)]
 
 
@@ -507,6 +537,11 @@ def test_stages_are_one_process(cells, size, tmp_path):
     assert not wrong
 
 
+@zf.leafwise(needs="element", optimizer=True)
+def without_a_rate(grad, param):
+    return param - grad
+
+
 ROWS = Refusals()
 ROWS.rows(
     ValueError,
@@ -521,7 +556,16 @@ ROWS.rows(
     (lambda: zf.cautious(zf.accumulate(2)), re.compile(r"cautious\(accumulate\(...\)\)")),
     (lambda: zf.lookahead(zf.clip_by_value(1.0)), re.compile(r"lookahead\(clip_by_value\(...\)\)")),
     (lambda: zf.lookahead(zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1))), re.compile(r"lookahead\(chain\(...\)\)")),
-    (lambda: zf.init(zf.lookahead(zf.schedule_free_adamw()), {"w": torch.zeros(2)}), re.compile("weights to evaluate")),
+    (
+        lambda: zf.init(zf.lookahead(zf.schedule_free_adamw()), {"w": torch.zeros(2)}),
+        re.compile("both would keep 'average'"),
+    ),
+    (lambda: zf.schedule_free(zf.clip_by_value(1.0)), re.compile(r"schedule_free\(clip_by_value\(...\)\)")),
+    (lambda: zf.schedule_free(without_a_rate()), re.compile("iterates are weighted by its learning rate")),
+    (
+        lambda: zf.init(zf.schedule_free(zf.lookahead(zf.sgd(0.1))), {"w": torch.zeros(2)}),
+        re.compile("both would keep 'average' in the state of sgd"),
+    ),
     (lambda: zf.lookahead(zf.sgd(0.1), slow_step_size=1.5), re.compile("slow_step_size must lie in")),
     (lambda: zf.apply_if(zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1)), later), re.compile(r"apply_if\(chain\(...\)")),
     (lambda: zf.apply_if(zf.accumulate(2), later), re.compile(r"apply_if\(accumulate\(...\)")),

@@ -123,6 +123,7 @@ CASES = {
     "adopt": zf.adopt(0.1, weight_decay=0.1),
     "adafactor": zf.adafactor(0.1),
     "schedule_free_adamw": zf.schedule_free_adamw(0.1, weight_decay=0.1),
+    "schedule_free": zf.schedule_free(zf.adamw(0.1, betas=(0.0, 0.9)), weight_decay_at_y=0.1),
     "shampoo": zf.shampoo(0.1, 0.5, eps=1.0, max_precond_dim=4),
     "lookahead": zf.lookahead(zf.adamw(0.1), 2),
     "apply_if": zf.apply_if(zf.adamw(0.1), not_first),

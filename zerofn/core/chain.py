@@ -212,6 +212,79 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
     return group.factory(**config).renamed(group.name, group.base)
 
 
+def wrapped_optimizer(wrapper: str, transform: Transform, wrap: Callable[[Transform], Transform]) -> Transform:
+    """`wrap` of an optimizer, and of each member of a `partition` of optimizers.
+
+    Args:
+        wrapper: the name of the function that wraps, for messages.
+        transform: what the user has passed to it.
+        wrap: returns the wrapper around one optimizer, made by `wrapped`.
+
+    Raises:
+        ValueError: the transform is no optimizer.
+    """
+    inner = as_transform(transform)
+    if inner.members_fn is not None:
+        return of_members(inner, lambda member: wrapped_optimizer(wrapper, member, wrap))
+    if not inner.facts.optimizes:
+        why = "it wraps an optimizer, which makes new parameters"
+        right = f"chain(clip_by_global_norm(1.0), {wrapper}(adamw(1e-3)))"
+        raise ValueError(explain(f"{wrapper}({inner.name}(...))", why, right))
+    return wrap(inner)
+
+
+def wrapped(
+    inner: Transform,
+    init: Callable[[Leaves, Layout], TransformState],
+    update: Callable[..., tuple[Leaves, TransformState]],
+    prepare: Callable[..., Prepared] | None = None,
+    **facts: Any,
+) -> Transform:
+    """A transform around another one: its name, its place in a chain and its facts, with functions of the wrapper.
+
+    State: the entries of both, side by side. `update` and `prepare` get them all. They call `inner.update_fn` and
+    `inner.prepare_fn`, and add entries of their own to what these return.
+
+    Args:
+        inner: the transform.
+        init: the first values of the wrapper's own entries.
+        update: as of a `Transform`.
+        prepare: as of a `Transform`; by default that of `inner`.
+        facts: those that the wrapper changes. It has no counterpart in torch.
+
+    Raises:
+        ValueError: when a state is made, if both have an entry of one name.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> def twice(inner):  # each update is made two times
+        ...     def update(grads, state, params, carry, ctx):
+        ...         new, after = inner.update_fn(grads, state, params, carry, ctx)
+        ...         return inner.update_fn(grads, {**state, **after}, new, carry, ctx)
+        ...     return wrapped(inner, lambda leaves, layout: {}, update)
+        >>> tx = twice(zf.sgd(1.0))
+        >>> zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.zeros(1)}))[0].params["w"]
+        tensor([-2.])
+    """
+
+    def both(leaves: Leaves, layout: Layout) -> TransformState:
+        state, own = inner.init_fn(leaves, layout), init(leaves, layout)
+        if twice := sorted(state.keys() & own.keys()):
+            what = ", ".join(map(repr, twice))
+            why = f"both would keep {what} in the state of {inner.name}: each has its own, and one would be lost"
+            raise ValueError(explain(f"a wrapper around {inner.name}(...)", why, "one of the two"))
+        return {**state, **own}
+
+    return replace(
+        inner,
+        facts=replace(inner.facts, counterpart=None, torch_names=(), **facts),
+        init_fn=both,
+        prepare_fn=prepare or inner.prepare_fn,
+        update_fn=update,
+        parts=(inner,),
+    )
+
+
 def replace_innermost(t: Transform, fn: Callable[[Transform, Set[str], str], Transform], layout: Layout) -> Transform:
     """The same transform with `fn` of each innermost transform: of each that does more than pass leaves to members.
 

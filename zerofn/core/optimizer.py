@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach, foreach_add
+from .._errors import explain
 from ..kernels.formulas import NotOnLists, TensorList, batches, computed, on_lists, once
 from ..kernels.norms import squared_norm
 from ..kernels.recording import concrete, number, only_compiled, root
@@ -559,9 +560,7 @@ class _OptimizerUpdate:
         # A group has one optimizer: its prefix is its name, whatever the user calls the transform.
         step, rate = state["step"], ctx.lr.get(ctx.prefix, self.lr)
         if rate is not self.lr or not self.checked:
-            # A function of the user's may ask for a number. Where a step is to be captured it has been asked before.
-            asks = ctx.verdicts and callable(rate) and not _of_tensors(rate)
-            rate = learning_rate(self.name, rate, number(step) if asks else ctx.read(step), ctx.unrecorded)
+            rate = _rate_at(self.name, rate, step, ctx)
         changed, numbers = ctx.numbers.get(ctx.prefix), self.numbers
         if changed:
             numbers = {**numbers, **_by_number(changed, numbers)}
@@ -827,6 +826,34 @@ def direction(
     )
 
 
+def rate_of(inner: Transform, state: TransformState, ctx: Context) -> Any:
+    """The learning rate with which an optimizer makes this update, for a transform that wraps it.
+
+    Args:
+        inner: the optimizer.
+        state: its state, or one that has its entries.
+        ctx: of the step; a rate that is set in it comes first.
+
+    Returns:
+        A number, or a 0-d tensor where Python cannot read the step.
+
+    Raises:
+        ValueError: the optimizer tells no rate (`Facts.rate`).
+    """
+    rate = ctx.lr.get(ctx.prefix, inner.facts.rate)
+    if rate is None:
+        right = "zf.leafwise(optimizer=True) of a function with an argument lr, or one of zf's own"
+        raise ValueError(explain(f"the learning rate of {inner.name}(...)", "it has none that others can read", right))
+    return _rate_at(inner.name, rate, state["step"], ctx) if callable(rate) else _rate_at(inner.name, rate, None, ctx)
+
+
+def _rate_at(name: str, rate: Any, step: Tensor | None, ctx: Context) -> Any:
+    # A function of the user's may ask for a number. Where a step is to be captured it has been asked before.
+    asks = ctx.verdicts and callable(rate) and not _of_tensors(rate)
+    at = step if step is None else number(step) if asks else ctx.read(step)
+    return learning_rate(name, rate, at, ctx.unrecorded)
+
+
 def _of_tensors(rate: Any) -> bool:
     return isinstance(rate, OfTensors)
 
@@ -847,6 +874,11 @@ def _by_number(given: Numbers, known: Numbers) -> dict[str, Any]:
 def like(x: Tensor) -> Tensor:
     """A slot that starts as zeros of the parameter's shape, dtype and strides."""
     return torch.zeros_like(x)
+
+
+def wide_copy(x: Tensor) -> Tensor:
+    """A slot that starts as a copy of the parameter, in fp32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
 def without_elements(x: Tensor) -> Tensor:

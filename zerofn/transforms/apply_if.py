@@ -24,6 +24,7 @@ from ..extend import (
     no_view,
     transform,
     where,
+    wrapped,
 )
 
 COUNT_OF_CALLS = "apply_if_count"
@@ -65,14 +66,13 @@ def apply_if(transform: Transform, fn: Callable[[Any], Any]) -> Transform:
         raise ValueError(explain(f"apply_if({inner.name}(...), fn)", why, "apply_if(clip_by_value(1.0), fn) for each"))
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        return {**inner.init_fn(leaves, layout), COUNT_OF_CALLS: counter()}
+        return {COUNT_OF_CALLS: counter()}
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         due = _checked(fn(ctx.read(state[COUNT_OF_CALLS])), inner.name)
         made = inner.prepare_fn(state, grads, params, ctx)
         own = {key: where(due, x, state[key]) for key, x in made.state.items()}
-        own[COUNT_OF_CALLS] = state[COUNT_OF_CALLS] + 1
-        return replace(made, carry=(due, made.carry), state=own)
+        return replace(made, carry=(due, made.carry), state={**own, COUNT_OF_CALLS: state[COUNT_OF_CALLS] + 1})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Any], ctx: Context):
         due, own = carry
@@ -86,8 +86,7 @@ def apply_if(transform: Transform, fn: Callable[[Any], Any]) -> Transform:
         chosen = {key: _chosen(due, x, state[key]) for key, x in new.items() if key in state}
         return {path: where(due, x, before[path].to(x.dtype)) for path, x in out.items()}, {**new, **chosen}
 
-    facts = replace(inner.facts, counterpart=None, torch_names=(), keeps=True, capturable=False)
-    return replace(inner, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
+    return wrapped(inner, init, update, prepare, keeps=True, capturable=False)
 
 
 def _checked(answer: Any, name: str) -> bool | Tensor:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..extend import (
     AVERAGE,
     Context,
@@ -18,6 +16,7 @@ from ..extend import (
     over_leaves,
     towards,
     transform,
+    wide_copy,
 )
 
 
@@ -46,8 +45,7 @@ def ema(decay: float) -> Transform:
     check_number("ema", "decay", decay, high=1.0)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        wide = {p: torch.promote_types(x.dtype, torch.float32) for p, x in leaves.items()}
-        return {AVERAGE: {p: x.to(wide[p], copy=True) for p, x in leaves.items()}}
+        return {AVERAGE: {path: wide_copy(x) for path, x in leaves.items()}}
 
     def update(params: Leaves, state: TransformState, old: Leaves, carry: Any, ctx: Context):
         averages, weight = state[AVERAGE], 1 - ctx.number(ctx.replicated(decay))

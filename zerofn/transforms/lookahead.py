@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import torch
-
-from .._errors import explain
 from ..extend import (
     AVERAGE,
     TINY,
@@ -15,15 +11,15 @@ from ..extend import (
     Layout,
     Leaves,
     Transform,
-    TransformState,
-    as_transform,
     check_count,
     check_number,
     counter,
-    of_members,
     towards,
     transform,
     where,
+    wide_copy,
+    wrapped,
+    wrapped_optimizer,
 )
 
 COUNT_OF_UPDATES = "lookahead_count"
@@ -43,7 +39,8 @@ def lookahead(transform: Transform, sync_period: int = 5, slow_step_size: float 
         slow_step_size: the part of the way that these go, in (0, 1].
 
     Raises:
-        ValueError: an argument is out of range, or the transform is no optimizer, or one that keeps an average itself.
+        ValueError: an argument is out of range, or the transform is no optimizer; when the state is made, it keeps an
+            average itself.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -56,39 +53,26 @@ def lookahead(transform: Transform, sync_period: int = 5, slow_step_size: float 
     """
     check_count("lookahead", "sync_period", sync_period, "updates")
     check_number("lookahead", "slow_step_size", slow_step_size, TINY, 1.0 + 1e-12)
-    inner = as_transform(transform)
-    if inner.members_fn is not None:
-        return of_members(inner, lambda member: lookahead(member, sync_period, slow_step_size))
-    if not inner.facts.optimizes:
-        why, right = (
-            "it takes back what an optimizer has done",
-            "chain(clip_by_global_norm(1.0), lookahead(adamw(1e-3)))",
-        )
-        raise ValueError(explain(f"lookahead({inner.name}(...))", why, right))
 
-    def init(leaves: Leaves, layout: Layout) -> TransformState:
-        state = inner.init_fn(leaves, layout)
-        if AVERAGE in state:
-            why = "the weights to evaluate are its average, so there would be two"
-            raise ValueError(
-                explain(f"lookahead({inner.name}(...))", why, f"{inner.name}(...), or lookahead(adamw(1e-3))")
-            )
-        slow = {path: x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for path, x in leaves.items()}
-        return {**state, AVERAGE: slow, COUNT_OF_UPDATES: {path: counter() for path in leaves}}
+    def wrap(inner: Transform) -> Transform:
+        def init(leaves: Leaves, layout: Layout):
+            slow = {path: wide_copy(x) for path, x in leaves.items()}
+            return {AVERAGE: slow, COUNT_OF_UPDATES: {path: counter() for path in leaves}}
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        out, new = inner.update_fn(grads, state, params, carry, ctx)
-        counts = {path: state[COUNT_OF_UPDATES][path] + 1 for path in out}
-        read, part = ctx.read_each(counts), ctx.replicated(slow_step_size)
-        back, slow = {}, {}
-        for path, x in out.items():
-            old, due = state[AVERAGE][path], read[path] % sync_period == 0
-            # Chosen first and written then: where Python cannot read the count, both are computed.
-            now = where(due, lambda old=old, x=x: towards(old, x, part), old)
-            there = where(due, lambda now=now, x=x: now.to(x.dtype), x)
-            back[path] = x if there is x else ctx.into(x, there.to(x.dtype, copy=there is now))
-            slow[path] = old if now is old else ctx.into(old, now)
-        return back, {**new, AVERAGE: slow, COUNT_OF_UPDATES: counts}
+        def update(grads: Leaves, state: Any, params: Leaves, carry: Any, ctx: Context):
+            out, new = inner.update_fn(grads, state, params, carry, ctx)
+            counts = {path: state[COUNT_OF_UPDATES][path] + 1 for path in out}
+            read, part = ctx.read_each(counts), ctx.replicated(slow_step_size)
+            back, slow = {}, {}
+            for path, x in out.items():
+                old, due = state[AVERAGE][path], read[path] % sync_period == 0
+                # Chosen first and written then: where Python cannot read the count, both are computed.
+                now = where(due, lambda old=old, x=x: towards(old, x, part), old)
+                there = where(due, lambda now=now, x=x: now.to(x.dtype), x)
+                back[path] = x if there is x else ctx.into(x, there.to(x.dtype, copy=there is now))
+                slow[path] = old if now is old else ctx.into(old, now)
+            return back, {**new, AVERAGE: slow, COUNT_OF_UPDATES: counts}
 
-    facts = replace(inner.facts, counterpart=None, torch_names=())
-    return replace(inner, facts=facts, init_fn=init, update_fn=update, parts=(inner,))
+        return wrapped(inner, init, update)
+
+    return wrapped_optimizer("lookahead", transform, wrap)

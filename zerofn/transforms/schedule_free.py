@@ -1,27 +1,100 @@
-"""`schedule_free_adamw`: AdamW whose average of iterates takes the place of a falling learning rate."""
+"""`schedule_free`: an average of iterates in the place of a falling learning rate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._errors import explain
 from ..extend import (
     AVERAGE,
+    Context,
+    Layout,
     LeafStep,
+    Leaves,
+    Prepared,
     ScalarOrSchedule,
     Transform,
+    TransformState,
     check_number,
+    counter,
     like,
     moment_root,
     optimizer,
     plus,
     plus_product,
+    rate_of,
+    towards,
     transform,
+    wide_copy,
+    wrapped,
+    wrapped_optimizer,
 )
-from .adam import check_adam, unbiased, with_moment_check
+from .adam import check_adam, unbiased
+
+
+@transform
+def schedule_free(
+    transform: Transform,
+    momentum: float = 0.9,
+    r: float = 0.0,
+    weight_lr_power: float = 2.0,
+    weight_decay_at_y: float = 0.0,
+) -> Transform:
+    """Wrap an optimizer that has no momentum of its own, so that its rate need not fall (Defazio et al., 2024).
+
+    Gradients are taken at the parameters `y`, and the optimizer updates `z` with them: `z -= lr * weight_decay_at_y *
+    y`, and `z = optimizer(z, gradient)`. Then `x += c (z - x)`, where `c` is `w / (sum of all w)` with `w = t^r *
+    (largest lr so far)^weight_lr_power`, and `y = (1 - momentum) z + momentum x`. As the authors'
+    `ScheduleFreeWrapper`.
+
+    Evaluate and export `x`, the average: `opt.averaged()`, or `zf.full_params(tx, state, of="adamw")` with the
+    optimizer's name. `x`, `z` and the optimizer's own state are kept in fp32 or wider.
+
+    Args:
+        transform: an optimizer with a learning rate, such as `sgd(lr)` or `adamw(lr, betas=(0.0, 0.999))`; or a
+            `partition` of such.
+        momentum: share of the average in `y`, in [0, 1).
+        r: exponent of the update in the weight of an iterate.
+        weight_lr_power: exponent of the largest rate in that weight.
+        weight_decay_at_y: decay of `y`, multiplied by the rate. The optimizer's own is of `z`.
+
+    Raises:
+        ValueError: an argument is out of range, or the transform is no optimizer, or tells no rate; when the state is
+            made, it keeps an average itself.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.schedule_free(zf.sgd(0.1), momentum=0.5)
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> for _ in range(2):  # z = -0.1, -0.2; x = -0.1, -0.15
+        ...     state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+        >>> state.params["w"], zf.full_params(tx, state, of="sgd")["w"]
+        (tensor([-0.1750]), tensor([-0.1500]))
+
+    Notes:
+        Statistics of BatchNorm are those of `y`. Compute them again for `x`.
+    """
+    check_number("schedule_free", "momentum", momentum, high=1.0)
+    check_number("schedule_free", "r", r)
+    check_number("schedule_free", "weight_lr_power", weight_lr_power)
+    check_number("schedule_free", "weight_decay_at_y", weight_decay_at_y)
+
+    def wrap(inner: Transform) -> Transform:
+        if inner.facts.rate is None:
+            why, right = "iterates are weighted by its learning rate, and it tells none", "schedule_free(sgd(0.1))"
+            raise ValueError(explain(f"schedule_free({inner.name}(...))", why, right))
+
+        def numbers(carry: Any, state: TransformState, ctx: Context):
+            return ctx.replicated(rate_of(inner, state, ctx)), momentum, weight_decay_at_y
+
+        return _averaging(inner, r, weight_lr_power, numbers)
+
+    return wrapped_optimizer("schedule_free", transform, wrap)
 
 
 @transform
@@ -40,7 +113,8 @@ def schedule_free_adamw(
     far)^weight_lr_power`; `y = (1 - b1) z + b1 x`.
 
     Evaluate and export `x`, the average: `opt.averaged()`, `zf.full_params(tx, state, of="schedule_free_adamw")`,
-    `zf.export_safetensors(..., of=...)`. `x` and `z` are kept in fp32 or wider.
+    `zf.export_safetensors(..., of=...)`. `x`, `z` and `v` are kept in fp32 or wider. It is `schedule_free` of Adam
+    without a first moment.
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update). For a
@@ -52,10 +126,7 @@ def schedule_free_adamw(
         weight_lr_power: exponent of the largest rate in that weight.
 
     Raises:
-        ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
-
-    Warns:
-        UserWarning: a parameter is stored in bf16. It comes when the state is made or planned.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -73,44 +144,57 @@ def schedule_free_adamw(
     check_number("schedule_free_adamw", "r", r)
     check_number("schedule_free_adamw", "weight_lr_power", weight_lr_power)
 
-    def corrections(count: Any, rate: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        return {"spread": unbiased(count, rate, numbers)["spread"], "by_count": count ** numbers["r"]}
+    def formula(z: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta2, small, rate = (at.scalar(n, z) for n in (at.numbers["beta2"], at.numbers["eps"], at.lr))
+        v = plus_product(slots["exp_avg_sq"] * beta2, 1 - beta2, g, g)
+        return z - rate * (g / (moment_root(v) / at.scalar(at.derived["spread"], z) + small)), {"exp_avg_sq": v}
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        y, g, v = (t.to(dtype) for t in (p, g, slots["exp_avg_sq"]))
-        beta1, beta2, small, decay, rate = (
-            at.scalar(n, y) for n in (*(at.numbers[x] for x in ("beta1", "beta2", "eps", "weight_decay")), at.lr)
-        )
-        v = plus_product(v * beta2, 1 - beta2, g, g)
-        u = plus(g / (moment_root(v) / at.scalar(at.derived["spread"], y) + small), decay, y)
-        z = slots["z"] - rate * u
-        top = _at_least(slots["lr_max"], at.scalar(at.lr, slots["lr_max"]))
-        weight = at.scalar(at.derived["by_count"], top) * top ** at.numbers["weight_lr_power"]
-        total = slots["weight_sum"] + weight
-        # As long as all rates were 0 there is nothing to weigh.
-        share = at.scalar(torch.where(total > 0, weight / torch.where(total > 0, total, 1.0), 0.0), y)
-        x = slots[AVERAGE] + share * (z - slots[AVERAGE])
-        new = z + beta1 * (x - z)
-        kept = {"z": z, AVERAGE: x, "exp_avg_sq": v.to(p.dtype), "lr_max": top, "weight_sum": total}
-        return new.to(p.dtype), kept
-
-    # Numbers are kept where counters are, on the CPU.
-    slots = {"z": _copy, AVERAGE: _copy, "exp_avg_sq": like, "lr_max": _number, "weight_sum": _number}
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
-    numbers |= {"r": r, "weight_lr_power": weight_lr_power}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
-    more: Any = dict(numbers=numbers, settable=settable, derived=corrections)
-    return with_moment_check(optimizer("schedule_free_adamw", lr, slots, formula, **more))
+    more: Any = dict(numbers=numbers, settable=settable, derived=unbiased)
+    core = optimizer("schedule_free_adamw", lr, {"exp_avg_sq": like}, formula, **more)
+
+    def told(carry: Any, state: TransformState, ctx: Context):
+        rate, own = carry
+        return rate, own["beta1"], own["weight_decay"]
+
+    return replace(_averaging(core, r, weight_lr_power, told), parts=())
 
 
-def _copy(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., tuple[Any, Any, Any]]) -> Transform:
+    """The wrapper; `numbers` gives the rate, the momentum and the decay from what `inner` has prepared."""
 
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        two = {slot: {path: wide_copy(x) for path, x in leaves.items()} for slot in ("z", AVERAGE)}
+        none = {name: torch.zeros((), dtype=torch.float64) for name in ("lr_max", "weight_sum")}
+        return {**two, **none, "iterates": counter()}
 
-def _number(x: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.float32)
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        made = inner.prepare_fn(state, grads, {path: state["z"][path] for path in params}, ctx)
+        rate, momentum, decay = numbers(made.carry, state, ctx)
+        count, top = state["iterates"] + 1, state["lr_max"]
+        top = torch.maximum(top, rate.to(top) if isinstance(rate, Tensor) else torch.full_like(top, rate))
+        weight = ctx.read(count) ** r * top**power
+        total = state["weight_sum"] + weight
+        # As long as all rates were 0 there is nothing to weigh.
+        share = torch.where(total > 0, weight / torch.where(total > 0, total, 1.0), 0.0)
+        kept = {**made.state, "lr_max": top, "weight_sum": total, "iterates": count}
+        carry = made.carry, ctx.number(share), momentum, rate * decay
+        return replace(made, carry=carry, state=kept)
 
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, ...], ctx: Context):
+        own, share, momentum, decay = carry
+        olds, averages = ({path: state[slot][path] for path in grads} for slot in ("z", AVERAGE))
+        z, wide = olds, {path: g.to(olds[path].dtype) for path, g in grads.items()}
+        if isinstance(decay, Tensor) or decay:
+            z = {path: ctx.into(x, plus(x, -decay, params[path].to(x.dtype))) for path, x in z.items()}
+        z, new = inner.update_fn(wide, state, z, own, ctx)
+        x = {path: ctx.put(towards, averages[path], at, share) for path, at in z.items()}
+        y = {path: ctx.into(params[path], towards(at, x[path], momentum).to(params[path])) for path, at in z.items()}
+        z = {path: at if at is olds[path] else ctx.into(olds[path], at) for path, at in z.items()}
+        return y, {**new, "z": z, AVERAGE: x}
 
-def _at_least(x: Tensor, least: Any) -> Tensor:
-    return torch.maximum(x, least) if isinstance(least, Tensor) else x.clamp(min=least)
+    def init_wide(leaves: Leaves, layout: Layout) -> TransformState:
+        return inner.init_fn({path: wide_copy(x) for path, x in leaves.items()}, layout)
+
+    return wrapped(replace(inner, init_fn=init_wide), init, update, prepare)
