@@ -87,6 +87,7 @@ if _TYPE_CHECKING:
     from .transforms.nadam import nadam as nadam
     from .transforms.offload import offload as offload
     from .transforms.precision import precision as precision
+    from .transforms.quantize import quantize as quantize
     from .transforms.radam import radam as radam
     from .transforms.rmsprop import rmsprop as rmsprop
     from .transforms.schedule_free import schedule_free as schedule_free
@@ -164,6 +165,7 @@ _LATER = {
     "muon": "transforms.muon",
     "offload": "transforms.offload",
     "precision": "transforms.precision",
+    "quantize": "transforms.quantize",
     "rmsprop": "transforms.rmsprop",
     "sgd": "transforms.sgd",
     "all_reduce": "transforms.sharding",

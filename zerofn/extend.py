@@ -69,7 +69,7 @@ from zerofn.core.spec import (
     watches_parameters,
 )
 from zerofn.core.state import counter
-from zerofn.core.transform import ScalarOrSchedule, Transform, TransformState
+from zerofn.core.transform import ScalarOrSchedule, Transform, TransformState, no_state
 from zerofn.core.tree import flatten, select, tree_map, unflatten
 from zerofn.core.uncompiled import kept_out_of_graphs
 from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ranks
@@ -127,6 +127,7 @@ if _TYPE_CHECKING:
     from zerofn.kernels.adam import adam_update as adam_update
     from zerofn.kernels.adam import has_kernel as has_kernel
     from zerofn.kernels.adam import implementation_for as implementation_for
+    from zerofn.kernels.codes import Codes as Codes
     from zerofn.kernels.rounding import FIRST_FORMAT as FIRST_FORMAT
     from zerofn.kernels.rounding import FORMAT as FORMAT
     from zerofn.kernels.rounding import FORMAT_ENTRY as FORMAT_ENTRY
@@ -155,6 +156,7 @@ _LATER = {
     "adam_update": "zerofn.kernels.adam",
     "has_kernel": "zerofn.kernels.adam",
     "implementation_for": "zerofn.kernels.adam",
+    "Codes": "zerofn.kernels.codes",
     "FIRST_FORMAT": "zerofn.kernels.rounding",
     "FORMAT": "zerofn.kernels.rounding",
     "FORMAT_ENTRY": "zerofn.kernels.rounding",
@@ -196,6 +198,7 @@ __all__ = [
     "TINY",
     "Averaging",
     "AxisPlacement",
+    "Codes",
     "Context",
     "Conveyor",
     "Dtypes",
@@ -278,6 +281,7 @@ __all__ = [
     "may",
     "misfit",
     "moment_root",
+    "no_state",
     "no_view",
     "no_weight",
     "not_finite",

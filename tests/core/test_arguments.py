@@ -246,6 +246,11 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         ),
         {},
     ),
+    "quantize": (
+        zf.quantize,
+        {**dict.fromkeys(("transform", "bits", "code", "rounding", "slots")), "block": Count(), "seed": Seed()},
+        {"transform": zf.adamw(0.1)},
+    ),
     "offload": (zf.offload, dict.fromkeys(("transform", "device", "compute", "master_dtype")), {}),
     "masked": (zf.masked, {"transform": None, "mask": None}, {}),
     "partition": (zf.partition, {"transforms": None, "labels": None}, {}),

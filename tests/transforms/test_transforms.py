@@ -152,6 +152,8 @@ CASES = {
     "offload": zf.offload(zf.adamw(0.1)),
     "offload partition": zf.offload(zf.partition(GROUPS, label)),
     "offload chain": zf.offload(zf.chain(zf.accumulate(2), zf.adamw(0.1), zf.ema(0.5))),
+    "quantize": zf.quantize(zf.adamw(0.1), block=4),
+    "quantize 4 bits": zf.chain(zf.quantize(zf.chain(zf.accumulate(2), zf.lion(0.1)), bits=4)),
     "named": zf.sgd(0.1).named("descent"),
     "user's own": sign(strength=0.5),
     "user's own with state": smooth(keep=0.5),

@@ -325,9 +325,9 @@ def hung_on(nothing: Tensor | None, state: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # Transforms that need whole rows run on each rank's own rows, where leaves are cut by rows.
 #
-# Shards are flat. Such a transform is given this rank's rows of the leaf, of shape `(rows, ...)`, maybe none. Its
-# state for a leaf has the shape of those rows, and is stored flat, as all shards are. A leaf that is not cut by rows
-# goes to an owner.
+# Shards are flat. Such a transform is given this rank's rows of the leaf, of shape `(rows, ...)`, maybe none. A tensor
+# of its state for a leaf has the shape of those rows, and is stored flat, as all shards are; or it has `k` numbers for
+# each of them, of shape `(rows, k)`, and is stored so. A leaf that is not cut by rows goes to an owner.
 
 
 # By path: the shape of this rank's rows of a leaf.
@@ -341,7 +341,8 @@ def local_rows(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
         if all(rows_between(leaf.shape, *span) is not None for span in spans_by_rank(cutting, leaf)):
             mine = rows_between(leaf.shape, *cutting[-1].span(leaf))
             assert mine is not None
-            found[leaf.path] = mine
+            # One number is a row of one: without a dimension its state could not be told from a counter.
+            found[leaf.path] = mine or (1,)
     return found
 
 
@@ -352,7 +353,8 @@ def on_rows(t: Transform, rows: Rows, paths: Collection[str]) -> Transform:
     def reshaped(state: TransformState, shapes: Rows) -> TransformState:
         def over(at: Name, x: Any) -> Any:
             cut = at.path in rows and at.slot not in t.facts.fixed and isinstance(x, Tensor)
-            return x.reshape(shapes[at.path]) if cut else x  # type: ignore[index]
+            alike = cut and (x.ndim == 1 or tuple(x.shape) == rows[at.path])  # type: ignore[index]
+            return x.reshape(shapes[at.path]) if alike else x  # type: ignore[index]
 
         return renamed(state, paths, over)
 
@@ -375,12 +377,22 @@ def _check_rows(t: Transform, found: Sequence[tuple[Name, Any]], rows: Rows) -> 
     wrong = [
         ("/".join(filter(None, at)), f"of shape {tuple(x.shape)}, of rows of shape {rows[at.path]}")
         for at, x in found
-        if at.path in rows and at.slot not in t.facts.fixed and tuple(x.shape) != rows[at.path]
+        if at.path in rows and at.slot not in t.facts.fixed and x.ndim and not by_rows(tuple(x.shape), rows[at.path])
     ]
     if wrong:
         what = f'{name}: needs="row", and a first state in other shapes than the rows that a rank has of its leaves'
-        right = 'needs="leaf", by which each leaf is updated whole, at one rank; or torch.zeros_like(p)'
+        right = 'needs="leaf", by which each leaf is updated whole, at one rank; or torch.zeros_like(p);\n'
+        right += "         or of shape (rows, k), k numbers for each row"
         raise ValueError(bad_leaves(what, wrong, right))
+
+
+def by_rows(shape: tuple[int, ...], rows: tuple[int, ...]) -> bool:
+    """Whether a tensor has the shape of a leaf's rows, or as many numbers for each of them.
+
+    >>> [by_rows(shape, (4, 3, 2)) for shape in ((4, 3, 2), (4, 5), (4,), (3, 2))]
+    [True, True, False, False]
+    """
+    return shape == rows or (len(shape) == 2 and len(rows) > 1 and shape[0] == rows[0])
 
 
 def _reshaped(tensors: Leaves, shapes: Rows) -> Leaves:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.group import Group
-from .layout import Within
+from .layout import Within, rows_between
 from .state import State
 from .tree import Name, named, renamed
 
@@ -134,6 +134,8 @@ def _of_pieces(state: State, owner: str, slot: str, below: str, values: Mapping[
         e = Entry(owner, slot, leaf.path, x, tuple(leaf.shape if sharded else x.shape), below=below)
         if sharded:
             e = replace(e, offset=low)
+        elif placement.size > 1 and not fixed and x.ndim == 2:
+            e = _of_rows(e, leaf.shape, low, high)
         within = leaf.within if leaf.within is not None and leaf.within.cut and not fixed else None
         e = e if within is None else _of_part(e, leaf.shape, within)
         cut = placement.size > 1 or within is not None
@@ -141,6 +143,14 @@ def _of_pieces(state: State, owner: str, slot: str, below: str, values: Mapping[
     if None in values:
         rows.append(Entry(owner, slot, "", values[None], tuple(values[None].shape), of_leaf=False))
     return rows
+
+
+def _of_rows(e: Entry, shape: torch.Size, low: int, high: int) -> Entry:
+    """The entry of a tensor with some numbers for each of this rank's rows of a leaf."""
+    rows, row = rows_between(shape, low, high), shape[1:].numel()
+    if rows is None or len(rows) < 2 or e.value.shape[0] != rows[0] or not row:
+        return e
+    return replace(e, shape=(shape[0], e.value.shape[1]), offset=low // row * e.value.shape[1])
 
 
 def _of_part(e: Entry, shape: torch.Size, within: Within) -> Entry:

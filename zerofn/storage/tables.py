@@ -292,7 +292,8 @@ class Row(NamedTuple):
 
     Attributes:
         transform: the transform that keeps it; `"params"`, or `"state"` for the state's own counters.
-        slot: its name in the transform's state, for instance `"exp_avg"`; `""` for a parameter.
+        slot: its name in the transform's state, for instance `"exp_avg"`; `""` for a parameter. Where a leaf has a dict
+            of tensors there, their keys stand behind it: `"exp_avg/codes"`.
         path: the leaf to which it belongs; `""` if it belongs to none.
         global_shape: its full shape.
         local_shape: the shape of this rank's shard.
@@ -398,7 +399,8 @@ def rows_of_buffers(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> tupl
 
 def _row(e: Entry, dtype: torch.dtype) -> Row:
     x, owner = e.value, e.owner or "state"
-    return Row(owner, e.slot, e.path, e.shape, tuple(x.shape), dtype, str(x.device), x.numel() * dtype.itemsize)
+    slot = f"{e.slot}/{e.below}" if e.below else e.slot
+    return Row(owner, slot, e.path, e.shape, tuple(x.shape), dtype, str(x.device), x.numel() * dtype.itemsize)
 
 
 def _sum(rows: list[Row]) -> str:

@@ -17,7 +17,7 @@ from ..core.layout import Layout, Leaf, Leaves, make_layout
 from ..core.pipeline import Pipeline, first_state, pipeline
 from ..core.spec import as_it_is
 from ..core.state import State
-from ..core.state_entries import Entry, entries
+from ..core.state_entries import entries
 from ..core.survey import effect
 from ..core.transform import Transform
 from ..core.tree import Tree, flatten
@@ -280,18 +280,14 @@ def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any
             yield name, "missing", e.value
         elif not (isinstance(e.value, Tensor) and isinstance(mine.value, Tensor)):
             yield name, mine.value, e.value
-        else:
-            yield from _of_leaf(name, e, mine, spans)
+        elif e.of_leaf:
+            # Of another shape than it should have, it is told as it is.
+            cut = mine.offset is not None and tuple(e.value.shape) == mine.shape
+            yield name, mine.value, mine.part(e.value) if cut else e.value
+        elif mine.value.shape == e.value.shape:
+            yield name, mine.value, e.value
     for key, mine in theirs.items():
         yield "/".join(key), mine.value, "nothing"
-
-
-def _of_leaf(name: str, e: Entry, mine: Entry, spans: Spans) -> Iterator[tuple[str, Any, Any]]:
-    if e.of_leaf:
-        low, high = spans[e.path]
-        yield name, mine.value, e.value if mine.offset is None else e.value.reshape(-1)[low:high]
-    elif mine.value.shape == e.value.shape:
-        yield name, mine.value, e.value
 
 
 LAW = (

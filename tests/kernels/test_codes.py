@@ -1,0 +1,150 @@
+"""Codes of blocks: what a number is rounded to, what stays, and that pieces have the bits of the whole."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zerofn.kernels.codes import Codes
+from zerofn.kernels.rounding import random_bits
+
+SHAPES = [(1, 1), (1, 7), (3, 8), (5, 9), (2, 3, 5), (0, 4), (4, 0), (6, 1, 1)]
+KINDS = st.builds(Codes, st.sampled_from([8, 4]), st.integers(1, 9), st.booleans())
+SIZES = st.sampled_from([1e-30, 1e-6, 1.0, 1e20])
+
+
+def drawn(shape, seed, size=1.0, dtype=torch.float32):
+    """Numbers over many magnitudes, some of them zero; of some rows none is negative."""
+    of = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=of) * 10 ** torch.randn(shape, generator=of)
+    x *= torch.rand(shape, generator=of) < 0.9
+    x[::2] = x[::2].abs()
+    return (x * size).to(dtype)
+
+
+def draw(seed, low=0):
+    return lambda first, last: random_bits(last - first, seed=seed, step=1, key=2, offset=low + first)
+
+
+def table(codes, signed):
+    """All numbers of a block with scale 1, as the papers define them, in float64."""
+    last = 2 ** (codes.bits - 1) - 1 if signed else 2**codes.bits - 1
+    even = [n / last for n in range(-last if signed else 0, last + 1)]
+    inverse = (lambda t: t / (2 - abs(t))) if signed else (lambda t: t * t)
+    return torch.tensor([inverse(t) if codes.companded else t for t in even], dtype=torch.float64)
+
+
+@settings(max_examples=60)
+@given(KINDS, st.sampled_from(SHAPES), SIZES, st.integers(0, 99), st.none() | st.integers(0, 9))
+@example(Codes(8, 4), (3, 8), 1.0, 0, 0)
+def test_a_number_becomes_one_of_its_two_neighbours(codes, shape, size, seed, rounds):
+    x = drawn(shape, seed, size)
+    found = codes.decode(*codes.encode(x, None if rounds is None else draw(rounds)), shape)
+    assert found.shape == x.shape and found.dtype == x.dtype
+    for row, got in zip(x.flatten(1).double(), found.flatten(1).double(), strict=True):
+        for mine, theirs in zip(row.split(codes.block), got.split(codes.block), strict=True):
+            if not mine.any():
+                assert not theirs.any()
+                continue
+            scale, values = mine.abs().max(), table(codes, bool((mine < 0).any()))
+            gaps = (theirs / scale).unsqueeze(-1) - values
+            assert gaps.abs().amin(-1).max() < 1e-6
+            places = (mine / scale).contiguous()
+            high = torch.searchsorted(values, places).clamp(max=len(values) - 1)
+            low = (high - 1).clamp(min=0)
+            # A number that is not negative in a block of such ones does not become zero unless it is.
+            least = values[1] if values[0] == 0 else values[0]
+            low = torch.where(mine == 0, values[high], values[low].clamp(min=least))
+            assert (theirs / scale <= values[high].maximum(low) + 1e-6).all()
+            assert (theirs / scale >= low.minimum(values[high]) - 1e-6).all()
+            assert (theirs[mine.abs() == scale] == mine[mine.abs() == scale]).all()
+            if rounds is None and not codes.companded:
+                assert (theirs - mine).abs().max() <= scale * max(0.5 * float(values[1] - values[0]), least) + 1e-38
+
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
+
+
+@settings(max_examples=60)
+@given(KINDS, st.sampled_from(SHAPES), DTYPES, st.integers(0, 99), st.none() | st.integers(0, 9))
+def test_what_has_a_code_keeps_it(codes, shape, dtype, seed, rounds):
+    codes_and_scales = codes.encode(drawn(shape, seed, dtype=dtype), draw(1))
+    x = codes.decode(*codes_and_scales, shape)
+    again = codes.encode(x, None if rounds is None else draw(rounds))
+    assert x.dtype == dtype and torch.equal(codes.decode(*again, shape), x)
+    assert all(map(torch.equal, again, codes_and_scales))
+
+
+@settings(max_examples=40)
+@given(KINDS, st.integers(1, 300), st.integers(0, 99), st.data())
+def test_rows_have_the_codes_of_the_whole(codes, row, seed, data):
+    rows = data.draw(st.integers(1, 9))
+    low, high = sorted(data.draw(st.tuples(st.integers(0, rows), st.integers(0, rows))))
+    x = drawn((rows, row), seed)
+    whole = codes.encode(x, draw(3))
+    part = codes.encode(x[low:high], draw(3, low * row))
+    assert all(torch.equal(mine, both[low:high]) for mine, both in zip(part, whole, strict=True))
+    assert torch.equal(codes.decode(*part, (high - low, row)), codes.decode(*whole, x.shape)[low:high])
+
+
+def test_large_tensors_are_coded_in_pieces():
+    codes, x = Codes(8, 32), drawn((3000, 200), 0)
+    coded = codes.encode(x, draw(0))
+    for at in (0, 1500, 2999):
+        one = codes.encode(x[at : at + 1], draw(0, 200 * at))
+        assert all(torch.equal(mine[0], all_of[at]) for mine, all_of in zip(one, coded, strict=True))
+    assert torch.equal(codes.decode(*coded, x.shape)[1500:1501], codes.decode(*one_of(coded, 1500), (1, 200)))
+
+
+def one_of(coded, at):
+    return [x[at : at + 1] for x in coded]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rounding_is_right_on_average(bits):
+    codes, n = Codes(bits, 256), 4096
+    for numbers in (torch.linspace(-1, 1, 256), torch.linspace(1e-3, 1, 256)):
+        if bits == 4 and numbers[0] > 0:
+            numbers = numbers.clamp(min=1 / 225)
+        found = codes.decode(*codes.encode(numbers.repeat(n, 1), draw(5)), (n, 256)).double()
+        error = (found.mean(0) - numbers.double()).abs() / (found.std(0) / math.sqrt(n) + 1e-9)
+        # Of 256 means in units of their own spread the worst.
+        assert error.max() < 4.5 and found.std(0).max() > 1e-3
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rounds", [None, 0])
+def test_numbers_that_are_not_finite_show(bits, rounds):
+    x = torch.ones(2, 12)
+    x[0, 1], x[0, 5], x[1, 11] = torch.inf, -torch.inf, torch.nan
+    codes = Codes(bits, 4)
+    found = codes.decode(*codes.encode(x, None if rounds is None else draw(rounds)), x.shape)
+    assert found.isnan().tolist() == [[True] * 8 + [False] * 4, [False] * 8 + [True] * 4]
+    assert (found[~found.isnan()] == 1).all()
+
+
+def test_codes_do_not_underflow_where_an_optimizer_divides():
+    second_moments = torch.tensor([[1.0, 1e-12, 0.0, 1e-30]])
+    for bits, rounds in ((8, None), (4, None), (8, 0), (4, 0)):
+        codes = Codes(bits)
+        found = codes.decode(*codes.encode(second_moments, None if rounds is None else draw(rounds)), (1, 4))
+        assert (found > 0).tolist() == [[True, True, False, True]]
+
+
+def test_bytes():
+    numbers = {bits: sum(x.nbytes for x in Codes(bits).encode(torch.ones(256, 1024))) for bits in (8, 4)}
+    assert numbers == {8: 256 * (1024 + 4 * 8), 4: 256 * (512 + 4 * 8)}
+
+
+def test_in_a_graph_and_along_a_batch():
+    codes, x = Codes(4, 5), drawn((6, 3, 13), 4)
+    want = [codes.encode(one, draw(7)) for one in x]
+    found = torch.func.vmap(partial(codes.encode, draw=draw(7)))(x)
+    assert all(
+        torch.equal(mine, torch.stack(theirs)) for mine, theirs in zip(found, zip(*want, strict=True), strict=True)
+    )
+    back = torch.func.vmap(lambda a, b: codes.decode(a, b, (3, 13)))(*found)
+    assert torch.equal(back, torch.stack([codes.decode(*one, (3, 13)) for one in want]))

@@ -1,0 +1,166 @@
+"""`quantize`: the same bits at every stage, on any number of ranks, after a save; and what it refuses."""
+
+import itertools
+
+import pytest
+import torch
+from refusals import Refusals
+from stages import around
+from time_limits import limit
+from torch.func import functional_call
+
+import zerofn as zf
+from zerofn.testing import assert_trees_equal
+
+LR, BLOCK = 0.03, 4
+STAGES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+
+
+def narrow(t, **more):
+    return zf.quantize(t, **{"block": BLOCK, **more})
+
+
+def by_kind(path):
+    return "matrix" if path.endswith("weight") else "rest"
+
+
+# In fp32 torch's fused AdamW gives the last elements of a piece other last bits.
+ADAM = zf.nadam(LR)
+GROUPS = {"matrix": zf.muon(LR), "rest": ADAM}
+# What stands behind the reduction, by name.
+TABLE = {
+    "moments": [narrow(ADAM)],
+    "4 bits": [narrow(ADAM, bits=4)],
+    "linear, to nearest": [narrow(ADAM, code="linear", rounding="nearest")],
+    "bf16": [zf.precision(store_dtype=torch.bfloat16), narrow(zf.low_precision_adam(LR, state_dtype=torch.float32))],
+    "bf16 moments": [zf.precision(store_dtype=torch.bfloat16), narrow(zf.low_precision_adam(LR), bits=4)],
+    "clip, ema": [zf.clip_by_global_norm(0.1), narrow(zf.lion(LR)), zf.ema(0.9)],
+    "sums": [narrow(zf.chain(zf.accumulate(2), ADAM))],
+    "partition": [narrow(zf.partition(GROUPS, by_kind))],
+    "a group in it": [zf.partition({"matrix": narrow(ADAM), "rest": zf.sgd(LR)}, by_kind)],
+    "offload": [zf.offload(narrow(ADAM))],
+    "norms": [narrow(zf.lamb(LR))],
+    "an average": [narrow(zf.schedule_free_adamw(LR), slots=["exp_avg_sq"])],
+    "wrapped": [zf.lookahead(narrow(ADAM), 2)],
+}
+
+
+class Model(torch.nn.Module):
+    """Rows that end inside a block, and leaves that ranks cannot halve."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(7, 5), torch.nn.Linear(5, 3)])
+        self.gain = torch.nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x):
+        return self.layers[1](torch.tanh(self.layers[0](x))) * self.gain
+
+
+def data(step):
+    torch.manual_seed(100 + step)
+    return torch.randn(4, 7), torch.randn(4, 3)
+
+
+def pipeline(name, stage):
+    return zf.chain(*around(stage), *TABLE[name])
+
+
+def trained(name, stage, route, start=None, steps=range(6), directory=None):
+    """The state after these steps, on one process or on ranks with the same data: a mean of two equal gradients."""
+    model, tx = Model(), pipeline(name, stage)
+
+    def loss(params, step):
+        x, y = data(int(step))
+        x = x.to(params["gain"].dtype)
+        return (functional_call(model, params, (x,)).float() - y).square().mean()
+
+    if route == "pure":
+        state = zf.init(tx, {k: p.detach() for k, p in model.named_parameters()})
+        state = state if start is None else zf.load(start, like=state)
+        step = zf.make_step(loss, tx)
+        for i in steps:
+            state, _ = step(state, torch.tensor(i))
+    else:
+        opt = zf.attach(model, tx, in_backward=route == "in backward")
+        if start is not None:
+            zf.load(start, opt)
+        for i in steps:
+            x, y = data(i)
+            (model(x).float() - y).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        state = opt.state
+    if directory is not None:
+        zf.save(directory, state)
+    return state
+
+
+def on_a_rank(cells, directory):
+    for i, (name, stage, route) in enumerate(cells):
+        trained(name, stage, route, steps=range(3), directory=f"{directory}/{i}")
+
+
+EVERY = list(itertools.product(TABLE, STAGES, ("eager", "pure")))
+SOME = [(name, STAGES[-1 - i % 3], ("eager", "pure")[i % 2]) for i, name in enumerate(TABLE)]
+SOME += [("moments", "ZeRO-3", "in backward")]
+
+
+@pytest.mark.parametrize(
+    ("cells", "size"),
+    [(SOME, 2), *(pytest.param(EVERY, size, marks=pytest.mark.slow) for size in (2, 4))],
+    ids=["some on 2", "all on 2", "all on 4"],
+)
+def test_the_bits_of_one_process(cells, size, tmp_path):
+    """At a stage, by a route; and of a run that is saved on ranks, and goes on in one process."""
+    zf.launch(on_a_rank, size, cells, str(tmp_path), timeout=limit(60 if len(cells) < 50 else 300))
+    wrong = []
+    for i, (name, stage, route) in enumerate(cells):
+        half = trained(name, "one process", "pure", steps=range(3))
+        like = zf.init(pipeline(name, "one process"), {k: p.detach() for k, p in Model().named_parameters()})
+        try:
+            loaded = zf.load(f"{tmp_path}/{i}", like=like)
+            if name == "norms":  # sums over ranks in another order
+                torch.testing.assert_close(dict(loaded.leaves), dict(half.leaves), rtol=0, atol=1e-5)
+                continue
+            assert_trees_equal(loaded, half, "half")
+            want = trained(name, "one process", "pure")
+            got = trained(name, "one process", "pure", start=f"{tmp_path}/{i}", steps=range(3, 6))
+            assert_trees_equal(got, want, "all")
+        except Exception as error:
+            wrong.append(f"{name}, {stage}, {route}: {str(error)[:600]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def started(tx):
+    return zf.init(tx, {"w": torch.zeros(4, 8)})
+
+
+ROWS = Refusals()
+ROWS.rows(
+    ValueError,
+    (lambda: zf.quantize(zf.adamw(LR), bits=3), "a code has 8 or 4 bits"),
+    (lambda: zf.quantize(zf.adamw(LR), bits=8.0), "a code has 8 or 4 bits"),
+    (lambda: zf.quantize(zf.adamw(LR), code="log"), "code is one of 'companded', 'linear'"),
+    (lambda: zf.quantize(zf.adamw(LR), rounding="kahan"), "rounding is one of 'stochastic', 'nearest'"),
+    (lambda: zf.quantize(zf.adamw(LR), slots="exp_avg"), "slots=('exp_avg',)"),
+    (lambda: zf.quantize(zf.precision(torch.bfloat16)), "precision says how the model sees parameters"),
+    (lambda: zf.quantize(zf.clip_by_value(1.0)), "clip_by_value has no state"),
+    (lambda: started(zf.chain(zf.sgd(LR), zf.quantize(zf.ema(0.9)))), "an average of parameters"),
+    (lambda: started(zf.quantize(zf.sgd(LR))), "none of its entries has the shape of its leaf"),
+    (lambda: started(zf.quantize(zf.adamw(LR), slots=["exp"])), "it has no such entry: exp"),
+)
+
+
+@ROWS(RuntimeError, "codes, which have no derivative")
+def a_step_that_is_differentiated():
+    tx = zf.quantize(zf.adamw(LR))
+    state = started(tx)
+    yield state
+    torch.func.grad(lambda g: zf.update(tx, {"w": g}, state)[0].params["w"].sum())(torch.ones(4, 8))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

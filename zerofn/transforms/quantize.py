@@ -1,0 +1,232 @@
+"""`quantize`: the state of a transform as codes of 8 or 4 bits, with one scale for each block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..extend import (
+    AVERAGE,
+    Codes,
+    Context,
+    Layout,
+    Leaves,
+    Prepared,
+    Scope,
+    Transform,
+    TransformState,
+    as_transform,
+    chain,
+    check_count,
+    check_seed,
+    counter,
+    leaf_key,
+    no_state,
+    no_view,
+    of_members,
+    random_bits,
+    transform,
+    without_derivative,
+)
+
+CODES, SCALES = "codes", "scales"
+COUNT_OF_ROUNDINGS = "quantize_count"
+ROUNDINGS = ("stochastic", "nearest")
+MAPS = ("companded", "linear")
+
+
+@transform
+def quantize(
+    transform: Transform,
+    bits: int = 8,
+    block: int = 128,
+    code: str = "companded",
+    rounding: str = "stochastic",
+    slots: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Transform:
+    """Keep a transform's state as codes of 8 or 4 bits, with one scale for each block of a row.
+
+    Before an update of some leaves their codes become numbers, and after it numbers become codes. The arithmetic of
+    the transform does not change, and no more than one bucket of leaves has its state in full. A tensor is kept so if
+    it has the shape of its leaf and codes take fewer bytes: of AdamW's two moments 2.06 bytes a parameter in place of
+    8, or 1.06. Biases and gains stay as they are, since a row of them is one number; so do counters, numbers, averages
+    of parameters, and tensors of other shapes.
+
+    It needs whole rows (`needs="row"`), which shards have. Blocks are cut from rows, and random bits depend on seed,
+    entry, path, update and global element index. So codes are the same, bit for bit, at every ZeRO stage, on any number
+    of ranks and after a resume.
+
+    Args:
+        transform: an optimizer, an `accumulate`, another transform with a state, or a chain or `partition` of such.
+        bits: of a code, 8 or 4.
+        block: numbers of a row that share a scale.
+        code: `"companded"`: small numbers get more codes than large ones; blocks without a negative number, as those
+            of second moments, get codes by the square root (FlashOptim, 2026). Or `"linear"`: evenly spaced.
+        rounding: `"stochastic"`: up or down at random, right on average; or `"nearest"`, by which a second moment that
+            changes by a thousandth in a step does not change at all.
+        slots: names of the entries to keep so; by default all. Of `schedule_free_adamw` choose `("exp_avg_sq",)`, since
+            another of its entries is an iterate of the parameters.
+        seed: of the stochastic rounding, an int of 64 bits.
+
+    Raises:
+        ValueError: an argument is out of range; the transform has a view, or no state; when the state is made, it has
+            no entry that could be kept so, or none of the given name.
+        RuntimeError: a step is differentiated: codes have no derivative.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.quantize(zf.adamw(lr=0.1)))
+        >>> state = zf.init(tx, {"w": torch.zeros(256, 512)})
+        >>> moment = state.transforms["adamw"]["exp_avg"]["w"]
+        >>> {name: (x.dtype, tuple(x.shape)) for name, x in moment.items()}
+        {'codes': (torch.uint8, (256, 512)), 'scales': (torch.float32, (256, 4))}
+
+    Notes:
+        A block with an infinity or a NaN is NaN as a whole.
+    """
+    inner = as_transform(transform)
+    _check_arguments(inner, bits, block, code, rounding, slots, seed)
+    again: Callable[[Transform], Transform] = lambda one: quantize(one, bits, block, code, rounding, slots, seed)  # noqa: E731
+    if inner.in_turn:
+        return chain(*[part if part.init_fn is no_state else again(part) for part in inner.parts])
+    if inner.members_fn is not None:
+        return of_members(inner, lambda one: one if one.init_fn is no_state else again(one))
+    narrow = _Narrow(inner, Codes(bits, block, code == "companded"), rounding == "stochastic", slots, seed)
+    facts = replace(inner.facts, copies=True, capturable=False, counterpart=None, torch_names=())
+    return replace(
+        inner,
+        needs=inner.needs if inner.needs in ("leaf", "tree") else "row",
+        facts=facts,
+        init_fn=narrow.init,
+        prepare_fn=narrow.prepare,
+        update_fn=narrow.update,
+        parts=(inner,),
+    )
+
+
+@dataclass(frozen=True)
+class _Narrow:
+    """The functions of `quantize`, and its arguments."""
+
+    inner: Transform
+    codes: Codes
+    stochastic: bool
+    slots: Sequence[str] | None
+    seed: int
+
+    def init(self, leaves: Leaves, layout: Layout) -> TransformState:
+        state = self.inner.init_fn(leaves, layout)
+        fit: dict[str, list[Tensor]] = {}
+
+        def coded(x: Tensor, keys: tuple[str, ...], path: str | None) -> Any:
+            if path is None or keys[0] == AVERAGE or not x.is_floating_point() or x.shape != leaves[path].shape:
+                return x
+            fit.setdefault(keys[0], []).append(x)
+            chosen = self.slots is None or keys[0] in self.slots
+            return _entry(*self.codes.encode(x)) if chosen and self.codes.shrinks(x) else x
+
+        made = {slot: _over(coded, x, leaves, (slot,)) for slot, x in state.items()}
+        if leaves and (wrong := set(self.slots or ()) - fit.keys() or not fit):
+            raise ValueError(_nothing_to_code(self.inner.name, wrong, fit))
+        counts = {COUNT_OF_ROUNDINGS: {path: counter() for path in leaves}} if self.stochastic else {}
+        return {**made, **counts}
+
+    def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        # One that looks at the whole tree may look at the state of its leaves.
+        looks = self.inner.scope is not Scope.LEAF
+        return self.inner.prepare_fn(self._decoded(state, ctx) if looks else state, grads, params, ctx)
+
+    def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        if ctx.recorded:
+            values = *grads.values(), *params.values(), *ctx.numbers.values(), self.inner.facts.rate
+            without_derivative(values, _no_derivative(self.inner.name))
+        out, new = self.inner.update_fn(grads, self._decoded(state, ctx), params, carry, ctx)
+        counts = {path: x + 1 for path, x in state.get(COUNT_OF_ROUNDINGS, {}).items()}
+        changed: set[str] = set()
+
+        def coded(x: Tensor, keys: tuple[str, ...], path: str | None) -> Any:
+            old: Any = state
+            for key in keys:
+                old = old[key]
+            if path is None or not isinstance(old, dict):
+                return x
+            changed.add(path)
+            draw = self._draw("/".join(keys), counts[path], ctx.offsets.get(path, 0), x) if self.stochastic else None
+            made = _entry(*self.codes.encode(x, draw))
+            return {name: ctx.into(old[name], y) for name, y in made.items()}
+
+        new = {slot: _over(coded, x, params, (slot,)) for slot, x in new.items()}
+        return out, {**new, COUNT_OF_ROUNDINGS: {p: counts[p] for p in changed}} if self.stochastic else new
+
+    def _decoded(self, state: TransformState, ctx: Context) -> TransformState:
+        """The state as the transform knows it."""
+        shapes = {leaf.path: leaf.shape for leaf in ctx.layout.leaves}
+
+        def over(x: Any, path: str | None) -> Any:
+            if not isinstance(x, dict):
+                return x
+            if path is not None and x.keys() == {CODES, SCALES} and x[CODES].dtype == torch.uint8:
+                return self.codes.decode(x[CODES], x[SCALES], (x[SCALES].shape[0], *shapes[path][1:]))
+            return {key: over(y, path or (key if key in shapes else None)) for key, y in x.items()}
+
+        return {slot: over(x, None) for slot, x in state.items() if slot != COUNT_OF_ROUNDINGS}
+
+    def _draw(self, name: str, count: Tensor, offset: int, x: Tensor) -> Callable[[int, int], Tensor]:
+        """Random bits for a range of a leaf's elements."""
+        key = leaf_key(name)
+        return lambda low, high: random_bits(
+            high - low, seed=self.seed, step=count, key=key, offset=offset + low, device=x.device
+        )
+
+
+def _entry(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    return {CODES: codes, SCALES: scales}
+
+
+def _over(fn: Callable[..., Any], x: Any, paths: Any, keys: tuple[str, ...], path: str | None = None) -> Any:
+    """`fn(tensor, keys, path)` over an entry of a state; `path` is that of its leaf, or `None`."""
+    if not isinstance(x, dict):
+        return fn(x, keys, path)
+    return {key: _over(fn, y, paths, (*keys, key), path or (key if key in paths else None)) for key, y in x.items()}
+
+
+def _check_arguments(
+    inner: Transform, bits: int, block: int, code: str, rounding: str, slots: Sequence[str] | None, seed: int
+) -> None:
+    call = f"quantize({inner.name}(...)"
+    if type(bits) is not int or bits not in (8, 4):
+        raise ValueError(explain(f"{call}, bits={bits!r})", "a code has 8 or 4 bits", f"{call}, bits=8)"))
+    check_count("quantize", "block", block, "numbers")
+    for name, given, known in (("code", code, MAPS), ("rounding", rounding, ROUNDINGS)):
+        if given not in known:
+            why = f"{name} is one of {', '.join(map(repr, known))}"
+            raise ValueError(explain(f"{call}, {name}={given!r})", why, f"{call}, {name}={known[0]!r})"))
+    if isinstance(slots, str):
+        why = "slots are names, and this is one str"
+        raise ValueError(explain(f"{call}, slots={slots!r})", why, f"{call}, slots=({slots!r},))"))
+    check_seed("quantize", seed)
+    if inner.view_fn is not no_view and not inner.in_turn:
+        why = f"{inner.name} says how the model sees parameters; quantize is of the state of an optimizer and its like"
+        raise ValueError(explain(f"{call})", why, f"chain({inner.name}(...), quantize(adamw(...)))"))
+    if inner.init_fn is no_state:
+        raise ValueError(explain(f"{call})", f"{inner.name} has no state", f"{inner.name}(...)"))
+
+
+def _nothing_to_code(name: str, wrong: Any, fit: Any) -> str:
+    if wrong is True:
+        why = "none of its entries has the shape of its leaf, but for an average of parameters, whose bits are needed"
+        return explain(f"quantize({name}(...))", why, f"{name}(...); or quantize(adamw(...)), which has two moments")
+    why = f"it has no such entry: {', '.join(sorted(wrong))}"
+    return explain(f"quantize({name}(...), slots=...)", why, f"some of {', '.join(map(repr, fit)) or 'none'}")
+
+
+def _no_derivative(name: str) -> str:
+    why = "its state is codes, which have no derivative, so the next step would not depend on this one"
+    right = f"{name}(...) in a step that is differentiated; or torch.no_grad() around this one"
+    return explain(f"a derivative through quantize({name}(...))", why, right)
