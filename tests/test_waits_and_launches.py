@@ -186,6 +186,14 @@ def test_500_leaves_take_at_most_twice_the_budget_of_148(device, pipeline):
     assert ask(device, "counts", "attached", pipeline, leaves=500)["launches"] <= 2 * now
 
 
+@pytest.mark.parametrize("pipeline", ["clip, adamw", "clip, low precision", "adamw, ema", "lion"])
+def test_launches_do_not_grow_with_the_size_of_leaves(device, pipeline):
+    """32 MB of parameters, which a CPU updates in eight buckets."""
+    small, large = ask(device, "by_size", pipeline)
+    # torch's fused kernels and operations on lists take a launch for each 21 M elements.
+    assert large <= small + 2
+
+
 @pytest.mark.parametrize("pipeline", ["sgd, momentum", "lion", "rmsprop", "clip, adamw", "accumulate, weighted"])
 def test_without_triton_torchs_operations_on_lists_are_launched(device, pipeline):
     """Three to nine launches for each operation of a formula; the numbers are the same."""

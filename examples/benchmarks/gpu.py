@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 # Matrix products give the same bits in every run only with this, which is read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -178,6 +179,17 @@ def low_precision(*before: zf.Transform, rounding: str = "stochastic") -> zf.Tra
     return zf.chain(zf.precision(store_dtype=BF16), *before, zf.low_precision_adam(1e-4, rounding=rounding))
 
 
+def muon_and_adamw() -> zf.Transform:
+    return zf.partition(
+        {"matrices": zf.muon(1e-2), "rest": zf.adamw(1e-2)},
+        lambda path: "matrices" if "blocks" in path and "weight" in path and "norm" not in path else "rest",
+    )
+
+
+def moved(old: Tensor, new: Tensor) -> dict[str, Tensor]:
+    return {"moved": (new - old).square().sum()}
+
+
 # What the large models are trained with: bf16 parameters, gradients and moments.
 STEPS: dict[str, Callable[[], zf.Transform]] = {
     "adamw": lambda: zf.adamw(1e-4),
@@ -188,7 +200,12 @@ STEPS: dict[str, Callable[[], zf.Transform]] = {
     "accumulate(2), low precision": lambda: low_precision(zf.accumulate(2)),
     "shard, low precision": lambda: zf.chain(zf.shard(), low_precision()),
     "lion": lambda: zf.lion(1e-4),
+    "rmsprop": lambda: zf.rmsprop(1e-4),
     "sgd, momentum": lambda: zf.sgd(1e-4, momentum=0.9),
+    "clip, adamw, ema": lambda: zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-4), zf.ema(0.9)),
+    "skip_nonfinite, adamw": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-4)),
+    "muon, adamw": muon_and_adamw,
+    "watch, adamw": lambda: zf.chain(zf.adamw(1e-4), zf.watch(moved)),
     "offload(low precision)": lambda: zf.chain(zf.precision(store_dtype=BF16), zf.offload(zf.low_precision_adam(1e-4))),
 }
 
@@ -209,13 +226,6 @@ class Small(nn.Module):
 
 def in_fp32(*members: zf.Transform) -> zf.Transform:
     return zf.chain(zf.precision(store_dtype=BF16, param_dtype=FP32), *members)
-
-
-def muon_and_adamw() -> zf.Transform:
-    return zf.partition(
-        {"matrices": zf.muon(1e-2), "rest": zf.adamw(1e-2)},
-        lambda path: "matrices" if "blocks" in path and "weight" in path else "rest",
-    )
 
 
 # Of the small model. The second entry: each leaf can be updated within backward.
@@ -335,19 +345,20 @@ def waits_of(call: Callable[[], object]) -> Counter[str]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     for warning in caught:
-        if "synchroniz" in str(warning.message):
+        # Torch also says once that this mode is a prototype.
+        if "synchroniz" in str(warning.message) and "prototype" not in str(warning.message):
             found[f"{Path(warning.filename).name}:{warning.lineno}"] += 1
     return found
 
 
-def launches_of(report: Report, call: Callable[[], object]) -> int:
+def launches_of(device: torch.device, call: Callable[[], object]) -> int:
     """Kernels that ran on the device, without copies and fills."""
     from torch.profiler import ProfilerActivity, profile
 
-    report.synchronize()
+    torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as run:
         call()
-        report.synchronize()
+        torch.cuda.synchronize(device)
     others = ("memcpy", "memset")
     events = run.events() or ()
     return sum("CUDA" in str(e.device_type) and not e.name.lower().startswith(others) for e in events)
@@ -382,14 +393,14 @@ def waits(report: Report) -> None:
             found = waits_of(step)
             report.figure(f"{name}: waits in a step", f"{sum(found.values())} {dict(found)}")
             backward()
-            report.figure(f"{name}: launches in opt.step()", str(launches_of(report, opt.step)))
+            report.figure(f"{name}: launches in opt.step()", str(launches_of(report.device, opt.step)))
     with report.part("torch"):
         if report.cuda:
             model, x, y = gpt(report, "163M")
             opt = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
             loss_of(model, x, y).backward()
             opt.step()
-            report.figure("torch's fused AdamW: launches in opt.step()", str(launches_of(report, opt.step)))
+            report.figure("torch's fused AdamW: launches in opt.step()", str(launches_of(report.device, opt.step)))
 
 
 def flash_adamw(parameters) -> torch.optim.Optimizer:
@@ -558,32 +569,263 @@ def offload(report: Report) -> None:
         report.check("with and without offload", far < 1e-3, f"distance {far:.1e}")
 
 
+class Leaves(nn.Module):
+    """Parameters of sizes that fit no block of a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        shapes = [(1,), (7,), (3, 5), (1000,), (64, 130), (40_001,)]
+        self.leaves = nn.ParameterList(torch.randn(*shape, generator=draw) for shape in shapes)
+
+
+# Updates on given gradients, which need no model.
+FORMULAS: dict[str, Callable[[], zf.Transform]] = {
+    "sgd": lambda: zf.sgd(1e-2, weight_decay=0.1),
+    "sgd, momentum": lambda: zf.sgd(1e-2, momentum=0.9),
+    "sgd, nesterov": lambda: zf.sgd(1e-2, momentum=0.9, nesterov=True),
+    "adam": lambda: zf.adam(1e-2),
+    "adamw": lambda: zf.adamw(1e-2),
+    "lion": lambda: zf.lion(1e-3),
+    "rmsprop": lambda: zf.rmsprop(1e-3, centered=True),
+    "adabelief": lambda: zf.adabelief(1e-3),
+    "nadam": lambda: zf.nadam(1e-3),
+    "lamb": lambda: zf.lamb(1e-3),
+    "clip, sgd": lambda: zf.chain(zf.clip_by_global_norm(0.1), zf.sgd(1e-2)),
+    "adamw, ema": lambda: zf.chain(zf.adamw(1e-2), zf.ema(0.9)),
+    "accumulate, sgd": lambda: zf.chain(zf.accumulate(2), zf.sgd(1e-2)),
+    "low precision, stochastic": lambda: in_fp32(zf.low_precision_adam(1e-2)),
+    "low precision, kahan": lambda: in_fp32(zf.low_precision_adam(1e-2, rounding="kahan")),
+}
+
+
+# Whose kernels these run: they are compared with torch's on the same device.
+TORCHS: dict[str, Callable] = {
+    "adam": lambda ps: torch.optim.Adam(ps, lr=1e-2, fused=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "adamw, ema": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+}
+
+
+def updated(optimizer: Callable[[nn.Module], object], device: torch.device) -> tuple[Tensor, int]:
+    """Parameters after four steps on given gradients, and the launches of the last step."""
+    model, launches = Leaves().to(device), 0
+    opt: Any = optimizer(model)
+    draw = torch.Generator().manual_seed(1)
+    for step in range(4):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=draw).to(device, p.dtype)
+        if step == 3 and device.type == "cuda":
+            launches = launches_of(device, opt.step)
+        else:
+            opt.step()
+    return torch.cat([p.detach().cpu().flatten() for p in model.parameters()]), launches
+
+
+def formulas(report: Report) -> None:
+    """The update halves of six leaves: bits of the CPU or of torch's fused kernels, or how far from the CPU."""
+    for name in report.parts(list(FORMULAS)):
+        with report.part(name):
+            a, launches = updated(lambda model, name=name: zf.attach(model, FORMULAS[name]()), report.device)
+            if name in TORCHS:
+                b, _ = updated(lambda model, name=name: TORCHS[name](list(model.parameters())), report.device)
+                report.check(f"{name}: bits of torch's fused kernel", not different(a, b), f"{launches} launches")
+                continue
+            b, _ = updated(lambda model, name=name: zf.attach(model, FORMULAS[name]()), torch.device("cpu"))
+            far = float((a - b).abs().div(b.abs().clamp(min=1e-3)).max())
+            text = f"{different(a, b)} of {a.numel()} elements differ, by {far:.1e} at most; {launches} launches"
+            # Bits of sums depend on their order, and so do those of what a norm scales.
+            report.check(f"{name}: near the CPU", far < 1e-5, text)
+
+
+CAPTURED: dict[str, Callable[[], zf.Transform]] = {
+    "adamw": lambda: zf.adamw(1e-2),
+    "adamw, schedule": lambda: zf.adamw(zf.schedules.warmup_cosine(1e-1, 2, 10), weight_decay=0.1),
+    "clip, adamw, ema": lambda: zf.chain(zf.clip_by_global_norm(0.1), zf.adamw(1e-2), zf.ema(0.9)),
+    "sgd, schedule": lambda: zf.sgd(zf.schedules.linear(0.1, 0.0, 9), momentum=0.9, nesterov=True),
+    "lion": lambda: zf.lion(1e-2),
+    "rmsprop": lambda: zf.rmsprop(1e-2, centered=True),
+    "muon, adamw": muon_and_adamw,
+    "scale, overflow": lambda: zf.chain(zf.scale_loss("dynamic", init_scale=2.0**127), zf.sgd(1e-2)),
+    "skip_nonfinite": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-2)),
+    "accumulate(3)": lambda: zf.chain(zf.accumulate(3), zf.adamw(1e-2)),
+    "low precision": lambda: in_fp32(zf.clip_by_global_norm(1.0), zf.low_precision_adam(1e-2)),
+    "low precision, kahan": lambda: in_fp32(zf.low_precision_adam(1e-2, rounding="kahan")),
+}
+WARM, REPLAYS = 3, 6
+
+
+@contextlib.contextmanager
+def side_stream() -> Iterator[None]:
+    """Where the steps before a capture run, as torch asks."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def batches(device: torch.device) -> Tensor:
+    return torch.randn(WARM + REPLAYS, 8, 6, generator=torch.Generator().manual_seed(2)).to(device)
+
+
+def attached_steps(report: Report, tx: zf.Transform, captured: bool) -> list[Tensor]:
+    """Parameters of an attached model after steps, the last of them replayed from a graph or not."""
+    torch.manual_seed(0)
+    model, xs = Small().to(report.device), batches(report.device)
+    opt, x = zf.attach(model, tx, capturable=captured), xs[0].clone()
+
+    def step() -> None:
+        opt.zero_grad()
+        F.smooth_l1_loss(model(x), torch.ones_like(x)).backward()
+        opt.step()
+
+    _run(step, lambda batch: x.copy_(batch), xs, captured)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def pure_steps(report: Report, tx: zf.Transform, captured: bool) -> list[Tensor]:
+    """The same by `make_step`."""
+    torch.manual_seed(0)
+    model, xs = Small().to(report.device), batches(report.device)
+    state, x = zf.init(tx, dict(model.named_parameters())), xs[0].clone()
+
+    def loss(p, x: Tensor) -> Tensor:
+        return F.smooth_l1_loss(functional_call(model, p, (x,)), torch.ones_like(x))
+
+    take = zf.make_step(loss, tx, donate=True, capturable=captured)
+
+    def step() -> None:
+        nonlocal state
+        state, _ = take(state, x)
+
+    _run(step, lambda batch: x.copy_(batch), xs, captured)
+    return [p.detach().clone() for p in state.leaves.values()]
+
+
+def _run(step: Callable[[], object], fill: Callable[[Tensor], object], xs: Tensor, captured: bool) -> None:
+    if not captured:
+        for batch in xs:
+            fill(batch)
+            step()
+        return
+    with side_stream():
+        for batch in xs[:WARM]:
+            fill(batch)
+            step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for batch in xs[WARM:]:
+        fill(batch)
+        graph.replay()
+
+
 def capture(report: Report) -> None:
-    """A step inside a CUDA graph is right in every replay, or refused by name."""
+    """Steps in a CUDA graph: replays are ordinary steps, and without `capturable` a capture is refused."""
     if not report.cuda:
         report.skip("capture", "needs a GPU")
         return
-    for name in report.parts(["adamw", "low precision"]):
-        with report.part(name):
-            tx, x = in_fp32(zf.adamw(1e-2) if name == "adamw" else zf.low_precision_adam(1e-2)), None
-            torch.manual_seed(0)
-            x = torch.randn(8, 256, device=report.device)
-            step = zf.make_step(lambda p, x: (x @ p["w"]).square().mean(), tx, donate=True)
-            state = zf.init(tx, {"w": torch.randn(256, 256, device=report.device)})
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for name in report.parts(list(CAPTURED)):
+            for route, run in {"attached": attached_steps, "make_step": pure_steps}.items():
+                with report.part(f"{name}, {route}"):
+                    plain, replayed = (
+                        torch.cat([*map(torch.flatten, run(report, CAPTURED[name](), c))]) for c in (False, True)
+                    )
+                    far = float((plain - replayed).norm() / plain.norm())
+                    text = f"{different(plain, replayed)} of {plain.numel()} elements differ, distance {far:.1e}"
+                    report.check(f"{name}, {route}: replays are steps", far < 1e-5, text)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with report.part("time of a replay"):
+        model, x, y = gpt(report, "163M")
+        opt = zf.attach(model, STEPS["clip, low precision"](), capturable=True)
+
+        def step() -> None:
+            opt.zero_grad()
+            loss_of(model, x, y).backward()
+            opt.step()
+
+        with side_stream():
             for _ in range(3):
-                state, _ = step(state, x)
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph):
-                    step(state, x)
-            except RuntimeError as error:
-                report.check(name, "captured" in str(error), f"refused: {str(error).splitlines()[0]}")
-            else:
-                report.check(name, False, "captured without an error: replays repeat the numbers of one step")
+                step()
+        ms, host = report.milliseconds(step, 1, 6)
+        report.figure("163M clip, low precision, ordinary step", f"{ms:.1f} ms, host {host:.1f} ms")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        ms, host = report.milliseconds(graph.replay, 1, 6)
+        report.figure("163M clip, low precision, replayed", f"{ms:.1f} ms, host {host:.2f} ms")
+        del graph
+    with report.part("refusal"):
+        model = Small().to(report.device)
+        opt = zf.attach(model, zf.adamw(1e-2))
+        F.smooth_l1_loss(model(batches(report.device)[0]), torch.ones(8, 6, device=report.device)).backward()
+        opt.step()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                opt.step()
+        except RuntimeError as error:
+            report.check("without capturable", "captur" in str(error), f"refused: {str(error).splitlines()[0]}")
+        else:
+            report.check("without capturable", False, "captured: replays repeat the numbers of one step")
+
+
+STAGES = ("all_reduce", "ZeRO-1", "ZeRO-2", "ZeRO-3", "fully_shard")
+
+
+def of_stage(stage: str) -> zf.Transform:
+    """Clip and AdamW at a stage."""
+    first = {"all_reduce": [zf.all_reduce()], "ZeRO-2": [zf.reduce_scatter()], "ZeRO-3": [zf.shard()]}
+    first["ZeRO-1"] = [zf.accumulate(1), zf.reduce_scatter()]
+    return zf.chain(*first.get(stage, []), zf.clip_by_global_norm(0.1), zf.adamw(1e-2))
+
+
+def stage_steps(stage: str, device: str) -> list[Tensor]:
+    """Whole parameters after four steps of the small model, each on this rank's part of a batch."""
+    import torch.distributed as dist
+
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(0)
+    model, xs = Small().to(device), batches(torch.device(device))
+    if stage == "fully_shard":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(torch.device(device).type, (ranks,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    opt = zf.attach(model, of_stage(stage))
+    for batch in xs[:4]:
+        x = batch.chunk(ranks)[rank]
+        F.smooth_l1_loss(model(x), torch.ones_like(x)).backward()
+        opt.step()
+        opt.zero_grad()
+    if stage == "fully_shard":
+        return [p.full_tensor().detach().cpu() for p in model.parameters()]  # type: ignore[operator]
+    with opt.gathered():
+        return [p.detach().cpu().clone() for p in model.parameters()]
+
+
+def ranks(report: Report) -> None:
+    """Two ranks on one device, over gloo: each stage has the parameters of one process."""
+    device = "cuda:0" if report.cuda else "cpu"
+    one = torch.cat([x.flatten() for x in stage_steps("one process", device)])
+    for stage in report.parts(["ZeRO-3"] if report.tiny else list(STAGES)):
+        with report.part(stage):
+            found = zf.launch(stage_steps, 2, stage, device, backend="gloo", timeout=60.0)
+            every = [torch.cat([x.flatten() for x in leaves]) for leaves in found]
+            far = float((every[0] - one).norm() / one.norm())
+            text = f"ranks agree: {torch.equal(*every)}; distance from one process {far:.1e}"
+            report.check(stage, torch.equal(*every) and far < 1e-5, text)
 
 
 def nccl(report: Report) -> None:
-    """What one GPU can tell of NCCL: what a control message costs by NCCL and by gloo on the host."""
+    """What one GPU can tell of NCCL: each stage in a group of one, and a control message by NCCL and by gloo."""
     import torch.distributed as dist
 
     if not report.cuda:
@@ -606,12 +848,20 @@ def nccl(report: Report) -> None:
             exchange(device)
             report.figure(f"  behind 10 ms of computation, {name}", f"{1e3 * (time.perf_counter() - begin):.2f} ms")
             torch.cuda.synchronize()
+        one = torch.cat([x.flatten() for x in stage_steps("one process", "cuda:0")])
+        for stage in report.parts(list(STAGES)):
+            with report.part(f"{stage}, a group of one"):
+                found = torch.cat([x.flatten() for x in stage_steps(stage, "cuda:0")])
+                far = float((found - one).norm() / one.norm())
+                report.check(f"{stage}, a group of one", far < 1e-5, f"distance from one process {far:.1e}")
     finally:
         dist.destroy_process_group()
 
 
-# By worth. A capture that fails may spoil the device for what follows it.
-SECTIONS = {f.__name__: f for f in (machine, bits, waits, update, routes, step, nccl, memory, offload, capture)}
+# By worth.
+SECTIONS = {
+    f.__name__: f for f in (machine, bits, waits, update, formulas, step, capture, routes, memory, ranks, offload, nccl)
+}
 
 
 def main() -> int:

@@ -181,6 +181,22 @@ def counts(route: str, pipeline: str, leaves: int = 10, **how: Any) -> dict[str,
     }
 
 
+def by_size(pipeline: str) -> list[int]:
+    """Launches of `opt.step()` for eight leaves of 10 elements, and of a million."""
+    found = []
+    with counting():
+        for numel in (10, 1 << 20):
+            model = nn.ParameterList(torch.full((numel,), 0.5) for _ in range(8)).cuda()
+            opt = zf.attach(model, PIPELINES[pipeline]())
+            for _ in range(2):
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, 1e-3)
+                with LOG() as rows:
+                    opt.step()
+            found.append(virtual_cuda.count(rows, "launch"))
+    return found
+
+
 def names() -> list[str]:
     return list(PIPELINES)
 

@@ -129,6 +129,9 @@ def standing(part: Transform, state: TransformState, params: Leaves, ctx: Contex
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
 BUCKET_BYTES = 1 << 22
+# On a GPU Python takes longer for a bucket of 4 MiB than the device does. Of large trees a bucket is an eighth, so that
+# a step has as many launches whatever the size of the model.
+DEVICE_BUCKET_BYTES = 1 << 28
 WIDEST = 8  # bytes of a float64
 NOTHING = Prepared()
 # Read of every leaf in every step, and so from C.
@@ -433,15 +436,19 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
 
 
 def buckets(leaves: Leaves) -> list[list[str]]:
-    """Paths in their order, in buckets of about `BUCKET_BYTES` each."""
+    """Paths in their order, in buckets of about `BUCKET_BYTES` each, on a GPU of `DEVICE_BUCKET_BYTES` or an eighth."""
+    # No `nbytes`: a compiler may take sizes for variables.
+    sizes = {path: x.numel() * x.element_size() for path, x in leaves.items()}
+    there = any(x.is_cuda for x in leaves.values())
+    most = max(DEVICE_BUCKET_BYTES, sum(sizes.values()) // 8) if there else BUCKET_BYTES
     found: list[list[str]] = []
-    size = BUCKET_BYTES
-    for path, x in leaves.items():
-        if size >= BUCKET_BYTES:
+    size = most
+    for path, more in sizes.items():
+        if size >= most:
             found.append([])
             size = 0
         found[-1].append(path)
-        size += x.numel() * x.element_size()  # no `nbytes`: a compiler may take sizes for variables
+        size += more
     return found
 
 

@@ -392,8 +392,6 @@ def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | N
 # These functions check gradients: structure and shapes of the parameters, dense, on their device and with memory.
 
 
-_IS_CPU = attrgetter("is_cpu")
-
 READABLE = "dense gradients with data, of the parameters' shapes and where the parameters lie: g.to(p.device)"
 
 
@@ -469,12 +467,11 @@ def check_readable(grads: Leaves, stored: Leaves) -> None:
     if not torch.compiler.is_compiling():
         found = grads.values()
         try:
-            # Plain CPU tensors with memory, the usual case, are told by functions of C. The address of what has no
-            # memory, and of what torch.func has wrapped, is 0 or an error.
+            # Plain tensors with memory on one device, the usual case, are told by functions of C. The address of what
+            # has no memory, and of what torch.func has wrapped, is 0 or an error.
             if (
                 set(map(type, found)) <= {Tensor}
-                and all(map(_IS_CPU, found))
-                and all(map(_IS_CPU, map(stored.__getitem__, grads)))
+                and len({*map(_DEVICE, found), *map(_DEVICE, map(stored.__getitem__, grads))}) == 1
                 and all(map(Tensor.data_ptr, found))
             ):
                 return

@@ -100,7 +100,13 @@ def _block(
     first,
     begin,
     numel,
-    numbers,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    rate,
+    eps,
+    keep,
+    decay,
     stride,
     p_k0,
     p_k1,
@@ -117,9 +123,9 @@ def _block(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update the `BLOCK` elements from `begin` of a row; returns the squares of their gradients.
+    """Update the `BLOCK` elements from `begin` of a chunk of `numel`; returns the squares of their gradients.
 
-    `first` is the index in its leaf of the row's first element, modulo 2**32.
+    `first` is the index in its leaf of the chunk's first element, modulo 2**32.
     """
     at = begin + tl.arange(0, BLOCK)
     mask = at < numel if MASKED else None
@@ -127,8 +133,6 @@ def _block(
     g = value(tl.load(g_at + at, mask), G)
     m = value(tl.load(m_at + at, mask), M)
     v = value(tl.load(v_at + at, mask), V)
-    beta2, one_minus_beta1, one_minus_beta2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
-    rate, eps, keep, decay = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6)
     counter = (first + at.to(tl.uint32)) * stride
     bits = counter
     other = counter
@@ -220,21 +224,30 @@ def adam_kernel(
     aligned = ((p | g | m | v | c) & 15) == 0
     p_at, g_at, m_at, v_at = pointer(p, P), pointer(g, G), pointer(m, M), pointer(v, V)
     c_at = pointer(c, P)
+    # Read once: in the loop a read of the device's memory would be repeated after each store.
+    beta2, one_minus_beta1, one_minus_beta2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    rate, eps, keep, decay = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6)
     total = tl.zeros((BLOCK,), tl.float32)
+    # Triton 3.6 makes accesses of 16 bytes only if it knows the address of the chunk to be a multiple of 16: an aligned
+    # leaf and an aligned 64-bit index do not tell it. Indices within a chunk are of 32 bits.
+    p_at, g_at, m_at, v_at, c_at = p_at + begin, g_at + begin, m_at + begin, v_at + begin, c_at + begin
+    first += begin.to(tl.uint32)
     if aligned and begin + CHUNK <= numel:
-        begin = tl.multiple_of(begin, 16)
         p_at, g_at = tl.multiple_of(p_at, 16), tl.multiple_of(g_at, 16)
         m_at, v_at = tl.multiple_of(m_at, 16), tl.multiple_of(v_at, 16)
         c_at = tl.multiple_of(c_at, 16)
         for i in range(0, CHUNK, BLOCK):
             total += _block(
-                p_at, g_at, m_at, v_at, c_at, first, begin + i, numel, numbers, stride, p_k0, p_k1, m_k0, m_k1,
+                p_at, g_at, m_at, v_at, c_at, first, i, CHUNK,
+                beta2, one_minus_beta1, one_minus_beta2, rate, eps, keep, decay, stride, p_k0, p_k1, m_k0, m_k1,
                 P, G, M, V, KAHAN, RANDOM_P, RANDOM_M, RANDOM_V, False, BLOCK,
             )  # fmt: skip
     else:
-        for i in range(0, tl.minimum(numel - begin, CHUNK).to(tl.int32), BLOCK):
+        rest = tl.minimum(numel - begin, CHUNK).to(tl.int32)
+        for i in range(0, rest, BLOCK):
             total += _block(
-                p_at, g_at, m_at, v_at, c_at, first, begin + i, numel, numbers, stride, p_k0, p_k1, m_k0, m_k1,
+                p_at, g_at, m_at, v_at, c_at, first, i, rest,
+                beta2, one_minus_beta1, one_minus_beta2, rate, eps, keep, decay, stride, p_k0, p_k1, m_k0, m_k1,
                 P, G, M, V, KAHAN, RANDOM_P, RANDOM_M, RANDOM_V, True, BLOCK,
             )  # fmt: skip
     if SQUARES:

@@ -121,7 +121,10 @@ def sums_kernel(starts, partials, sums, chunks, ROOT: tl.constexpr, BLOCK: tl.co
 
 # Products are not fused with sums, and libdevice does not flush subnormal numbers to zero: both would change bits.
 _OPTIONS: dict[str, Any] = dict(num_warps=WARPS, enable_fp_fusion=False)
-CUDA_OPTIONS: dict[str, Any] = dict(_OPTIONS, enable_reflect_ftz=False)
+#
+# 96 registers for a thread let five blocks run beside each other on a multiprocessor. Left to itself the compiler takes
+# 140 to 205 for Adam, and on an H200 the stochastic update of 1.4 B parameters takes 8.5 ms instead of 7.0.
+CUDA_OPTIONS: dict[str, Any] = dict(_OPTIONS, enable_reflect_ftz=False, maxnreg=96)
 
 
 def interpreted() -> bool:
@@ -229,15 +232,15 @@ def formula_kernel({parameters}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     {numbers}
     {zeros}
     if ({aligned}) & 15 == 0 and begin + CHUNK <= numel:
-        begin = tl.multiple_of(begin, 16)
         {multiples}
         for i in range(0, CHUNK, BLOCK):
-            at = begin + i + tl.arange(0, BLOCK)
+            at = i + tl.arange(0, BLOCK)
             {whole}
     else:
-        for i in range(0, tl.minimum(numel - begin, CHUNK).to(tl.int32), BLOCK):
-            at = begin + i + tl.arange(0, BLOCK)
-            mask = at < numel
+        rest = tl.minimum(numel - begin, CHUNK).to(tl.int32)
+        for i in range(0, rest, BLOCK):
+            at = i + tl.arange(0, BLOCK)
+            mask = at < rest
             {masked}
     {partials}
 """
@@ -284,7 +287,7 @@ def _source(program: Program) -> str:
     return _KERNEL.format(
         parameters=", ".join(["starts", "table", "rows", "numbers", "partials", "chunks", *memory]),
         addresses=four.join(
-            f"a{i} = tl.load(table + {i + 1} * rows){four}p{i} = pointer(a{i}, {kinds[i]})" for i in columns
+            f"a{i} = tl.load(table + {i + 1} * rows){four}p{i} = pointer(a{i}, {kinds[i]}) + begin" for i in columns
         ),
         numbers=four.join(first),
         zeros=four.join(f"t{i} = tl.zeros((BLOCK,), tl.float32)" for i in range(len(sums))),
