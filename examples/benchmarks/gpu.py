@@ -812,10 +812,10 @@ def stage_steps(stage: str, device: str) -> list[Tensor]:
 
 
 def ranks(report: Report) -> None:
-    """Two ranks on one device, over gloo: each stage has the parameters of one process."""
+    """Two ranks on one device, over gloo: each stage has the parameters of one process. FSDP2's models need NCCL."""
     device = "cuda:0" if report.cuda else "cpu"
     one = torch.cat([x.flatten() for x in stage_steps("one process", device)])
-    for stage in report.parts(["ZeRO-3"] if report.tiny else list(STAGES)):
+    for stage in report.parts(["ZeRO-3"] if report.tiny else list(STAGES[:-1])):
         with report.part(stage):
             found = zf.launch(stage_steps, 2, stage, device, backend="gloo", timeout=60.0)
             every = [torch.cat([x.flatten() for x in leaves]) for leaves in found]
