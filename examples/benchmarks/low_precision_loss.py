@@ -67,12 +67,33 @@ def low_states(dtype: torch.dtype, rounding: str, compute: Any = None) -> Callab
     return pipeline
 
 
+def coded_moments(bits: int, dtype: torch.dtype, rounding: str = "stochastic") -> Callable[..., zf.Transform]:
+    """Moments as codes of 8 or 4 bits; parameters in `dtype`, rounded stochastically if that is bf16; fp32 compute."""
+
+    def pipeline(o: Namespace, seed: int) -> zf.Transform:
+        given = (schedule(o), betas(o))
+        adam = (
+            zf.adamw(*given, weight_decay=WEIGHT_DECAY)
+            if dtype is torch.float32
+            else zf.low_precision_adam(*given, weight_decay=WEIGHT_DECAY, state_dtype=torch.float32, seed=seed)
+        )
+        dtypes = zf.precision(store_dtype=dtype, param_dtype=torch.float32)
+        coded = zf.quantize(adam, bits, rounding=rounding, seed=seed + 1)
+        return zf.chain(dtypes, zf.clip_by_global_norm(MAX_NORM), coded)
+
+    return pipeline
+
+
 ROUNDINGS = "nearest", "stochastic", "kahan"
 PIPELINES: dict[str, Callable[[Namespace, int], zf.Transform]] = {
     MASTERS: fp32_masters,
     **{f"bf16 states, {r}": low_states(torch.bfloat16, r) for r in ROUNDINGS},
     **{f"bf16 states, {r}, fp32 compute": low_states(torch.bfloat16, r, torch.float32) for r in ROUNDINGS},
     "fp32 parameters, bf16 moments": low_states(torch.float32, "stochastic"),
+    "fp32 parameters, 8-bit moments": coded_moments(8, torch.float32),
+    "fp32 parameters, 8-bit moments to nearest": coded_moments(8, torch.float32, "nearest"),
+    "fp32 parameters, 4-bit moments": coded_moments(4, torch.float32),
+    "bf16 parameters, 8-bit moments, fp32 compute": coded_moments(8, torch.bfloat16),
     "fp16 states, dynamic scale": low_states(torch.float16, "stochastic"),
 }
 CONFIGURATIONS = [BASELINE, *PIPELINES, NUDGED, ROUNDED]

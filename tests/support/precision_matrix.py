@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from channels import Channels
@@ -20,9 +20,12 @@ from torch import Tensor, nn
 import zerofn as zf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-# Half the distance between neighbours, relative to the larger.
-UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
+# Moments as codes, with a scale of 4 bytes for each block of 128.
+CODES = {"8 bits": 8, "4 bits": 4}
+BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {k: n / 8 + 4 / 128 for k, n in CODES.items()}
+# Half the distance between neighbours, relative to the larger. A code is off by 2**-6 of the largest number at most,
+# and is read in the second of two steps alone, where half of the moment comes from it.
+UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "8 bits": 2.0**-8}
 
 
 class Cell(NamedTuple):
@@ -46,7 +49,7 @@ class Cell(NamedTuple):
 AXES: dict[str, tuple[str, ...]] = {
     "stored": ("fp32", "bf16", "fp16"),
     "gradients": ("fp32", "bf16", "fp16"),
-    "moments": ("fp32", "bf16", "fp16"),
+    "moments": ("fp32", "bf16", "fp16", "8 bits"),
     "compute": ("fp32", "bf16", "fp16"),
     "reduce": ("fp32", "bf16", "fp16"),
     "autocast": ("off", "bf16"),
@@ -71,10 +74,10 @@ REFUSED = (
         "an fp32 parameter loses nothing that could be carried along",
     ),
     (
-        "rounding=stochastic with stored=fp32, moments=fp32",
-        lambda c: c.stored == c.moments == "fp32" and c.rounding == "stochastic",
+        "rounding=stochastic with stored=fp32, moments=fp32 or 8 bits",
+        lambda c: c.stored == "fp32" and c.moments in ("fp32", *CODES) and c.rounding == "stochastic",
         r"low_precision_adam\(rounding='stochastic', .*nothing to round(.|\n)*: stored in torch.float32",
-        "nothing stored is narrower",
+        "nothing that it stores is narrower; codes are rounded by `quantize`",
     ),
 )
 
@@ -178,12 +181,18 @@ def pipeline(cell: Cell) -> zf.Transform:
     )
     scale = [] if cell.scale == "none" else [zf.scale_loss("dynamic", init_scale=64.0)]
     accumulate = zf.accumulate(MICRO)
-    adam = zf.low_precision_adam(LR, BETAS, EPS, DECAY, state_dtype=DTYPES[cell.moments], rounding=cell.rounding)
+    adam = optimizer(cell.moments, cell.rounding, LR, BETAS, EPS, DECAY)
     if cell.offload in ("accumulate", "both"):
         accumulate = zf.offload(accumulate)
     if cell.offload in ("optimizer", "both"):
         adam = zf.offload(adam)
     return zf.chain(*around(int(cell.zero), dtypes, *scale, accumulate), adam)
+
+
+def optimizer(moments: str, rounding: str, *given: Any) -> zf.Transform:
+    """The optimizer, with its moments as codes where these say so."""
+    adam = zf.low_precision_adam(*given, state_dtype=DTYPES.get(moments, torch.float32), rounding=rounding)
+    return zf.quantize(adam, CODES[moments], slots=("exp_avg", "exp_avg_sq")) if moments in CODES else adam
 
 
 def reference(stored: str) -> dict[str, Tensor]:
@@ -246,7 +255,8 @@ def _run_cell(cell: Cell, rank: int) -> dict:
                 opt.step()
                 opt.zero_grad()
                 losses.append(float(loss.detach()))
-        for k, x in opt.state.transforms["low_precision_adam"]["exp_avg"].items():
+        for k, entry in opt.state.transforms["low_precision_adam"]["exp_avg"].items():
+            x = kept(entry)[-1]
             if x.numel() and bool((x != 0).any()):
                 alive.add(k)
         with opt.gathered():
@@ -260,7 +270,9 @@ def _run_cell(cell: Cell, rank: int) -> dict:
             "skipped": opt.skipped_steps,
             "dtypes": {
                 "stored": {x.dtype for x in opt.state.leaves.values()},
-                "moments": {x.dtype for slot in ("exp_avg", "exp_avg_sq") for x in slots[slot].values()},
+                "moments": {
+                    x.dtype for slot in ("exp_avg", "exp_avg_sq") for entry in slots[slot].values() for x in kept(entry)
+                },
                 "gradients": {x.dtype for x in sums.values()},
             },
         }
@@ -268,11 +280,16 @@ def _run_cell(cell: Cell, rank: int) -> dict:
         raise RuntimeError(f"cell {cell}") from error
 
 
+def kept(entry: Tensor | dict[str, Tensor]) -> list[Tensor]:
+    """What is kept of a leaf's moment: itself, or codes and scales."""
+    return list(entry.values()) if isinstance(entry, dict) else [entry]
+
+
 # ---------------------------------------------------------------- the section of docs/precision.md
 
 
-def state_bytes(stored: str, gradients: str, moments: str, rounding: str) -> int:
-    """Bytes per parameter of parameters, gradients, two moments and a compensation."""
+def state_bytes(stored: str, gradients: str, moments: str, rounding: str) -> float:
+    """Bytes per parameter of parameters, gradients, two moments and a compensation; codes of rows that fill blocks."""
     carried = BYTES[stored] if rounding == "kahan" else 0
     return BYTES[stored] + BYTES[gradients] + 2 * BYTES[moments] + carried
 
@@ -303,21 +320,23 @@ def markdown() -> str:
         f"| `pytest -m slow` | {len(three)}, in which any three meet |",
         "| `ZEROFN_MATRIX=all python -m pytest tests/transforms/test_precision_matrix.py` | all |",
         "",
-        "The last one takes 17 minutes on 2 cores.",
+        "On 2 cores the last one takes 17 minutes for 26,000 of them.",
         "",
         "## Bytes per parameter",
         "",
         "They are of the parameter, the gradient, two moments, and the compensation of `kahan`. Under ZeRO a rank "
         "holds its share.",
         "",
-        "| stored, gradients | moments fp32 | moments bf16 | with `kahan` | in backward |",
-        "|---|---|---|---|---|",
+        "| stored, gradients | moments fp32 | bf16 | with `kahan` | in backward | 8 bits | in backward | 4 bits |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for stored, gradients in itertools.product(AXES["stored"], AXES["gradients"]):
         row = [state_bytes(stored, gradients, m, "nearest") for m in ("fp32", "bf16")]
         kahan = "refused" if stored == "fp32" else str(state_bytes(stored, gradients, "bf16", "kahan"))
-        backward = row[1] - BYTES[gradients]
-        lines.append(f"| {stored}, {gradients} | {row[0]} | {row[1]} | {kahan} | {backward} |")
+        eight, four = (state_bytes(stored, gradients, m, "nearest") for m in CODES)
+        less = BYTES[gradients]
+        cells = [*row, kahan, row[1] - less, f"{eight:.2f}", f"{eight - less:.2f}", f"{four:.2f}"]
+        lines.append(f"| {stored}, {gradients} | {' | '.join(map(str, cells))} |")
     return "\n".join(line if line.startswith("|") else textwrap.fill(line, 100) for line in lines)
 
 

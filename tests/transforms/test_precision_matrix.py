@@ -15,7 +15,7 @@ import precision_matrix as matrix
 import pytest
 import torch
 from gone_gradients import is_gone
-from precision_matrix import AXES, BYTES, DTYPES, STEPS, Cell
+from precision_matrix import AXES, BYTES, CODES, DTYPES, STEPS, Cell
 from time_limits import limit
 
 import zerofn as zf
@@ -96,7 +96,9 @@ def test_every_cell_on_every_rank(results):
         assert set.union(*(r["alive"] for r in ranks)) == leaves, cell
         for r in ranks:
             assert (r["updates"], r["skipped"]) == (STEPS, 0), cell
-            expected = {k: {DTYPES[getattr(cell, k)]} for k in ("stored", "moments", "gradients")}
+            expected = {k: {DTYPES[getattr(cell, k)]} for k in ("stored", "gradients")}
+            # Codes of matrices and their scales; biases stay as they are.
+            expected["moments"] = {torch.uint8, F32} if cell.moments in CODES else {DTYPES[cell.moments]}
             assert r["dtypes"] == expected, cell
 
 
@@ -124,16 +126,16 @@ def test_refused_cells(stored, moments, rounding):
 
 def one_step(stored, gradients, moments, rounding, **attach):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    first, last = torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 8, bias=False)
+    model = torch.nn.Sequential(first, torch.nn.Tanh(), last)
     dtypes = zf.precision(store_dtype=DTYPES[stored], param_dtype=DTYPES[stored], grad_dtype=DTYPES[gradients])
-    adam = zf.low_precision_adam(1e-3, state_dtype=DTYPES[moments], rounding=rounding)
-    opt = zf.attach(model, zf.chain(dtypes, adam), **attach)
-    model(torch.randn(4, 64)).float().square().mean().backward()
+    opt = zf.attach(model, zf.chain(dtypes, matrix.optimizer(moments, rounding, 1e-3)), **attach)
+    model(torch.randn(4, 128, dtype=DTYPES[stored])).float().square().mean().backward()
     return model, opt
 
 
 @pytest.mark.parametrize("rounding", AXES["rounding"])
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", *CODES])
 @pytest.mark.parametrize(("stored", "gradients"), list(itertools.product(DTYPES, DTYPES)))
 def test_bytes_per_parameter_are_those_of_the_table(stored, gradients, moments, rounding):
     """Every tensor that is kept, counted by storage: a second copy anywhere would show."""
@@ -147,14 +149,14 @@ def test_bytes_per_parameter_are_those_of_the_table(stored, gradients, moments, 
     assert sum(storages.values()) == count * matrix.state_bytes(stored, gradients, moments, rounding)
 
 
-def test_bf16_is_8_bytes_and_6_in_backward():
-    assert matrix.state_bytes("bf16", "bf16", "bf16", "stochastic") == 8
-    model, opt = one_step("bf16", "bf16", "bf16", "stochastic", in_backward=True)
+@pytest.mark.parametrize(("moments", "size"), [("bf16", 8), ("8 bits", 6 + 1 / 16), ("4 bits", 5 + 1 / 16)])
+def test_bytes_of_bf16_parameters_and_two_less_in_backward(moments, size):
+    assert matrix.state_bytes("bf16", "bf16", moments, "stochastic") == size
+    model, opt = one_step("bf16", "bf16", moments, "stochastic", in_backward=True)
     assert all(is_gone(p) for p in model.parameters())
     kept = [*model.parameters(), *flatten(opt.state)[0]]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept if x.ndim}
-    assert sum(storages.values()) == 6 * sum(p.numel() for p in model.parameters())
-    assert BYTES["bf16"] * 3 == 6
+    assert sum(storages.values()) == (size - BYTES["bf16"]) * sum(p.numel() for p in model.parameters())
 
 
 def test_the_page_shows_this_table():

@@ -112,8 +112,7 @@ def _origins(state: State, by: Gathering) -> dict[int, Origin | tuple[str, torch
         if mine == by.wire.span(leaf) == chunk:
             found[id(e.value)] = Origin(how, leaf, by)
         else:
-            shape = e.value.shape if e.offset is None else leaf.shape
-            found[id(e.value)] = f"{how} of the sharded parameter {e.path}", torch.Size(shape)
+            found[id(e.value)] = f"{how} of the sharded parameter {e.path}", torch.Size(e.shape)
     for slot, path, x, rank in held_by_owners(state):
         how = f"opt.state[p][{slot!r}], which rank {rank} of those that share the leaf keeps,"
         found[id(x)] = f"{how} of the sharded parameter {path}", x.shape
