@@ -444,6 +444,25 @@ def update(report: Report) -> None:
                 report.figure(f"{size} {name}", f"{ms:.3f} ms, host {host:.2f} ms; {rate}; first step {first:.1f} s")
 
 
+def kernel(report: Report) -> None:
+    """The kernel of low-precision Adam alone, on leaves of the large model, with the norms of gradients."""
+    model, _, _ = gpt(report, "1.4B")
+    p = [x.detach() for x in model.parameters()]
+    g, m, c = ([torch.randn_like(x) * size for x in p] for size in (1e-3, 1e-3, 0.0))
+    v, where = [torch.rand_like(x) * 1e-6 for x in p], dict(keys=range(len(p)), offsets=[0] * len(p))
+    for rounding in report.parts(["stochastic", "nearest", "kahan"]):
+        with report.part(rounding):
+
+            def call(rounding=rounding) -> None:
+                given = [c] if rounding == "kahan" else []
+                norms: list[Tensor] = []
+                adam_(p, g, m, v, *given, lr=1e-4, step=5, rounding=rounding, norms=norms, **where)
+
+            ms, host = report.milliseconds(call, 2, 10)
+            rate = report.bandwidth((18 if rounding == "kahan" else 14) * numel(model), ms)
+            report.figure(f"1.4B kernel, {rounding}", f"{ms:.3f} ms, host {host:.2f} ms; {rate}")
+
+
 def small_run(route: str, tx: zf.Transform, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Parameters after four steps of the small model by one route."""
     torch.manual_seed(0)
@@ -860,7 +879,8 @@ def nccl(report: Report) -> None:
 
 # By worth.
 SECTIONS = {
-    f.__name__: f for f in (machine, bits, waits, update, formulas, step, capture, routes, memory, ranks, offload, nccl)
+    f.__name__: f
+    for f in (machine, bits, waits, kernel, update, formulas, step, capture, routes, memory, ranks, offload, nccl)
 }
 
 
