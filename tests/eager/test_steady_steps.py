@@ -55,7 +55,7 @@ def test_a_steady_step_makes_as_many_calls_for_many_leaves_as_for_few(layers):
         model(torch.ones(2, 4)).sum().backward()
         made = calls_of(opt.step)
         opt.zero_grad()
-    assert len(made) <= 39, made
+    assert len(made) <= 35, made
     assert len({name.partition(":")[0] for name in made}) <= 15, made
 
 
@@ -80,7 +80,7 @@ def steady_step(chain):
     return made
 
 
-@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 139, 31), (zero_3, 82, 27)])
+@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 135, 31), (zero_3, 78, 27)])
 def test_a_step_over_ranks_stays_as_short_as_it_is(chain, calls, modules):
     for made in zf.launch(steady_step, 2, chain, timeout=limit()):
         assert len(made) <= calls, made
@@ -122,7 +122,7 @@ def test_who_keeps_nothing_is_checked_in_the_first_three_steps_that_come_to_it(e
 
 
 def test_settings_that_come_and_go_between_steps():
-    """Rates, numbers, frozen leaves and gradients that are missing, each in the step in which they change."""
+    """Rates, numbers, counts, frozen leaves and gradients that are missing, each in the step in which they change."""
     torch.manual_seed(0)
     mine, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
     theirs.load_state_dict(mine.state_dict())
@@ -138,6 +138,8 @@ def test_settings_that_come_and_go_between_steps():
             (model(x).square().mean() if i % 3 else model(x * 0 + x).sum()).backward()
             if i % 6 == 5:
                 model.weight.grad = None
+            if i == 8:
+                o.state[model.bias]["step"].zero_()
             o.step()
         for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)

@@ -20,6 +20,25 @@ def test_the_norm_of_a_large_leaf_is_exact_to_fp32(shape):
     torch.testing.assert_close(state.params["w"].double().norm(), torch.tensor(1.0).double(), rtol=3e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("odd", [None, math.inf, math.nan])
+def test_the_norm_of_small_leaves_is_that_of_their_elements(dtype, odd):
+    """Whatever their shapes and strides. They are joined first, below 2^17 elements in all."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(), (0,), (3, 0), (7,), (4, 5), (2, 3, 4, 4), *[(8,)] * 100]
+    leaves = {f"w{i}": torch.randn(shape, generator=draw, dtype=dtype) for i, shape in enumerate(shapes)}
+    leaves["t"], leaves["last"] = (
+        torch.randn(9, 5, generator=draw, dtype=dtype).t(),
+        leaves["w5"].contiguous(memory_format=torch.channels_last),
+    )
+    if odd is not None:
+        leaves["w7"][3] = odd
+    want = sum(x.double().square().sum() for x in leaves.values()).sqrt()
+    torch.testing.assert_close(zf.global_norm(leaves), want.to(dtype), rtol=1e-6, atol=0, equal_nan=True)
+    other_way = zf.global_norm(dict(reversed(leaves.items())))
+    torch.testing.assert_close(other_way, zf.global_norm(leaves), rtol=0, atol=0, equal_nan=True)
+
+
 NORMS = [3.0, 4.0, 1e-30, 5e18, 0.0, 1.5]
 
 

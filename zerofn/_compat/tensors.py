@@ -40,6 +40,10 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 version_of_local: Callable[[Any], int] = attrgetter("_local_tensor._version")
 
 
+# The tensor that a tensor is a view of; `None` if it is no view.
+viewed: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+
+
 def base_of(x: Tensor) -> Tensor:
     """The tensor that `x` is a view of; `x` itself if it is not a view."""
     return x if x._base is None else x._base
@@ -366,6 +370,9 @@ foreach_norm = torch._foreach_norm  # type: ignore[attr-defined]
 foreach_add = torch._foreach_add  # type: ignore[attr-defined]
 foreach_mul = torch._foreach_mul  # type: ignore[attr-defined]
 foreach_copy_ = torch._foreach_copy_  # type: ignore[attr-defined]
+
+# Tensors end to end, as one flat tensor.
+joined: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors  # type: ignore[attr-defined]
 
 
 def foreach(name: str, *args: Any, **kwargs: Any) -> Any:

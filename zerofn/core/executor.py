@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._compat.tensors import profiler_runs
 from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
-from ..kernels.norms import added, leaf_squares, squared_norm, sum_of_squares
+from ..kernels.norms import added, leaf_squares, squared_norm_unrecorded, sum_of_squares
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
 from .facts import Facts, Scope
@@ -21,8 +21,6 @@ from .layout import Leaves
 from .returned_values import CheckedUpdate, in_order
 from .transform import OfTensors, Transform, TransformState, gives_parameters, nothing_to_prepare, pass_through
 from .tree import Places, flatten, moved, of_leaves, overlaid, places, select
-
-_IS_CUDA = attrgetter("is_cuda")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions group update halves into stretches, which run bucket by bucket.
@@ -467,9 +465,9 @@ def _prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: C
     def close() -> None:
         if ctx.recorded or ctx.norms is None:
             ctx.report("grad_norm", root(ctx.reduction.total(added, found)))
-        elif not ctx.norms.found and any(map(_IS_CUDA, ctx.norms.requests.values())):
-            # The sum of all leaves takes a GPU fewer launches than the norm of each.
-            ctx.report("grad_norm", ctx.reduction.total(squared_norm, ctx.norms.requests).sqrt())
+        elif not ctx.norms.found:
+            # The norm of all leaves takes less time, and a GPU fewer launches, than the norm of each.
+            ctx.report("grad_norm", ctx.reduction.total(squared_norm_unrecorded, ctx.norms.requests).sqrt())
         else:
             ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, ctx.norms.all()).sqrt())
 

@@ -181,6 +181,11 @@ def counter(x: int = 0) -> Tensor:
     return torch.tensor(x, dtype=torch.int64)
 
 
+def counters(paths: Collection[str]) -> Leaves:
+    """A counter for each of these leaves: the elements of one tensor, so that one operation counts all of them."""
+    return dict(zip(paths, torch.zeros(len(paths), dtype=torch.int64).unbind(), strict=True))
+
+
 @dataclass(frozen=True, eq=False)
 class State:
     """Stored parameters, the state of every transform, and counters: a node for optree and for torch.func.

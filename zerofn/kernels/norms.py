@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.tensors import foreach_norm
+from .._compat.tensors import foreach_norm, joined
 from .formulas import batches, in_one_launch, on_lists, sums_of
 from .native import squares
 from .recording import differentiated, recorded, root
@@ -128,11 +128,19 @@ def squared_norm(leaves: dict[str, Tensor]) -> Tensor:
 
     Summed in the order of paths: a tree in another kind of container has the same norm to the last bit.
     """
-    if recorded(leaves.values()):
-        return added(leaf_squares(leaves))
-    if all(map(_IS_CPU, leaves.values())):
+    return added(leaf_squares(leaves)) if recorded(leaves.values()) else squared_norm_unrecorded(leaves)
+
+
+def squared_norm_unrecorded(leaves: dict[str, Tensor]) -> Tensor:
+    """`squared_norm` of leaves that nobody records."""
+    tensors: list[Tensor] = list(map(leaves.__getitem__, sorted(leaves)))
+    if all(map(_IS_CPU, tensors)):
+        # Few elements are joined first: the norm of a small leaf takes longer than its copy.
+        dtypes = set(map(_DTYPE, tensors))
+        if len(dtypes) == 1 and dtypes <= _WIDE and sum(map(Tensor.numel, tensors)) <= CHUNK:
+            return joined(tensors).norm().square()
         return sum_of_squares(leaf_norms(leaves))
-    found = _total_on_device(lambda x: x.square(), list(map(leaves.__getitem__, sorted(leaves))))
+    found = _total_on_device(lambda x: x.square(), tensors)
     return sum_of_squares(leaf_norms(leaves)) if found is None else found
 
 
