@@ -86,9 +86,11 @@ if _TYPE_CHECKING:
     from .transforms.muon import muon as muon
     from .transforms.nadam import nadam as nadam
     from .transforms.offload import offload as offload
+    from .transforms.polyak import scale_by_polyak as scale_by_polyak
     from .transforms.precision import precision as precision
     from .transforms.quantize import quantize as quantize
     from .transforms.radam import radam as radam
+    from .transforms.reduce_on_plateau import reduce_on_plateau as reduce_on_plateau
     from .transforms.rmsprop import rmsprop as rmsprop
     from .transforms.schedule_free import schedule_free as schedule_free
     from .transforms.schedule_free import schedule_free_adamw as schedule_free_adamw
@@ -190,6 +192,8 @@ _LATER = {
     "shampoo": "transforms.shampoo",
     "soap": "transforms.soap",
     "lookahead": "transforms.lookahead",
+    "scale_by_polyak": "transforms.polyak",
+    "reduce_on_plateau": "transforms.reduce_on_plateau",
     "apply_if": "transforms.apply_if",
     "watch": "transforms.watch",
 }

@@ -178,6 +178,25 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"lr": LR, "beta2_decay": None, "eps": None, "d": Number(1), "weight_decay": Number()},
         {},
     ),
+    "scale_by_polyak": (
+        zf.scale_by_polyak,
+        {"f_min": None, "max_learning_rate": POSITIVE, "eps": Number()},
+        {},
+    ),
+    "reduce_on_plateau": (
+        zf.reduce_on_plateau,
+        {
+            "transform": None,
+            "factor": Number(high=1),
+            "patience": Count(),
+            "rtol": Number(high=1.1),
+            "atol": Number(),
+            "cooldown": Number(),
+            "accumulation_size": Count(),
+            "min_scale": Number(),
+        },
+        {"transform": zf.sgd(0.1)},
+    ),
     "schedule_free": (
         zf.schedule_free,
         {

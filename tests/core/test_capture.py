@@ -45,6 +45,8 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
     "norms of leaves": lambda: zf.chain(zf.adaptive_clip(0.1), zf.mars(), zf.lamb(1e-2)),
     "numbers of leaves": lambda: zf.schedule_free_adamw(zf.schedules.warmup(1e-2, 3)),
     "count of leaves": lambda: zf.lookahead(zf.adopt(1e-2), 2),
+    "loss": lambda: zf.chain(zf.accumulate(2), zf.scale_by_polyak(), zf.reduce_on_plateau(zf.adamw(1e-2), 0.5, 1)),
+    "schedule free": lambda: zf.schedule_free(zf.sgd(zf.schedules.warmup(1e-2, 3)), weight_decay_at_y=0.1),
     "partition": lambda: zf.partition({"a": zf.adamw(1e-2), "b": zf.sgd(1e-2, momentum=0.9)}, first_is_a),
 }
 
@@ -64,7 +66,7 @@ def attached(tx: zf.Transform, capturable: bool) -> tuple[list[list[Tensor]], li
     opt = zf.attach(model, tx, capturable=capturable)
     before, told = tree_leaves((opt.state.transforms, opt.state.step, opt.state.micro_step, opt.state.leaves)), []
     for x in STEPS:
-        loss_of(model, x, next(model.parameters()).dtype).backward()
+        opt.backward(loss_of(model, x, next(model.parameters()).dtype))
         opt.step()
         opt.zero_grad()
         told.append({name: value.item() for name, value in opt.metrics.items()})

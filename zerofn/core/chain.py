@@ -212,23 +212,29 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
     return group.factory(**config).renamed(group.name, group.base)
 
 
-def wrapped_optimizer(wrapper: str, transform: Transform, wrap: Callable[[Transform], Transform]) -> Transform:
+def wrapped_optimizer(
+    wrapper: str, transform: Transform, wrap: Callable[[Transform], Transform], rated: str = ""
+) -> Transform:
     """`wrap` of an optimizer, and of each member of a `partition` of optimizers.
 
     Args:
         wrapper: the name of the function that wraps, for messages.
         transform: what the user has passed to it.
         wrap: returns the wrapper around one optimizer, made by `wrapped`.
+        rated: why the optimizer must tell its learning rate (`rate_of`), for the message; by default it need not.
 
     Raises:
-        ValueError: the transform is no optimizer.
+        ValueError: the transform is no optimizer, or tells no rate and must.
     """
     inner = as_transform(transform)
     if inner.members_fn is not None:
-        return of_members(inner, lambda member: wrapped_optimizer(wrapper, member, wrap))
+        return of_members(inner, lambda member: wrapped_optimizer(wrapper, member, wrap, rated))
     if not inner.facts.optimizes:
         why = "it wraps an optimizer, which makes new parameters"
         right = f"chain(clip_by_global_norm(1.0), {wrapper}(adamw(1e-3)))"
+        raise ValueError(explain(f"{wrapper}({inner.name}(...))", why, right))
+    if rated and inner.facts.rate is None:
+        why, right = f"{rated}, and it tells none", f"{wrapper}(sgd(0.1))"
         raise ValueError(explain(f"{wrapper}({inner.name}(...))", why, right))
     return wrap(inner)
 

@@ -169,6 +169,10 @@ class Context:
             empty if such numbers are not refused.
         looks: whether results of update halves are checked for graphs, as in the first step.
         weight: weight of this micro-batch, for instance its number of tokens.
+        given: numbers of this step by name, such as the loss, that a transform wants (`Facts.wants`): 0-d tensors where
+            the parameters are, means over ranks and, behind what accumulates, over the window. Empty where a
+            `prepare_fn` is called for its rate alone.
+        given_weight: the mean weight of this micro-batch over ranks.
         boundary: overrides whether the accumulation window closes now.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
         lr: learning rates set from outside, by the optimizer's prefix.
@@ -198,6 +202,8 @@ class Context:
     unrecorded: str = ""
     looks: bool = False
     weight: Any = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    given_weight: Any = 1.0
     boundary: bool | None = None
     averaged: bool = True
     lr: Mapping[str, float] = field(default_factory=dict)
@@ -214,6 +220,13 @@ class Context:
     under_way: list[UnderWay] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
     prefix: str = ""
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of this step, for a transform that says `Facts(wants=("loss",))`."""
+        if "loss" not in self.given:
+            raise missing_number("loss", "a transform that computes with ctx.loss")
+        return self.given["loss"]
 
     def own(self, x: Tensor) -> Tensor:
         """A tensor that may be written: `x` itself when donated, else a copy."""
@@ -474,6 +487,15 @@ class Context:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
 
+def missing_number(name: str, who: str) -> ValueError:
+    """The error for a step without a number that a transform wants."""
+    right = f"opt.step({name}=...), zf.update(tx, grads, state, {name}=...)"
+    if name == "loss":
+        right = "opt.backward(loss) in place of loss.backward(); or opt.step(loss=loss), opt.step(closure);\n"
+        right += "zf.update(tx, grads, state, loss=loss). A step of zf.make_step knows its loss"
+    return ValueError(explain(f"a step without {name}= through {who}", f"it computes with the {name}", right))
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The decisions of a transform once per step, before it sees leaves one by one.
@@ -485,6 +507,7 @@ class Prepared:
             gives one.
         close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
             is gathered bucket by bucket, while a bucket is in the cache for its update.
+        given: means over a window of the numbers that a step is given, for the transforms behind.
         carries_state: whether the carry has the state, as that of a chain has the states of its transforms. Then each
             call of the update half is handed the state of all leaves, and returns entries of all leaves.
     """
@@ -493,6 +516,7 @@ class Prepared:
     state: Mapping[str, Tensor] = field(default_factory=dict)
     emit: bool | Tensor = True
     close: Callable[[], None] | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
     carries_state: bool = False
 
 

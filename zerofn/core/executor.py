@@ -155,7 +155,7 @@ def run(
             for part in later.scheduled:
                 if fixed and (type(part.facts.rate) is float or (ctx.late and isinstance(part.facts.rate, OfTensors))):
                     continue
-                part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}, unread=ctx.late))
+                part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}, given={}, unread=ctx.late))
     for i, here in enumerate(parts):
         if here.keeps_old_for_later and old is None and (ctx.donate or ctx.donate_to_kernels):
             old = {path: x.clone() for path, x in params.items()}
@@ -182,7 +182,7 @@ def _held_metrics(
     ctx: Context,
 ) -> dict[str, Tensor]:
     """The metrics of transforms that a held step does not reach."""
-    ctx = replace(ctx, metrics={}, unread=ctx.late)
+    ctx = replace(ctx, metrics={}, given={}, unread=ctx.late)
     for parts in (behind, *[stretch.parts for stretch in later]):
         report_held(parts, states, params, ctx)
     return ctx.metrics
@@ -250,6 +250,8 @@ class Segment:
                     # What follows is chosen between old and new values, for each member of the batch.
                     self.ctx = ctx = replace(ctx, donate_to_kernels=False)
             self.prepared.append(made)
+            if made.given:
+                self.ctx = ctx = replace(ctx, given={**ctx.given, **made.given})
             if made.close is not None:
                 self.closing.append(made.close)
             if made.emit is False:

@@ -46,6 +46,9 @@ class Facts:
             (`Context.unread`), and writes into donated memory by functions of the context alone. So it may run in a
             captured CUDA graph, and behind a verdict that only the device knows.
         skips: it may skip a step by a number that the device has (`Context.verdict`).
+        wants: numbers that its `prepare_fn` reads in `Context.given`: `"loss"`, or names of its own, which a step is
+            given by keyword as `weight=` is. It gets their means over the window and over ranks, and a step without one
+            is refused.
         constant: entries of its state that never change. They stay on the host where its counters are on the device.
         holds: it keeps gradients for a later micro-step.
     """
@@ -69,6 +72,7 @@ class Facts:
     capturable: bool = False
     skips: bool = False
     constant: tuple[str, ...] = ()
+    wants: tuple[str, ...] = ()
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:

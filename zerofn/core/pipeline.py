@@ -156,6 +156,11 @@ class Pipeline:
         return any([part.facts.weighted for part in self.parts])
 
     @cached_property
+    def wants(self) -> dict[str, str]:
+        """The numbers that a step must be given, each with the transform that wants it."""
+        return wanted_by(self.parts)
+
+    @cached_property
     def averaged_before_weights(self) -> tuple[Group, ...]:
         """The groups over which gradients are averaged before an accumulation gives them weights."""
         if not self.weighted:
@@ -492,6 +497,10 @@ def pipeline(
     check_complete(parts, where)
     guarded = partial(_guarded, checked=checked)
     parts = tuple([replace_innermost(part, guarded, layout) for part in parts])
+    if wanted := wanted_by(parts):
+        from .given_numbers import with_sums_of_given
+
+        parts = tuple([replace_innermost(p, partial(with_sums_of_given, wanted.keys()), layout) for p in parts])
     found = [_resolved(part, layout, ranks) for part in parts]
     check_views(found, layout)
     talking = frozenset([view.name for view in found if view is not None and view.wire is not None])
@@ -520,6 +529,14 @@ def pipeline(
     placement = replace(placement, fixed=fixed if cutting or model else ())
     layout = canonical(replace(layout, placement=placement))
     return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model, checked)
+
+
+def wanted_by(parts: Sequence[Transform]) -> dict[str, str]:
+    """By name, the numbers that a step must be given for these transforms, each with the one that wants it."""
+    found: dict[str, str] = {}
+    for part in parts:
+        found = {**wanted_by(part.parts), **dict.fromkeys(part.facts.wants, part.name), **found}
+    return found
 
 
 def _guarded(t: Transform, paths: Set[str], where: str, checked: bool = False) -> Transform:

@@ -81,6 +81,11 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     if (not grads and pipe.layout.leaves) or ctx.weight is not None:
         _check_useful(pipe, grads, ctx)
     check_readable(grads, state.leaves)
+    if pipe.wants:
+        from .given_numbers import means_over_ranks
+
+        means, weight = means_over_ranks(ctx.given, ctx.weight, state.leaves, ctx)
+        ctx = replace(ctx, given=means, given_weight=weight)
     if ctx.looks:
         # Recorded as far as it is made of what a function of a user's has from elsewhere.
         grads = {path: g.detach() for path, g in grads.items()}
@@ -224,6 +229,8 @@ def check_vmap(pipe: Pipeline, weight: Any, *inputs: Tree) -> None:
 
 def _talks_in_update(pipe: Pipeline) -> str | None:
     """The transform whose update half communicates: a norm of shards, a late reduction, or a check for overflow."""
+    if pipe.wants:
+        return next(iter(pipe.wants.values()))
     if pipe.sharding is None and not pipe.road.late:
         return next((name for name, _ in pipe.factors), None)
     return next(view.name for view in pipe.stages if view.wire is not None)

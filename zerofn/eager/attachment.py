@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import chain
 from operator import attrgetter, is_not
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -293,6 +294,7 @@ def _version_of_either(grad: Tensor) -> int:
 
 # Of a step without tensors among its numbers: a rate that a schedule makes may still require grad.
 LOST = {"unrecorded": ATTACHED}
+NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Attachment:
@@ -417,6 +419,8 @@ class Attachment:
         self.window = AccumulationWindow(self.pipe, self.home.current)
         self._writes = 0
         self.spent = SpentGradients(self.home.shown)
+        # The sum of the losses of `opt.backward` since the last step, if a transform wants it.
+        self.loss: Tensor | None = None
         if self.home.channels.control is not None:
             # The last that is undone.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
@@ -472,7 +476,19 @@ class Attachment:
                 explain(f"opt.{what}() inside of `with opt.gathered():`", why, f"opt.{what}() behind it")
             )
 
-    def step(self, weight: Any) -> dict[str, Tensor]:
+    def numbers_of_step(self, given: dict[str, Any], result: Any) -> dict[str, Any]:
+        """The numbers that a transform wants; `result` is that of the closure."""
+        from ..core.given_numbers import check_given
+
+        wanted = self.pipe.wants
+        loss = self.loss if result is None else result
+        if "loss" in wanted and "loss" not in given and loss is not None:
+            given = {**given, "loss": loss}
+        check_given(given.keys(), wanted, "opt.step({}=...)")
+        self.loss = None
+        return given
+
+    def step(self, weight: Any, given: Mapping[str, Any] = NO_NUMBERS) -> dict[str, Tensor]:
         """Run one micro-step. Return its metrics, each a tensor of its own."""
         home, early = self.home, self.home.in_backward
         self.check("step")
@@ -495,7 +511,10 @@ class Attachment:
             if home.current.torn:
                 # Behind the exchange: if the state of some ranks alone is torn, all ranks have raised there.
                 home.current.check("opt.step()")
-            metrics = self._update(grads, weight, rates, numbers) if early is None else self._finish(early, grads)
+            if early is None:
+                metrics = self._update(grads, weight, rates, numbers, given)
+            else:
+                metrics = self._finish(early, grads)
             # The others are copies already. This one is an entry of the state, into which `load_state_dict` writes.
             metrics["step"] = metrics["step"].detach().clone()
             # Where only a GPU knows whether the step was skipped, values are written that may not have changed.
@@ -514,12 +533,12 @@ class Attachment:
         finally:
             self._writes += 1
 
-    def step_fully_sharded(self, fully: FullySharded, weight: Any) -> dict[str, Tensor]:
+    def step_fully_sharded(self, fully: FullySharded, weight: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
         """Run one micro-step of a model whose gradients FSDP2 has reduced."""
         self.check("step")
         fully.bring()
         try:
-            metrics = self.step(weight)
+            metrics = self.step(weight, given)
         finally:
             fully.take()
         self.spent.note([path for path, p in fully.parameters.items() if p.grad is not None])
@@ -546,7 +565,14 @@ class Attachment:
             early.arrived(path, grad)
         return early.finish()
 
-    def _update(self, grads: Leaves, weight: Any, rates: dict[str, Any], numbers: dict[str, Any]) -> dict[str, Tensor]:
+    def _update(
+        self,
+        grads: Leaves,
+        weight: Any,
+        rates: dict[str, Any],
+        numbers: dict[str, Any],
+        given: Mapping[str, Any] = NO_NUMBERS,
+    ) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
         if weight is not None:
             from ..core.weights import equal_weight
@@ -566,6 +592,7 @@ class Attachment:
             recorded=record,
             unread=self.capturable and not record,
             weight=weight,
+            given=given,
             boundary=window.forced,
             averaged=window.averaged is not False,
             lr=rates,
@@ -619,6 +646,7 @@ class Attachment:
             why = "a gradient is gone once its leaf is updated, and no zeros can stand in its place"
             raise ValueError(explain(wrong, why, "opt.zero_grad()"))
         self.home.gradients.clear(to_none)
+        self.loss = None
         if self.fully_sharded is not None:
             self.fully_sharded.clear(to_none)
             return
@@ -640,6 +668,8 @@ class Attachment:
         except BaseException:
             self.window.averaged = before
             raise
+        if "loss" in self.pipe.wants:
+            self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
         return loss / self.window.every if scale_wrt_gas else loss
 
     def agree_on_writes(self) -> None:

@@ -81,7 +81,12 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled
     @torch.optim.Optimizer.profile_hook_step
     def step(  # type: ignore[override]
-        self, closure: Callable[[], Any] | None = None, *, weight: Any = None, lr_kwargs: dict[str, Any] | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        weight: Any = None,
+        lr_kwargs: dict[str, Any] | None = None,
+        **given: Any,
     ) -> Any:
         """One micro-step: hand the gradients of the parameters to the pipeline.
 
@@ -92,11 +97,14 @@ class Optimizer(torch.optim.Optimizer):
             weight: of this micro-batch, for `accumulate(weighted=True)`.
             lr_kwargs: for `lr_scheduler.step`, as in DeepSpeed. If `opt.lr_scheduler` is a torch scheduler, it is
                 stepped after each applied update, and only then.
+            given: by keyword, the numbers that a transform wants: `loss=` for `scale_by_polyak`. The loss is known
+                after `opt.backward(loss)`, and from a closure.
 
         Raises:
             RuntimeError: the model is detached, in the middle of a backward, or has changed since it was attached; or
                 a step raised while it was writing into the state, and no state has been loaded since.
-            ValueError: no parameter has a gradient.
+            TypeError: no transform wants a number of that name.
+            ValueError: no parameter has a gradient, or a number that a transform wants is missing.
         """
         own = self._own
         if lr_kwargs is not None and self.lr_scheduler is None:
@@ -107,12 +115,15 @@ class Optimizer(torch.optim.Optimizer):
             own.check("step")
             with torch.enable_grad():
                 loss = closure()
+        if given or own.pipe.wants:
+            given = own.numbers_of_step(given, loss)
         # To enter a range that nobody records takes longer than to ask.
         listened = heard() is not None or profiler_runs()
         fully, mode = own.fully_sharded, torch.is_grad_enabled()
         try:
             with interrupts_held(), ranged(PHASE, "update") if listened else NOTHING:
-                self.metrics = own.step(weight) if fully is None else own.step_fully_sharded(fully, weight)
+                step = own.step if fully is None else partial(own.step_fully_sharded, fully)
+                self.metrics = step(weight, given)
                 if self.lr_scheduler is not None and bool(self.metrics["updated"]):
                     self.lr_scheduler.step(**(lr_kwargs or {}))
         except BaseException:

@@ -15,6 +15,7 @@ from .._errors import bad_leaves, explain
 from .._profiler_ranges import PHASE, ranged
 from ..core.arguments import check_function, check_positional
 from ..core.bucketed_views import view_all
+from ..core.given_numbers import check_given
 from ..core.layout import Leaf, Leaves, check_own_memory, make_layout
 from ..core.number_graphs import RECORDED
 from ..core.pipeline import Pipeline, first_state, pipeline, resolve_for
@@ -421,7 +422,7 @@ def _pull_back(pull: Pullback, out: Any, state: State, cotangents: Any) -> tuple
 
 @outside_of_graphs
 def update(
-    tx: Transform, grads: Tree, state: State, *, weight: Any = None, create_graph: bool | None = None
+    tx: Transform, grads: Tree, state: State, *, weight: Any = None, create_graph: bool | None = None, **given: Any
 ) -> tuple[State, Metrics]:
     """One micro-step: pass gradients through the update halves of a chain.
 
@@ -438,6 +439,7 @@ def update(
             rates. By default it does if a gradient or a tensor of the state requires grad. If only a rate does (or a
             weight, another number of a transform, a schedule's result), say what you mean: `True` keeps the graph from
             step to step, `False` takes the number as a constant.
+        given: by keyword, the numbers that a transform wants: `loss=` for `scale_by_polyak`.
 
     Returns:
         `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`, `grad_norm` (of the
@@ -448,6 +450,7 @@ def update(
     Raises:
         RuntimeError: a derivative through a transform that has none on several ranks; only a number requires grad, and
             `create_graph` is not given.
+        TypeError: no transform wants a number of that name.
         ValueError: gradients of another structure, shape or dtype, every bad leaf named; a state of meta tensors. In a
             state's first update: gradients that should be averaged and differ between ranks. Under `torch.func.vmap` on
             several ranks: a weight, or a pipeline whose update exchanges numbers.
@@ -470,6 +473,8 @@ def update(
     """
     pipe = pipe_of(tx, state, "zf.update")
     state.check_data("zf.update")
+    if given or pipe.wants:
+        check_given(given.keys(), pipe.wants, "zf.update(tx, grads, state, {}=...)")
     leaves = pieces(split_grads(state.layout, grads))
     check_grads(pipe, leaves, state.leaves)
     if pipe.groups:
@@ -479,7 +484,7 @@ def update(
             agree_on_gradients(pipe, leaves)
     record = records("zf.update", create_graph, leaves, state)
     more = lost_graphs(pipe, record, create_graph, weight)
-    ctx = pipe.context(weight=weight, recorded=record, micro_step=state.micro_step, **more)
+    ctx = pipe.context(weight=weight, given=given, recorded=record, micro_step=state.micro_step, **more)
     with grad_mode_kept(), ranged(PHASE, "update"):
         return apply(pipe, leaves, state, ctx)
 

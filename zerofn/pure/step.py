@@ -17,6 +17,7 @@ from .._profiler_ranges import PHASE, ranged
 from ..core.arguments import check_flag, check_function, check_positional
 from ..core.capture import check_capturable, refuse_cold_capture
 from ..core.context import Context
+from ..core.given_numbers import check_given
 from ..core.layout import Layout, Leaves
 from ..core.pipeline import Pipeline, pipeline, resolve_for, with_counters_on_device
 from ..core.state import State
@@ -26,7 +27,7 @@ from ..core.uncompiled import check_not_exported, outside_of_graphs, torch_func_
 from ..core.update import Metrics, apply, check_vmap
 from ..core.view import leave
 from ..core.weights import shared_weight
-from ..kernels.recording import number, only_compiled
+from ..kernels.recording import number, only_compiled, where
 from ..sharded.lazy_tensor import gather_lazy
 from .api import lost_graphs, reading_state, records
 from .linearize import linearize
@@ -59,8 +60,9 @@ def make_step(
             docs/how-to/cuda-graphs.md.
 
     Returns:
-        The step. It takes its batch by position, and `weight=` for `accumulate(weighted=True)`. Metrics are those of
-        `zf.update`, and `loss`, unscaled. torch.func can differentiate it, like `zf.update`: by tensors of the state,
+        The step. It takes its batch by position, `weight=` for `accumulate(weighted=True)`, and by keyword what a
+        transform wants, such as another `loss=` than its own. Metrics are those of `zf.update`, and `loss`, unscaled.
+        torch.func can differentiate it, like `zf.update`: by tensors of the state,
         by the batch, and by tensors that `loss_fn` and `tx` were made with.
 
     Raises:
@@ -97,16 +99,14 @@ def make_step(
     checked = _checked_step(PipelineCache(tx), run, create_graph)
 
     @begins_uncompiled
-    def step(state: State, *batch: Tree, weight: Any = None, **keywords: Any) -> tuple[State, Metrics]:
-        if keywords:
-            check_positional("step(state", keywords)
+    def step(state: State, *batch: Tree, weight: Any = None, **given: Any) -> tuple[State, Metrics]:
         if called_by_torch_func():
-            return step_called_by_transforms(checked, state, batch, weight)
+            return step_called_by_transforms(checked, state, batch, weight, given)
         if torch.compiler.is_compiling():
-            return checked(state, batch, weight)
+            return checked(state, batch, weight, given)
         mode = torch.is_grad_enabled()
         try:
-            return checked(state, batch, weight)
+            return checked(state, batch, weight, given)
         except BaseException:
             set_grad_mode(mode)
             raise
@@ -119,38 +119,40 @@ def make_step(
 def _checked_step(pipes: PipelineCache, run: Any, create_graph: bool | None) -> Any:
     """Check a state, then `run` on it; uncompiled if the compiler cannot have a step in its graph."""
 
-    def checked(state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
+    def checked(state: State, batch: tuple, weight: Any, given: dict[str, Any]) -> tuple[State, Metrics]:
         check_not_exported()
         tracing = torch.compiler.is_compiling()
         if tracing and not COMPILES_STATES:
-            return step_before_torch_2_13(checked, state, batch, weight)
+            return step_before_torch_2_13(checked, state, batch, weight, given)
         pipe = pipes.of(state, tracing)
+        if given:
+            check_positional("step(state", {name: x for name, x in given.items() if name not in pipe.wants})
         if tracing and not pipe.layout.readable:
-            return step_of_other_containers(checked, state, batch, weight)
+            return step_of_other_containers(checked, state, batch, weight, given)
         if pipe.reads:
             if tracing:
-                return step_with_states_in_views(checked, state, batch, weight)
+                return step_with_states_in_views(checked, state, batch, weight, given)
             pipe = reading_state(pipe, state, "a step")
         state.check_data("a step")
         numbers_alone = tracing and not create_graph and only_compiled(flatten(state)[0])
         if tracing and pipe.groups:
             if not pipe.traceable:
-                return step_by_own_wire(checked, state, batch, weight)
+                return step_by_own_wire(checked, state, batch, weight, given)
             if not numbers_alone:
-                return step_over_ranks(checked, state, batch, weight)
+                return step_over_ranks(checked, state, batch, weight, given)
         if numbers_alone:
             if create_graph is None and any([x.requires_grad for _, x in pipe.numbers]):
-                return step_of_numbers_that_require_grad(checked, state, batch, weight)
+                return step_of_numbers_that_require_grad(checked, state, batch, weight, given)
             # As in an uncompiled step, a batch that requires grad does not make a graph from step to step.
             with torch.no_grad():
-                return run(pipe, state, batch, weight, True, {})
+                return run(pipe, state, batch, weight, given, True, {})
         if not tracing:
             state.check_usable("a step")
         record = tracing or records("make_step", create_graph, {}, state)
         if pipe.groups:
             check_vmap(pipe, weight, state, batch)
         more = {} if tracing else lost_graphs(pipe, record, create_graph, weight)
-        return run(pipe, state, batch, weight, record, more)
+        return run(pipe, state, batch, weight, given, record, more)
 
     return checked
 
@@ -164,9 +166,15 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
     """The function that makes one step of a known pipeline: forward, backward, update."""
 
     def run(
-        pipe: Pipeline, state: State, batch: tuple, weight: Any, record: bool, more: dict[str, Any]
+        pipe: Pipeline,
+        state: State,
+        batch: tuple,
+        weight: Any,
+        given: dict[str, Any],
+        record: bool,
+        more: dict[str, Any],
     ) -> tuple[State, Metrics]:
-        tracing, given = torch.compiler.is_compiling(), state
+        tracing, old = torch.compiler.is_compiling(), state
         if capturable and not tracing and pipe.once(_capturable) and state.micro_step.is_cpu:
             state = with_counters_on_device(pipe, state)
             if not state.micro_step.is_cpu:
@@ -210,10 +218,18 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
             # Copies of what shares memory with the state; gradients too, since a backward may return a saved parameter.
             made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
+        if pipe.wants:
+            given = {"loss": loss, **given} if "loss" in pipe.wants else given
+            if len(given) != len(pipe.wants):
+                check_given(given.keys(), pipe.wants, "step(state, {}=...)")
+            if share is not None:
+                # The weight is the mean of all ranks' from here on.
+                given = {name: where(share > 0, lambda x=x: x * share, 0.0 * share) for name, x in given.items()}
+            more = {**more, "given": given}
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step, **more)
         if donate and not tracing:
             ctx = replace(ctx, unread=True) if capturable and not record else ctx
-            new, metrics = _donated(pipe, grads, given, state, ctx)
+            new, metrics = _donated(pipe, grads, old, state, ctx)
         else:
             with ranged(PHASE, "update"):
                 new, metrics = apply(pipe, grads, state, ctx)
@@ -282,8 +298,8 @@ class PipelineCache:
 def _uncompiled_step(why: str) -> Callable[..., tuple[State, Metrics]]:
     """A function that runs a step uncompiled. With `fullgraph=True` the compiler refuses it with the message `why`."""
 
-    def run(checked: Callable, state: State, batch: tuple, weight: Any) -> tuple[State, Metrics]:
-        return checked(state, batch, weight)
+    def run(checked: Callable, state: State, batch: tuple, weight: Any, given: dict) -> tuple[State, Metrics]:
+        return checked(state, batch, weight, given)
 
     return uncompiled(run, why)
 

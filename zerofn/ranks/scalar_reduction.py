@@ -61,7 +61,7 @@ class RankReduction:
         return _reduced_by(_for_parts, (*self.shards, *self.model), found)
 
     def mean(self, x: Tensor) -> Tensor:
-        return mean_over(self.groups, x)
+        return mean_over((*self.groups, *self.model), x)
 
     def max(self, x: Tensor) -> Tensor:
         # Some backends lose a NaN in a maximum, but no infinity.

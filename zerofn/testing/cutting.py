@@ -14,7 +14,7 @@ from .._errors import bad_leaves
 from ..core.chain import chain
 from ..core.facts import OF_PIECES
 from ..core.layout import Layout, Leaf, Leaves, make_layout
-from ..core.pipeline import Pipeline, first_state, pipeline
+from ..core.pipeline import Pipeline, first_state, pipeline, wanted_by
 from ..core.spec import as_it_is
 from ..core.state import State
 from ..core.state_entries import entries
@@ -47,8 +47,18 @@ class Case:
         return 2 * math.prod(t.facts.window for t in self.pipe.members) + 1
 
     @property
+    def numbers(self) -> dict[str, Any]:
+        """What a step is given by keyword: a weight, and what transforms want."""
+        return {**self.weight, **dict.fromkeys(wanted_by(self.pipe.members), 2.0)}
+
+    @property
     def weight(self) -> dict[str, Any]:
         return {"weight": 2.0} if any(t.facts.weighted for t in self.pipe.members) else {}
+
+    @property
+    def of_context(self) -> dict[str, Any]:
+        """The same for a context."""
+        return {**self.weight, "given": dict.fromkeys(wanted_by(self.pipe.members), 2.0)}
 
     @property
     def has_guests(self) -> bool:
@@ -66,7 +76,7 @@ class Case:
 
     def run(self, state: State, grads: Callable[[State, int], Tree] | None = None, steps: int = 0) -> State:
         for i in range(steps or self.steps):
-            state, _ = update(self.pipe, (grads or self.grads)(state, i), state, **self.weight)
+            state, _ = update(self.pipe, (grads or self.grads)(state, i), state, **self.numbers)
         return state
 
     def broken(self, law: str) -> str:

@@ -102,7 +102,8 @@ class _Run:
             if handed is not None:
                 handed += [*grads.values(), *params.values()]
             weight = weights[i] if weights else 2.0 if self.t.facts.weighted else None
-            ctx = Context(self.layout, weight=weight, **given)
+            numbers = dict.fromkeys(self.t.facts.wants, torch.tensor(2.0))
+            ctx = Context(self.layout, weight=weight, given=numbers, **given)
             before = params if old is None else {p: torch.full_like(x, old) for p, x in params.items()}
             prepared = self.t.prepare_fn(state, grads, before, ctx)
             out, own = self.t.update_fn(grads, state, before, prepared.carry, ctx)
@@ -519,7 +520,7 @@ def _purity(case: Case) -> None:
     for i in range(case.steps):
         grads, before = case.grads(state, i), clone(state)
         given = clone(grads)
-        new, _ = update(case.pipe, grads, state, **case.weight)
+        new, _ = update(case.pipe, grads, state, **case.numbers)
         assert_trees_equal(grads, given, case.broken(law + "The gradients were written."))
         assert_trees_equal(state, before, case.broken(law + "The state was written."))
         state = new
@@ -633,7 +634,7 @@ def _donate(case: Case) -> None:
         step = make_step(loss, case.pipe, donate=donate)
         state = init(case.pipe, case.params)
         for i in range(case.steps):
-            state, metrics = step(state, random_like(case.params, seed=i), **case.weight)
+            state, metrics = step(state, random_like(case.params, seed=i), **case.numbers)
             shown.append(metrics)
         states.append(state)
     law = "donate=True gives the bits of donate=False."
@@ -654,9 +655,9 @@ def _attached(case: Case) -> None:
     for i in range(case.steps):
         data = random_like(case.params, seed=i)
         model(make_layout(data)[1]).backward()
-        opt.step(**case.weight)
+        opt.step(**case.numbers)
         opt.zero_grad()
-        state, metrics = step(state, data, **case.weight)
+        state, metrics = step(state, data, **case.numbers)
         # Leaf by leaf, since the two trees have different containers.
         assert_trees_equal(dict(opt.state.leaves), dict(state.leaves), case.broken(f"{law} Parameters differ:"))
         assert_trees_equal(opt.state.transforms, state.transforms, case.broken(f"{law} States differ:"))
@@ -674,9 +675,9 @@ def _ensemble(case: Case) -> None:
     together = _stack(states)
     for i in range(case.steps):
         batches = [random_like(case.params, seed=10 * s + i) for s in seeds]
-        states = [step(s, b, **case.weight)[0] for s, b in zip(states, batches, strict=True)]
+        states = [step(s, b, **case.numbers)[0] for s, b in zip(states, batches, strict=True)]
         # A dict by path, since torch.func's tree library does not know classes that are registered with optree.
-        rows = torch.vmap(lambda s, leaves: step(s, s.layout.join(leaves), **case.weight)[0])
+        rows = torch.vmap(lambda s, leaves: step(s, s.layout.join(leaves), **case.numbers)[0])
         together = rows(together, _stack([make_layout(b)[1] for b in batches]))
     law = "vmap over stacked states is a loop over states."
     # Fused kernels and the formula under vmap round differently, once or twice an update; an ulp in fp32 may move a
@@ -693,14 +694,14 @@ def _held(case: Case) -> None:
     keepers = {t.name for t in case.pipe.members if t.facts.holds}
     state = init(case.pipe, case.params)
     for i in range(case.steps):
-        new, metrics = update(case.pipe, case.grads(state, i), state, **case.weight)
+        new, metrics = update(case.pipe, case.grads(state, i), state, **case.numbers)
         if not metrics["updated"]:
             _assert_untouched(case, state, new, keepers | case.scaling, law + "A held one changed:")
         state = new
     if case.scaling:
         for value in (torch.nan, torch.inf, -torch.inf):
             grads = tree_map(lambda g, v=value: None if g is None else torch.full_like(g, v), case.grads(state, 0))
-            new, _ = update(case.pipe, grads, state, **case.weight)
+            new, _ = update(case.pipe, grads, state, **case.numbers)
             _assert_untouched(case, state, new, case.scaling, law + f"One of {value} changed:")
 
 
@@ -720,7 +721,7 @@ def _cut_anywhere(case: Case, ulps: float = 2.0) -> None:
             grads = [{path: g * size for path, g in given.items()} for given in grads]
             bound = None if ulps == 0 else (ulps * case.steps, max(1.0, 4 * size))
             cut = draw_cut(layout, ranks, seed=ranks, by_rows=by_rows)
-            check_cut(subject, pipe, case.params, grads, case.weight, cut, partial(difference, bound=bound))
+            check_cut(subject, pipe, case.params, grads, case.of_context, cut, partial(difference, bound=bound))
 
     for subject, pipe in fit_for_pieces(case.tx):
         try:
@@ -737,7 +738,9 @@ def _cut_anywhere(case: Case, ulps: float = 2.0) -> None:
 def _stations(case: Case) -> None:
     check_places(case.tx, case.params, ranks=3)
     leaves = make_layout(case.params)[1]
-    check_dtypes(case.pipe, case.params, [random_like(leaves, seed=100 + i) for i in range(case.steps)], case.weight)
+    check_dtypes(
+        case.pipe, case.params, [random_like(leaves, seed=100 + i) for i in range(case.steps)], case.of_context
+    )
 
 
 def _facts(case: Case) -> None:

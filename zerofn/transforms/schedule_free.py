@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._errors import explain
 from ..extend import (
     AVERAGE,
     Context,
@@ -85,16 +84,12 @@ def schedule_free(
     check_number("schedule_free", "weight_decay_at_y", weight_decay_at_y)
 
     def wrap(inner: Transform) -> Transform:
-        if inner.facts.rate is None:
-            why, right = "iterates are weighted by its learning rate, and it tells none", "schedule_free(sgd(0.1))"
-            raise ValueError(explain(f"schedule_free({inner.name}(...))", why, right))
-
         def numbers(carry: Any, state: TransformState, ctx: Context):
             return ctx.replicated(rate_of(inner, state, ctx)), momentum, weight_decay_at_y
 
         return _averaging(inner, r, weight_lr_power, numbers)
 
-    return wrapped_optimizer("schedule_free", transform, wrap)
+    return wrapped_optimizer("schedule_free", transform, wrap, "iterates are weighted by its learning rate")
 
 
 @transform

@@ -1,0 +1,104 @@
+"""Numbers that a step is given beside gradients, such as the loss: their means over ranks and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..kernels.recording import where
+from .arguments import plain, weight_of
+from .context import Context, Prepared, missing_number
+from .layout import Layout, Leaves
+from .transform import Transform, TransformState
+
+WEIGHT = "given_weight"
+
+
+def check_given(names: Set[str], wanted: Mapping[str, str], call: str) -> None:
+    """Refuse numbers that no transform wants, and a step without one that a transform wants.
+
+    Args:
+        names: of the numbers that the step is given.
+        wanted: by name, the transform that wants it.
+        call: how a step is given one, for messages, as `opt.step({}=...)`.
+
+    Raises:
+        TypeError: no transform wants a number of that name.
+        ValueError: one that is wanted is missing.
+    """
+    for name in sorted(names - wanted.keys()):
+        why = f"no transform of this pipeline wants {name}, so it would have no effect"
+        right = "a chain with zf.scale_by_polyak(), or no such argument" if name == "loss" else "no such argument"
+        raise TypeError(explain(call.format(name), why, right))
+    for name in wanted.keys() - names:
+        raise missing_number(name, wanted[name])
+
+
+def means_over_ranks(
+    given: Mapping[str, Any], weight: Any, leaves: Leaves, ctx: Context
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The mean of each number over ranks, weighted if the micro-batch has a weight, and the mean of the weights.
+
+    Each is a 0-d tensor where the parameters are, in fp32 or wider. One message carries all of them.
+    """
+    first = next(iter(leaves.values())) if leaves else torch.zeros(())
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    row = [_number(name, x, ctx).to(first.device, dtype) for name, x in given.items()]
+    own = torch.ones((), dtype=dtype, device=first.device)
+    if weight is not None:
+        own = weight_of(weight).to(own)
+        # A micro-batch of weight 0 counts for nothing, even if its mean loss is 0 / 0.
+        row = [torch.where(own != 0, x, torch.zeros_like(x)) * own for x in row]
+    *row, own = ctx.reduction.mean(torch.stack([*row, own])).unbind()
+    if weight is not None:
+        row = [x / torch.where(own != 0, own, torch.ones_like(own)) for x in row]
+    return dict(zip(given, row, strict=True)), own
+
+
+def _number(name: str, value: Any, ctx: Context) -> Tensor:
+    x = plain(value)
+    good = x.ndim == 0 and not x.is_complex() if isinstance(x, Tensor) else isinstance(x, int | float)
+    if not good or isinstance(x, bool):
+        shown = f"tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(value)
+        right = f"{name}=losses.mean()" if name == "loss" else f"{name}=0.5"
+        raise ValueError(explain(f"{name}=<{shown}>", f"the {name} of a step is one number", right))
+    if ctx.unread and not ctx.verdicts and not isinstance(x, Tensor):
+        why = "each replay of a captured step would take the number of this one"
+        raise ValueError(explain(f"{name}={x!r} in a step that can be captured", why, f"{name}=tensor, 0-d"))
+    x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
+    return x if ctx.recorded else x.detach()
+
+
+def with_sums_of_given(names: Set[str], t: Transform, paths: Set[str], place: str) -> Transform:
+    """A transform that holds gradients for a window, with the means of given numbers over that window.
+
+    State: the sum of each number since the window began, and the sum of their weights.
+    """
+    if not t.facts.holds:
+        return t
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        first = next(iter(leaves.values())) if leaves else torch.zeros(())
+        none = first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
+        sums = {f"{name}_sum": none.clone() for name in sorted(names)}
+        return {**t.init_fn(leaves, layout), **sums, WEIGHT: none}
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        made = t.prepare_fn(state, grads, params, ctx)
+        if not ctx.given:
+            return made
+        weight = ctx.given_weight if t.facts.weighted else 1.0
+        sums = {f"{name}_sum": state[f"{name}_sum"] + weight * x for name, x in ctx.given.items()}
+        total = state[WEIGHT] + weight
+        # As `accumulate` leaves a mean of no weight to its own error.
+        divisor = torch.where(total != 0, total, torch.ones_like(total)) if ctx.averaged else 1.0
+        means = {name: sums[f"{name}_sum"] / divisor for name in ctx.given}
+        new = {key: where(made.emit, torch.zeros_like(x), x) for key, x in {**sums, WEIGHT: total}.items()}
+        return replace(made, state={**made.state, **new}, given=means)
+
+    return replace(t, init_fn=init, prepare_fn=prepare)

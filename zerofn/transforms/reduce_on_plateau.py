@@ -1,0 +1,119 @@
+"""`reduce_on_plateau`: an optimizer whose learning rate falls when the loss no longer does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..extend import (
+    Context,
+    Layout,
+    Leaves,
+    Prepared,
+    Transform,
+    TransformState,
+    check_count,
+    check_number,
+    rate_of,
+    transform,
+    wrapped,
+    wrapped_optimizer,
+)
+
+NUMBERS = ("scale", "best", "waited", "cooling", "mean", "losses")
+
+
+@transform
+def reduce_on_plateau(
+    transform: Transform,
+    factor: float = 0.1,
+    patience: int = 10,
+    rtol: float = 1e-4,
+    atol: float = 0.0,
+    cooldown: int = 0,
+    accumulation_size: int = 1,
+    min_scale: float = 0.0,
+) -> Transform:
+    """Wrap an optimizer whose learning rate is multiplied by `factor` when the loss stays on a plateau.
+
+    The loss of each update, its mean over ranks and over the window of `accumulate`, is averaged over
+    `accumulation_size` updates. If the average is not below `(1 - rtol) * best - atol` for `patience` times, the scale
+    of the rate is multiplied by `factor`. As optax's of the same name, and decoupled decay falls too.
+
+    The loss is that of the step. A step of `zf.make_step` knows it, and takes another one, such as a validation loss,
+    by `loss=`. Otherwise write `opt.backward(loss)`, `opt.step(loss=loss)` or `zf.update(tx, grads, state, loss=loss)`.
+
+    Args:
+        transform: an optimizer with a learning rate, or a `partition` of such.
+        factor: of the scale, in (0, 1).
+        patience: averages that are not better.
+        rtol: part of the best average by which a better one is below it, in [0, 1].
+        atol: the same as a number.
+        cooldown: averages after a change that are not compared.
+        accumulation_size: losses in an average.
+        min_scale: the least scale.
+
+    Raises:
+        ValueError: an argument is out of range, or the transform is no optimizer, or tells no rate; at a step, the loss
+            is not given.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.reduce_on_plateau(zf.sgd(1.0), factor=0.5, patience=2)
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> for loss in (3.0, 3.0, 3.0, 1.0):
+        ...     state, metrics = zf.update(tx, {"w": torch.ones(1)}, state, loss=loss)
+        ...     print(float(metrics["lr"]))
+        1.0
+        1.0
+        0.5
+        0.5
+    """
+    check_number("reduce_on_plateau", "factor", factor, high=1.0)
+    check_count("reduce_on_plateau", "patience", patience, "averages")
+    check_number("reduce_on_plateau", "rtol", rtol, high=1.0 + 1e-12)
+    check_number("reduce_on_plateau", "atol", atol)
+    check_number("reduce_on_plateau", "cooldown", cooldown)
+    check_count("reduce_on_plateau", "accumulation_size", accumulation_size, "losses")
+    check_number("reduce_on_plateau", "min_scale", min_scale)
+
+    def after(s: dict[str, Tensor], loss: Tensor) -> dict[str, Tensor]:
+        """The numbers after a loss."""
+        losses = s["losses"] + 1
+        mean = s["mean"] + (loss.detach() - s["mean"]) / losses
+        due, better = losses == accumulation_size, mean < (1 - rtol) * s["best"] - atol
+        waited = torch.where(better, 0.0, s["waited"] + 1)
+        falls, cools = (waited >= patience) & (s["cooling"] <= 0), s["cooling"] > 0
+        new = {
+            "scale": torch.where(falls, (s["scale"] * factor).clamp(min=min_scale), s["scale"]),
+            "best": torch.where(better, mean, s["best"]),
+            "waited": torch.where(falls | cools, 0.0, waited),
+            "cooling": torch.where(falls, float(cooldown), (s["cooling"] - 1).clamp(min=0)),
+            "mean": torch.zeros_like(mean),
+            "losses": torch.zeros_like(losses),
+        }
+        going = {**s, "mean": mean, "losses": losses}
+        return {name: torch.where(due, x, going[name]) for name, x in new.items()}
+
+    def wrap(inner: Transform) -> Transform:
+        def init(leaves: Leaves, layout: Layout) -> TransformState:
+            like: Any = next(iter(leaves.values())) if leaves else torch.zeros(())
+            none = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
+            first = {"scale": none + 1, "best": none + torch.inf}
+            return {f"plateau_{name}": first.get(name, none).clone() for name in NUMBERS}
+
+        def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+            s = {name: state[f"plateau_{name}"] for name in NUMBERS}
+            if ctx.given:
+                s = after(s, ctx.loss)
+            scale = ctx.number(s["scale"]) if s["scale"].is_cpu else s["scale"]
+            rates = {**ctx.lr, ctx.prefix: rate_of(inner, state, ctx) * scale}
+            made = inner.prepare_fn(state, grads, params, replace(ctx, lr=rates))
+            return replace(made, state={**made.state, **{f"plateau_{name}": x for name, x in s.items()}})
+
+        return wrapped(inner, init, inner.update_fn, prepare, wants=("loss",))
+
+    return wrapped_optimizer("reduce_on_plateau", transform, wrap, "its learning rate is what falls")
