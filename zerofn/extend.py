@@ -128,6 +128,7 @@ if _TYPE_CHECKING:
     from zerofn.kernels.adam import has_kernel as has_kernel
     from zerofn.kernels.adam import implementation_for as implementation_for
     from zerofn.kernels.codes import Codes as Codes
+    from zerofn.kernels.codes import Draws as Draws
     from zerofn.kernels.rounding import FIRST_FORMAT as FIRST_FORMAT
     from zerofn.kernels.rounding import FORMAT as FORMAT
     from zerofn.kernels.rounding import FORMAT_ENTRY as FORMAT_ENTRY
@@ -157,6 +158,7 @@ _LATER = {
     "has_kernel": "zerofn.kernels.adam",
     "implementation_for": "zerofn.kernels.adam",
     "Codes": "zerofn.kernels.codes",
+    "Draws": "zerofn.kernels.codes",
     "FIRST_FORMAT": "zerofn.kernels.rounding",
     "FORMAT": "zerofn.kernels.rounding",
     "FORMAT_ENTRY": "zerofn.kernels.rounding",
@@ -201,6 +203,7 @@ __all__ = [
     "Codes",
     "Context",
     "Conveyor",
+    "Draws",
     "Dtypes",
     "Entry",
     "Facts",

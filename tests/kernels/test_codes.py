@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zerofn.kernels.codes import Codes
-from zerofn.kernels.rounding import random_bits
+from zerofn.extend import Codes, Draws
+from zerofn.kernels import codes as module  # inside: from which size on C is called
 
 SHAPES = [(1, 1), (1, 7), (3, 8), (5, 9), (2, 3, 5), (0, 4), (4, 0), (6, 1, 1)]
 KINDS = st.builds(Codes, st.sampled_from([8, 4]), st.integers(1, 9), st.booleans())
@@ -26,7 +26,7 @@ def drawn(shape, seed, size=1.0, dtype=torch.float32):
 
 
 def draw(seed, low=0):
-    return lambda first, last: random_bits(last - first, seed=seed, step=1, key=2, offset=low + first)
+    return Draws(seed, torch.tensor(1), 2, low)
 
 
 def table(codes, signed):
@@ -96,11 +96,8 @@ def test_large_tensors_are_coded_in_pieces():
     for at in (0, 1500, 2999):
         one = codes.encode(x[at : at + 1], draw(0, 200 * at))
         assert all(torch.equal(mine[0], all_of[at]) for mine, all_of in zip(one, coded, strict=True))
-    assert torch.equal(codes.decode(*coded, x.shape)[1500:1501], codes.decode(*one_of(coded, 1500), (1, 200)))
-
-
-def one_of(coded, at):
-    return [x[at : at + 1] for x in coded]
+    numbers, scales = (x[1500:1501] for x in coded)
+    assert torch.equal(codes.decode(*coded, x.shape)[1500:1501], codes.decode(numbers, scales, (1, 200)))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -142,9 +139,30 @@ def test_bytes():
 def test_in_a_graph_and_along_a_batch():
     codes, x = Codes(4, 5), drawn((6, 3, 13), 4)
     want = [codes.encode(one, draw(7)) for one in x]
-    found = torch.func.vmap(partial(codes.encode, draw=draw(7)))(x)
+    found = torch.func.vmap(partial(codes.encode, draws=draw(7)))(x)
     assert all(
         torch.equal(mine, torch.stack(theirs)) for mine, theirs in zip(found, zip(*want, strict=True), strict=True)
     )
     back = torch.func.vmap(lambda a, b: codes.decode(a, b, (3, 13)))(*found)
     assert torch.equal(back, torch.stack([codes.decode(*one, (3, 13)) for one in want]))
+
+
+@pytest.mark.parametrize("row", [2048, 129, 77, 1])
+@pytest.mark.parametrize("companded", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_kernel_gives_the_bits_of_torch(bits, companded, row, monkeypatch):
+    codes, x = Codes(bits, 33, companded), drawn((9000 // row, row), 1)
+    x[1, 0], x[2, -1], x[3] = torch.nan, torch.inf, -0.0 * x[3]
+    assert module._library(bits, companded) is not None
+    for at in (None, draw(3), draw(3, 2**32 - 9100), draw(3, 2**32 - 5000)):
+        found = codes.encode(x, at)
+        back = codes.decode(*found, x.shape)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "LARGE", 1 << 60)
+            want = codes.encode(x, at)
+            assert all(map(same, found, want))
+            assert same(back, codes.decode(*want, x.shape))
+
+
+def same(a, b):
+    return a.shape == b.shape and torch.equal(a.nan_to_num(nan=7), b.nan_to_num(nan=7))

@@ -21,21 +21,46 @@ bits from a counter (`rounding.py`): to nearest, a second moment that changes by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .recording import concrete
+from . import native
+from .recording import concrete, number, where
+from .rounding import FORMAT, as_int32, random_bits, stream_key, stride_of
 
 # Elements that are coded at once, so that temporary tensors stay in a CPU's cache.
 AT_ONCE = 1 << 17
 
-# From the first and the last element of a range, 32 random bits for each element of it.
-Draw = Callable[[int, int], Tensor]
+
+@dataclass(frozen=True)
+class Draws:
+    """Random bits for the elements of a leaf.
+
+    Attributes:
+        seed: an int of 64 bits.
+        step: the number of an update, a 0-d int64 tensor.
+        key: of the leaf, from `leaf_key`.
+        offset: the global index of its first element here.
+    """
+
+    seed: int
+    step: Tensor
+    key: int
+    offset: int = 0
+
+    def bits(self, low: int, high: int, device: torch.device) -> Tensor:
+        """Those of a range of elements, int32."""
+        how: Any = dict(seed=self.seed, step=self.step, key=self.key, device=device)
+        return random_bits(high - low, offset=self.offset + low, **how)
 
 
 @dataclass(frozen=True)
@@ -68,15 +93,15 @@ class Codes:
         row = prod(x.shape[1:])
         return -(-row * self.bits // 8) + -(-row // self.block) * x.itemsize < row * x.itemsize
 
-    def encode(self, x: Tensor, draw: Draw | None = None) -> tuple[Tensor, Tensor]:
+    def encode(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
         """The codes of a tensor with at least one dimension, and their scales.
 
         A block with an infinity or a NaN gets the scale NaN, and is NaN when it is decoded.
 
         Args:
             x: of a floating-point dtype.
-            draw: gives random bits for a range of elements, by which numbers are rounded up or down at random, right on
-                average; by default they are rounded to the nearest code. A number that has a code gets this code.
+            draws: by which numbers are rounded up or down at random, right on average; by default they are rounded to
+                the nearest code. A number that has a code gets this code.
 
         Returns:
             Codes, uint8: of 8 bits in the shape of `x`, of 4 bits `(x.shape[0], half a row)`. Scales in the dtype of
@@ -84,9 +109,12 @@ class Codes:
         """
         row = prod(x.shape[1:])
         rows = x.reshape(x.shape[0], row)
+        if (kernel := self._kernel(x)) is not None and (draws is None or _of_one_key(draws, x.numel())):
+            codes, scales = _encode(kernel, rows.contiguous(), self, draws)
+            return codes.reshape(x.shape) if self.bits == 8 else codes, scales
         each = max(1, AT_ONCE // max(row, 1)) if x.is_cpu and concrete(x) else max(1, len(rows))
         parts = [
-            self._encoded(part, None if draw is None else draw(low * row, (low + len(part)) * row))
+            self._encoded(part, draws and draws.bits(low * row, (low + len(part)) * row, x.device))
             for low, part in zip(range(0, max(1, len(rows)), each), rows.split(each), strict=True)
         ]
         codes, scales = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
@@ -100,51 +128,64 @@ class Codes:
             shape: of the numbers.
         """
         row = prod(shape[1:])
+        if scales.dtype == torch.float32 and (kernel := self._kernel(scales, shape)) is not None:
+            return _decode(kernel, codes.contiguous(), scales.contiguous(), self, row).reshape(tuple(shape))
         codes = codes.reshape(shape[0], row) if self.bits == 8 else _apart(codes, row)
         each = max(1, AT_ONCE // max(row, 1)) if codes.is_cpu and concrete(codes) else max(1, len(codes))
         parts = [self._decoded(*part) for part in zip(codes.split(each), scales.split(each), strict=True)]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(tuple(shape)).contiguous()
 
+    def _kernel(self, x: Tensor, shape: Sequence[int] | None = None) -> Any:
+        """The C library, where `x` is in a CPU's memory and there is something to gain."""
+        numel = x.numel() if shape is None else prod(shape)
+        if numel < LARGE or type(x) not in _PLAIN or not x.is_cpu or x.dtype != torch.float32 or not concrete(x):
+            return None
+        return _library(self.bits, self.companded)
+
     def _encoded(self, rows: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(rows.dtype, torch.float32)
         x = self._blocks(rows).to(wide)
         scale = x.abs().amax(-1, keepdim=True)
-        signed = x.signbit().any(-1, keepdim=True)
+        negative = x.signbit().any(-1, keepdim=True)
         # An infinity minus itself is NaN.
         scale = scale + (scale - scale)
-        y = torch.where(scale > 0, x / scale, 0.0)
-        code = torch.where(signed, _softsign(y) if self.companded else y, y.abs().sqrt() if self.companded else y)
-        code = (code * torch.where(signed, self._ends[0], self._ends[1])).round()
-        least = torch.where(~signed & (y > 0), 1.0, -float(self._ends[0]))
-        code = code.maximum(least)
+        y = x / torch.where(scale > 0, scale, torch.inf)
+        signed, (n, m) = _one_kind(negative), self._ends
+        t = where(signed, lambda: 2 * y / (1 + y.abs()), y.sqrt) if self.companded else y
+        code = where(signed, lambda: t * n, lambda: t * m)
+        # A second moment other than zero gets a code other than zero.
+        least = where(signed, lambda: torch.full_like(y, -n), lambda: (y > 0).to(wide))
+        code = code.round().maximum(least)
         if bits is not None:
             u = (self._blocks(bits.view(rows.shape)) >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
             here = self._numbers(code, scale, signed, rows.dtype)
+            off = x - here
             # The code on the other side of `x`, or the same one if `x` has a code.
-            other = (code + (x - here).sign()).maximum(least)
-            there = self._numbers(other, scale, signed, rows.dtype)
-            code = torch.where(u < (x - here) / (there - here), other, code)
-        code = torch.where(scale > 0, code + torch.where(signed, self._ends[0], 0), 0.0).to(torch.uint8)
-        scales = torch.where(signed, -scale, scale).squeeze(-1).to(rows.dtype)
+            other = (code + off.sign()).maximum(least)
+            gap = self._numbers(other, scale, signed, rows.dtype) - here
+            code = torch.where(u < off / gap, other, code)
+        # Without a finite number there is none.
+        code = where(signed, lambda: code + n, code).to(torch.uint8) * (scale > 0)
+        scales = torch.where(negative, -scale, scale).squeeze(-1).to(rows.dtype)
         return code.flatten(1)[:, : rows.shape[1]], scales
 
     def _decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
         wide = torch.promote_types(scales.dtype, torch.float32)
         scale, code = scales.to(wide).unsqueeze(-1), self._blocks(codes).to(wide)
-        signed = scale < 0
+        signed, n = _one_kind(scale < 0), self._ends[0]
         # Zeros get a sign: a block whose negative numbers have all become zero keeps its kind.
-        code = torch.where(signed, -(self._ends[0] - code), code)
+        code = where(signed, lambda: -(n - code), code)
         found = self._numbers(code, scale.abs(), signed, scales.dtype)
         return found.to(scales.dtype).flatten(1)[:, : codes.shape[1]]
 
-    def _numbers(self, code: Tensor, scale: Tensor, signed: Tensor, dtype: torch.dtype) -> Tensor:
+    def _numbers(self, code: Tensor, scale: Tensor, signed: bool | Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers of codes from -127 to 127 or from 0 to 255, as they are in a dtype."""
         n, m = self._ends
         # By factors, since a GPU divides by a number so; n times its reciprocal is 1 for all n that occur.
         if self.companded:
-            y = torch.where(signed, code / (2 * n - code.abs()), code * code * (1 / m**2))
+            y = where(signed, lambda: code / (2 * n - code.abs()), lambda: code * code * (1 / m**2))
         else:
-            y = torch.where(signed, code * (1 / n), code * (1 / m))
+            y = where(signed, lambda: code * (1 / n), lambda: code * (1 / m))
         return (y * scale).to(dtype).to(scale.dtype)
 
     @property
@@ -160,8 +201,12 @@ class Codes:
         return rows.reshape(rows.shape[0], blocks, self.block)
 
 
-def _softsign(y: Tensor) -> Tensor:
-    return 2 * y / (1 + y.abs())
+def _one_kind(signed: Tensor) -> bool | Tensor:
+    """Of blocks that are all of one kind, on a CPU, whether it is the signed one: then half of the work is left out."""
+    if not signed.is_cpu or not concrete(signed):
+        return signed
+    found = bool(signed.any())
+    return found if not found or bool(signed.all()) else signed
 
 
 def _paired(codes: Tensor) -> Tensor:
@@ -180,3 +225,82 @@ def _apart(pairs: Tensor, row: int) -> Tensor:
     [[1, 2, 3]]
     """
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)[:, :row]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `codes.c` does the same in one pass, on float32 in a CPU's memory.
+
+
+# Smaller tensors take less time than the call.
+LARGE = 1 << 11
+_FILES = [Path(__file__).with_name(name) for name in ("codes.c", "native_threads.h")]
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class _Job(ctypes.Structure):
+    """``job`` of ``codes.c``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "codes", "scales")),
+        ("row", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        ("random", ctypes.c_int),
+        ("k0", ctypes.c_uint32),
+        ("k1", ctypes.c_uint32),
+    ]
+
+
+def _of_one_key(draws: Draws, numel: int) -> bool:
+    """Whether all elements have one key: another begins after 2**32 elements."""
+    return concrete(draws.step) and draws.offset >> 32 == (draws.offset + numel - 1) >> 32
+
+
+def _encode(kernel: Any, rows: Tensor, how: Codes, draws: Draws | None) -> tuple[Tensor, Tensor]:
+    k0 = k1 = 0
+    if draws is not None:
+        key: Any = stream_key(draws.seed, number(draws.step), draws.key, block=draws.offset >> 32)
+        k0, k1 = key[0] + (draws.offset & 0xFFFFFFFF) * stride_of(FORMAT), key[1]
+    count, row = rows.shape
+    codes = torch.empty((count, row if how.bits == 8 else -(-row // 2)), dtype=torch.uint8)
+    scales = torch.empty((count, -(-row // how.block)))
+    addresses = rows.data_ptr(), codes.data_ptr(), scales.data_ptr()
+    job = _Job(*addresses, row, how.block, draws is not None, as_int32(k0), as_int32(k1))
+    kernel.zerofn_encode(ctypes.byref(job), count, torch.get_num_threads(), native.parallel())
+    return codes, scales
+
+
+def _decode(kernel: Any, codes: Tensor, scales: Tensor, how: Codes, row: int) -> Tensor:
+    x = torch.empty((len(scales), row))
+    job = _Job(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), row, how.block, False, 0, 0)
+    kernel.zerofn_decode(ctypes.byref(job), len(scales), torch.get_num_threads(), native.parallel())
+    return x
+
+
+@functools.cache
+def _library(bits: int, companded: bool) -> Any:
+    """The C library, after a check that it gives the bits of torch on a sample; else ``None``."""
+    command = native.quiet_compiler()
+    if command is None:
+        return None
+    defines = [f"-DZF_BITS={bits}", f"-DZF_COMPANDED={int(companded)}", f"-DZF_STRIDE={stride_of(FORMAT)}u"]
+    try:
+        library = native.library(command, _FILES, defines, _declared)
+    except (OSError, AttributeError):
+        return None
+    how, draws = Codes(bits, 37, companded), Draws(1, torch.tensor(2), 3, 4)
+    x = torch.cat([one.reshape(-1, 90) for (one,) in native.sample(90 * 5)]).nan_to_num(0.0)
+    for given in (None, draws):
+        mine = _encode(library, x, how, given)
+        codes, scales = how._encoded(x, given and given.bits(0, x.numel(), x.device))
+        theirs = codes if bits == 8 else _paired(codes), scales
+        back = _decode(library, *mine, how, 90), how._decoded(codes, scales)
+        if not all(map(torch.equal, (*mine, back[0]), (*theirs, back[1]))):
+            return None
+    return library
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    for function in (library.zerofn_encode, library.zerofn_decode):
+        function.argtypes = [ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
+        function.restype = None
+    return library

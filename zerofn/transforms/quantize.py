@@ -14,6 +14,7 @@ from ..extend import (
     AVERAGE,
     Codes,
     Context,
+    Draws,
     Layout,
     Leaves,
     Prepared,
@@ -29,7 +30,6 @@ from ..extend import (
     no_state,
     no_view,
     of_members,
-    random_bits,
     transform,
     without_derivative,
 )
@@ -157,8 +157,10 @@ class _Narrow:
             if path is None or not isinstance(old, dict):
                 return x
             changed.add(path)
-            draw = self._draw("/".join(keys), counts[path], ctx.offsets.get(path, 0), x) if self.stochastic else None
-            made = _entry(*self.codes.encode(x, draw))
+            draws = None
+            if self.stochastic:
+                draws = Draws(self.seed, counts[path], leaf_key("/".join(keys)), ctx.offsets.get(path, 0))
+            made = _entry(*self.codes.encode(x, draws))
             return {name: ctx.into(old[name], y) for name, y in made.items()}
 
         new = {slot: _over(coded, x, params, (slot,)) for slot, x in new.items()}
@@ -176,13 +178,6 @@ class _Narrow:
             return {key: over(y, path or (key if key in shapes else None)) for key, y in x.items()}
 
         return {slot: over(x, None) for slot, x in state.items() if slot != COUNT_OF_ROUNDINGS}
-
-    def _draw(self, name: str, count: Tensor, offset: int, x: Tensor) -> Callable[[int, int], Tensor]:
-        """Random bits for a range of a leaf's elements."""
-        key = leaf_key(name)
-        return lambda low, high: random_bits(
-            high - low, seed=self.seed, step=count, key=key, offset=offset + low, device=x.device
-        )
 
 
 def _entry(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
