@@ -92,6 +92,7 @@ if _TYPE_CHECKING:
     from .transforms.radam import radam as radam
     from .transforms.reduce_on_plateau import reduce_on_plateau as reduce_on_plateau
     from .transforms.rmsprop import rmsprop as rmsprop
+    from .transforms.sam import sam as sam
     from .transforms.schedule_free import schedule_free as schedule_free
     from .transforms.schedule_free import schedule_free_adamw as schedule_free_adamw
     from .transforms.sgd import sgd as sgd
@@ -192,6 +193,7 @@ _LATER = {
     "shampoo": "transforms.shampoo",
     "soap": "transforms.soap",
     "lookahead": "transforms.lookahead",
+    "sam": "transforms.sam",
     "scale_by_polyak": "transforms.polyak",
     "reduce_on_plateau": "transforms.reduce_on_plateau",
     "apply_if": "transforms.apply_if",

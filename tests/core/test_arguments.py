@@ -178,6 +178,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"lr": LR, "beta2_decay": None, "eps": None, "d": Number(1), "weight_decay": Number()},
         {},
     ),
+    "sam": (zf.sam, {"rho": POSITIVE}, {}),
     "scale_by_polyak": (
         zf.scale_by_polyak,
         {"f_min": None, "max_learning_rate": POSITIVE, "eps": Number()},

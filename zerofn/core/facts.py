@@ -49,6 +49,9 @@ class Facts:
         wants: numbers that its `prepare_fn` reads in `Context.given`: `"loss"`, or names of its own, which a step is
             given by keyword as `weight=` is. It gets their means over the window and over ranks, and a step without one
             is refused.
+        evaluates_at: a function `(grads, params, ctx) -> params`, by path: the parameters at which a step evaluates its
+            loss once more. The gradient there goes through the chain in the place of the first one. It gets true,
+            reduced gradients, and stored parameters, which it does not write.
         constant: entries of its state that never change. They stay on the host where its counters are on the device.
         holds: it keeps gradients for a later micro-step.
     """
@@ -71,6 +74,7 @@ class Facts:
     fixed: tuple[str, ...] = ()
     capturable: bool = False
     skips: bool = False
+    evaluates_at: Callable[..., Any] | None = None
     constant: tuple[str, ...] = ()
     wants: tuple[str, ...] = ()
     holds: bool = field(init=False)

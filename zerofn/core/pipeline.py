@@ -161,6 +161,17 @@ class Pipeline:
         return wanted_by(self.parts)
 
     @cached_property
+    def second(self) -> Transform | None:
+        """The transform that asks for a second gradient (`Facts.evaluates_at`); `None` if there is none."""
+        return next((part for part in self.parts if part.facts.evaluates_at is not None), None)
+
+    def second_point(self, grads: Leaves, state: State, ctx: Context) -> State:
+        """The state with the parameters at which the second gradient is asked for; `state` is not written."""
+        assert self.second is not None and self.second.facts.evaluates_at is not None
+        given = {path: state.leaves[path] for path in grads}
+        return replace(state, leaves={**state.leaves, **self.second.facts.evaluates_at(grads, given, ctx)})
+
+    @cached_property
     def averaged_before_weights(self) -> tuple[Group, ...]:
         """The groups over which gradients are averaged before an accumulation gives them weights."""
         if not self.weighted:
@@ -520,6 +531,7 @@ def pipeline(
     stations = survey(layout.leaves, parts, views, dtypes, scaled_by, talking)
     check_cut_views(parts, views, stations, layout)
     road = Road(layout.leaves, stages, dtypes, _held(parts, views), at_views(stations, views))
+    _check_second(parts, road)
     placement = with_model_ranks(_placement(road), model)
     # A transform that contains others needs as much as any of them.
     if cutting and any([part.needs not in OF_PIECES for part in parts]):
@@ -529,6 +541,26 @@ def pipeline(
     placement = replace(placement, fixed=fixed if cutting or model else ())
     layout = canonical(replace(layout, placement=placement))
     return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model, checked)
+
+
+def _check_second(parts: Sequence[Transform], road: Road) -> None:
+    """Refuse chains in which a second gradient would not be evaluated, or at a point of this rank's own gradient."""
+    asking = [part.name for part in parts if part.facts.evaluates_at is not None]
+    inside = [part.name for part in parts if any(map(_asks_inside, part.parts))]
+    if inside:
+        why = "a second gradient is one of all parameters, at a point that the gradient of all determines"
+        raise ValueError(explain(f"{inside[0]}(...) of what asks for one", why, f"chain(sam(), {inside[0]}(...))"))
+    if len(asking) > 1:
+        why = "each would take the gradient that the other has asked for"
+        raise ValueError(explain(f"chain(..., {', ..., '.join(asking)}, ...)", why, "one of the two"))
+    if asking and road.late:
+        why = "gradients are reduced once a window there: each rank would move by its own gradient"
+        right = f"chain(reduce_scatter(), {asking[0]}(), accumulate(4), ...), or shard() in front"
+        raise ValueError(explain(f"chain(accumulate(4), reduce_scatter(), ..., {asking[0]}(), ...)", why, right))
+
+
+def _asks_inside(t: Transform) -> bool:
+    return t.facts.evaluates_at is not None or any(map(_asks_inside, t.parts))
 
 
 def wanted_by(parts: Sequence[Transform]) -> dict[str, str]:

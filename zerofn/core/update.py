@@ -231,6 +231,8 @@ def _talks_in_update(pipe: Pipeline) -> str | None:
     """The transform whose update half communicates: a norm of shards, a late reduction, or a check for overflow."""
     if pipe.wants:
         return next(iter(pipe.wants.values()))
+    if pipe.second is not None:
+        return pipe.second.name
     if pipe.sharding is None and not pipe.road.late:
         return next((name for name, _ in pipe.factors), None)
     return next(view.name for view in pipe.stages if view.wire is not None)

@@ -294,6 +294,11 @@ def _version_of_either(grad: Tensor) -> int:
 
 # Of a step without tensors among its numbers: a rate that a schedule makes may still require grad.
 LOST = {"unrecorded": ATTACHED}
+CLOSURE = """def closure():
+    loss = loss_fn(model(x), y)
+    loss.backward()
+    return loss
+opt.step(closure)"""
 NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -382,6 +387,8 @@ class Attachment:
                 from ..core.capture import check_capturable
 
                 check_capturable(pipe, "zf.attach")
+            if pipe.second is not None:
+                _check_second_ways(pipe.second.name, in_backward, fully is not None)
             if not check_alone(model, bool(pipe.step_groups)):
                 tell_unreduced(pipe, "zf.attach(model, tx)")
             if pipe.scaled:
@@ -487,6 +494,31 @@ class Attachment:
         check_given(given.keys(), wanted, "opt.step({}=...)")
         self.loss = None
         return given
+
+    def evaluate_again(self, closure: Callable[[], Any] | None) -> None:
+        """Replace the gradients that have arrived by those at the point that a transform asks for.
+
+        Raises:
+            ValueError: there is no closure.
+        """
+        home, asking = self.home, self.pipe.second
+        assert asking is not None
+        if closure is None:
+            wrong, why = f"opt.step() through {asking.name}", "it needs the gradient at a second point"
+            raise ValueError(explain(wrong, why, CLOSURE))
+        rates, numbers = self.groups.given()
+        told = as_text(rates, numbers, self.watch.frozen) if rates or numbers or self.watch.frozen else ""
+        grads = home.gradients.grads() if home.alone else home.gradients.collect(self.window.forced, told)
+        if home.reduces:
+            home.gradients.used()
+        loss, state = self.loss, home.current.state
+        with torch.no_grad():
+            moved = self.pipe.second_point(grads, state, self.pipe.context_of_step()).leaves
+            moved = {path: x for path, x in moved.items() if x is not state.leaves[path]}
+        self.clear(True)
+        with self.averages.replaced(state, moved), torch.enable_grad():
+            closure()
+        self.loss = loss
 
     def step(self, weight: Any, given: Mapping[str, Any] = NO_NUMBERS) -> dict[str, Tensor]:
         """Run one micro-step. Return its metrics, each a tensor of its own."""
@@ -716,6 +748,14 @@ class Attachment:
             for p in self.params.values():
                 vars(p).pop("_zerofn_owner", None)
             self.here = False
+
+
+def _check_second_ways(name: str, in_backward: bool, fully: bool) -> None:
+    if in_backward or fully:
+        how = "in_backward=True" if in_backward else "a model of fully_shard"
+        why = "it asks for a second gradient, at parameters that the step moves to and back"
+        right = f"zf.attach(model, zf.chain(zf.shard(), zf.{name}(), ...)), and opt.step(closure)"
+        raise ValueError(explain(f"zf.attach with {name} and {how}", why, right))
 
 
 def _check_capturable_ways(in_backward: bool, fully: bool) -> None:

@@ -93,7 +93,8 @@ class Optimizer(torch.optim.Optimizer):
         Parameters change when the pipeline applies the step: `metrics["updated"]`. Returns the closure's result.
 
         Args:
-            closure: evaluates the loss and runs backward, as in torch.optim.
+            closure: evaluates the loss and runs backward, as in torch.optim. A transform that asks for a second
+                gradient (`sam`) needs it: it is called twice, and gradients are cleared between the calls.
             weight: of this micro-batch, for `accumulate(weighted=True)`.
             lr_kwargs: for `lr_scheduler.step`, as in DeepSpeed. If `opt.lr_scheduler` is a torch scheduler, it is
                 stepped after each applied update, and only then.
@@ -115,6 +116,8 @@ class Optimizer(torch.optim.Optimizer):
             own.check("step")
             with torch.enable_grad():
                 loss = closure()
+        if own.pipe.second is not None:
+            own.evaluate_again(closure)
         if given or own.pipe.wants:
             given = own.numbers_of_step(given, loss)
         # To enter a range that nobody records takes longer than to ask.

@@ -145,12 +145,17 @@ class AveragedParameters:
     @contextmanager
     def during(self, state: State, of: str | None) -> Iterator[None]:
         """Write averages over the stored parameters, and write the parameters back at the end."""
-        averages = averages_of(state, of, "opt.averaged({})")
-        kept = {path: state.leaves[path].clone() for path in averages}
+        with self.replaced(state, averages_of(state, of, "opt.averaged({})")):
+            yield
+
+    @contextmanager
+    def replaced(self, state: State, values: Leaves) -> Iterator[None]:
+        """Write these over the stored parameters, and write the parameters back at the end."""
+        kept = {path: state.leaves[path].clone() for path in values}
         try:
             with interrupts_held():
                 self.on = True
-                _write(state, averages)
+                _write(state, values)
                 self.refresh()
             yield
         finally:

@@ -473,6 +473,10 @@ def update(
     """
     pipe = pipe_of(tx, state, "zf.update")
     state.check_data("zf.update")
+    if pipe.second is not None:
+        why = f"{pipe.second.name} asks for a second gradient, and zf.update has no loss to evaluate it"
+        right = "step = zf.make_step(loss_fn, tx); step(state, *batch)"
+        raise ValueError(explain(f"zf.update through {pipe.second.name}", why, right))
     if given or pipe.wants:
         check_given(given.keys(), pipe.wants, "zf.update(tx, grads, state, {}=...)")
     leaves = pieces(split_grads(state.layout, grads))

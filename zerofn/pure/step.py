@@ -198,17 +198,27 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
                 raise _no_loss(loss)
             return [loss if edge == (None, None) else leave(loss, *edge)], others
 
-        with ranged(PHASE, "forward"):
-            (loss,), others, pull = linearize("step", pipe, scalar, state, [], scale, False, record)
-        loss, share = loss if record else loss.detach(), None
+        def evaluated(at: State) -> tuple[Tensor, list[Tensor], Leaves]:
+            with ranged(PHASE, "forward"):
+                (loss,), others, pull = linearize("step", pipe, scalar, at, [], scale, False, record)
+            unit = torch.ones_like(loss)
+            with ranged(PHASE, "backward"):
+                # A batch of weight 0 is left out, not multiplied by zero: a mean over no rows is NaN, and 0 * NaN is
+                # too.
+                grads, _ = pull([unit if share is None else (unit * share).to(unit)], share is None or share > 0)
+            return loss, others, grads
+
+        share = None
         if weight is not None:
             weight, share = shared_weight(pipe, weight)
             share = share if record or share is None else number(share)
-        unit = torch.ones_like(loss)
-        with ranged(PHASE, "backward"):
-            # A batch of weight 0 is left out, not multiplied by zero: a mean over no rows is NaN, and 0 * NaN is too.
-            grads, _ = pull([unit if share is None else (unit * share).to(unit)], share is None or share > 0)
-        del pull
+        loss, others, grads = evaluated(state)
+        loss = loss if record else loss.detach()
+        if pipe.second is not None:
+            # Loss and aux are those of the first evaluation.
+            first = dict(aux)
+            grads = evaluated(pipe.second_point(grads, state, pipe.context(recorded=record)))[2]
+            aux.update(first)
         if tracing and donate:
             # Copies: which of them share memory with the state is known only when the graph runs.
             loss, others = loss.clone(), list(map(torch.clone, others))
