@@ -71,13 +71,13 @@ REFUSED = (
         "rounding=kahan with stored=fp32",
         lambda c: c.stored == "fp32" and c.rounding == "kahan",
         r"low_precision_adam\(rounding='kahan', .*nothing to round(.|\n)*: stored in torch.float32",
-        "an fp32 parameter loses nothing that could be carried along",
+        "an fp32 parameter loses nothing that kahan could carry along",
     ),
     (
         "rounding=stochastic with stored=fp32, moments=fp32 or 8 bits",
         lambda c: c.stored == "fp32" and c.moments in ("fp32", *CODES) and c.rounding == "stochastic",
         r"low_precision_adam\(rounding='stochastic', .*nothing to round(.|\n)*: stored in torch.float32",
-        "nothing that it stores is narrower",
+        "it stores nothing in fewer bits",
     ),
 )
 
@@ -320,12 +320,12 @@ def markdown() -> str:
         f"| `pytest -m slow` | {len(three)}, in which any three meet |",
         "| `ZEROFN_MATRIX=all python -m pytest tests/transforms/test_precision_matrix.py` | all |",
         "",
-        "On 2 cores the last one takes 17 minutes for 26,000 of them.",
+        "On 2 cores the last command takes 17 minutes for 26,000 combinations.",
         "",
         "## Bytes per parameter",
         "",
-        "They are of the parameter, the gradient, two moments, and the compensation of `kahan`. Under ZeRO a rank "
-        "holds its share.",
+        "The bytes of the parameter, its gradient, two moments, and the compensation of `kahan`. Under ZeRO they are "
+        "divided by the number of ranks.",
         "",
         "| stored, gradients | moments fp32 | bf16 | `kahan` | in backward | 8 bits | in backward | 4 bits |",
         "|---|---|---|---|---|---|---|---|",
