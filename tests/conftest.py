@@ -1,6 +1,7 @@
 """Settings of the whole suite: one thread, time limits, examples of hypothesis that are the same in every run, NaN in
 memory that nobody has written, and a SIGINT that raises."""
 
+import atexit
 import gc
 import signal
 from collections import Counter
@@ -9,9 +10,10 @@ import pytest
 import pytest_timeout
 import torch
 from hypothesis import HealthCheck, settings
+from ranks_begin import set_in_ranks
 from refusals import check_form_of_all
 from time_limits import limit
-from uninitialized_memory import NO_OTHER_KERNEL, fill, fill_in_ranks
+from uninitialized_memory import NO_OTHER_KERNEL, fill
 
 from zerofn.kernels import adam as _kernels  # inside: which kernel is taken, and a kernel by itself
 from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
@@ -24,10 +26,21 @@ gc.disable()
 torch.set_num_threads(1)
 
 fill()
-fill_in_ranks()
+set_in_ranks()
 check_form_of_all()
-# Each rank of each launch imports the module of its test, and of what that imports these take longest: 0.1 s.
-_fork_server.server.modules = ("pytest", "zerofn.testing", "torch.distributed.checkpoint.state_dict")
+# Each rank of each launch imports the module of its test, and of what that imports the first three take longest: 0.1 s.
+# A rank that compiles something imports the others: 1 s.
+_fork_server.server.modules = (
+    "pytest",
+    "zerofn.testing",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo.backends.debugging",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._functorch.partitioners",
+    "torch._inductor.compile_fx",
+    "torch._inductor.pattern_matcher",
+    "torch.export._trace",
+)
 
 # A shell that starts the tests in the background has them ignore it, and tests of interrupts would wait for nothing.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -48,13 +61,17 @@ def pytest_collection_modifyitems(config, items):
 
 def in_which_files_end_together(items):
     """Files with few tests come first. Those tests start ranks or compile, and one that is the last of all would run
-    half a minute alone; files of many tests fill up what is left."""
+    half a minute alone; files of many tests fill up what is left, but for those that are marked as long."""
     tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: tests[item.path])
+    items.sort(key=lambda item: (item.get_closest_marker("long") is None, tests[item.path]))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop():
+    gc.freeze()  # a collection would go through all that is imported and collected by now: a second for each
+    atexit.register(gc.unfreeze)
+    # Of the memory of tests hardly any is in cycles: 14 times as seldom as by default.
+    gc.set_threshold(10_000, 10, 20)
     gc.enable()
 
 
@@ -64,7 +81,7 @@ def pytest_sessionfinish():
 
 # No deadline: the first call of an operator builds its kernels, and machines are shared.
 settings.register_profile(
-    "zerofn", deadline=None, max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "zerofn", deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("zerofn")
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 from time_limits import limit
 
+import zerofn as zf
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = [*("--d-model", "16", "--layers", "1", "--heads", "2", "--seq", "16", "--batch", "4"), "--sample", "8"]
 # A short text: validation goes through a part of it.
@@ -218,27 +220,37 @@ def test_data_order_is_a_function_of_seed_and_step(train_lm):
     assert sum(len(x) for x, _ in text.validation(4, 8)) == (len(text.held_out) - 9) // 8 + 1
 
 
+def on_a_rank(options):
+    sys.path.insert(0, str(EXAMPLES))
+    import train_lm
+
+    train_lm.main(options)
+
+
 @pytest.mark.parametrize(
-    ("stage", "more"),
+    ("stage", "more", "torchrun"),
     [
-        pytest.param(1, [], id="1", marks=pytest.mark.slow),
-        pytest.param(2, [], id="2"),
-        pytest.param(3, [], id="3", marks=pytest.mark.slow),
-        pytest.param(3, ["--sequence-parallel", "2"], id="parts", marks=pytest.mark.slow),
+        # Ranks that have torch already; torchrun takes ten seconds.
+        pytest.param(2, [], False, id="2"),
+        pytest.param(1, [], True, id="1", marks=pytest.mark.slow),
+        pytest.param(2, [], True, id="2, torchrun", marks=pytest.mark.slow),
+        pytest.param(3, [], True, id="3", marks=pytest.mark.slow),
+        pytest.param(3, ["--sequence-parallel", "2"], True, id="parts", marks=pytest.mark.slow),
     ],
 )
-def test_zero_stages_under_torchrun(train_lm, tmp_path, stage, more):
+def test_zero_stages_over_ranks(train_lm, tmp_path, stage, more, torchrun):
     """The same command on two ranks: the run of one process, up to the order in which gradients are summed."""
     options = [*TINY, "--steps", "8", "--accumulate", "2"]
     alone = train_lm.main([*options, "--out", str(tmp_path / "alone")])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     route = "pure" if stage == 1 else "eager"
-    script = [str(EXAMPLES / "train_lm.py"), *options, "--zero", str(stage), "--route", route, *more]
-    command = [*torchrun, *script, "--out", str(tmp_path / "ranks")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=limit(120), env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
+    options += ["--zero", str(stage), "--route", route, *more, "--out", str(tmp_path / "ranks")]
+    if torchrun:
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command, env = [*ranks, str(EXAMPLES / "train_lm.py"), *options], {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit(120), env=env)
+        assert done.returncode == 0, done.stderr
+    else:
+        zf.launch(on_a_rank, 2, options, timeout=limit())
     ranks = json.loads((tmp_path / "ranks" / "run.json").read_text())
     # Gradients are in bf16: another order of summation differs by its 2^-9, and losses by far less.
     assert ranks["history"]["loss"] == pytest.approx(alone["history"]["loss"], abs=2e-3)

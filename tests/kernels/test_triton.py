@@ -115,10 +115,10 @@ def compiling() -> Iterator[ProcessPoolExecutor]:
     ("kinds", "roundings", "loads", "stores"),
     [
         ((1, 1, 1, 1), (False, True, False, True), 4, 3),
-        ((1, 1, 1, 1), (True, False, True, True), 5, 4),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
+                ((1, 1, 1, 1), (True, False, True, True), 5, 4),
                 ((1, 0, 1, 1), (False, False, False, False), 5, 3),
                 ((2, 2, 0, 1), (False, True, False, True), 5, 4),
                 ((2, 2, 1, 1), (True, False, False, True), 5, 4),

@@ -11,6 +11,7 @@ from pathlib import Path
 import optree
 import pytest
 import torch
+from pairs import grid
 from routes import mean_square, micro_steps
 from stages import STAGES, around
 from time_limits import limit
@@ -75,18 +76,20 @@ def train(z, stage, middle, route, rank):
     return [x.clone() for x in optree.tree_leaves([*state.transforms.values(), state.leaves])]
 
 
+# Every stage, middle and route with each of the others, two at a time.
+CELLS = grid(STAGES, MIDDLE, ("eager", "pure"))
+
+
 def both(rank):
     import copies  # type: ignore[import-not-found]
 
     found = {}
-    for stage in STAGES:
-        for middle in MIDDLE:
-            for route in ("eager", "pure"):
-                built_in, outside = (train(z, stage, middle, route, rank) for z in (zf, copies))
-                assert len(built_in) == len(outside) > 0
-                moved = any(x.is_floating_point() and x.numel() and bool(x.any()) for x in outside)
-                same = all(torch.equal(x, y) for x, y in zip(built_in, outside, strict=True))
-                found[stage, middle, route] = moved and same
+    for cell in CELLS:
+        built_in, outside = (train(z, *cell, rank) for z in (zf, copies))
+        assert len(built_in) == len(outside) > 0
+        moved = any(x.is_floating_point() and x.numel() and bool(x.any()) for x in outside)
+        same = all(torch.equal(x, y) for x, y in zip(built_in, outside, strict=True))
+        found[cell] = moved and same
     return found
 
 

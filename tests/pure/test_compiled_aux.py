@@ -145,6 +145,7 @@ def test_a_donated_batch_of_states_is_written_where_it_lies(name):
     assert [x.data_ptr() for x in found] == memory
 
 
+@pytest.mark.slow
 def test_a_leaf_that_all_members_share_is_not_written():
     """One memory for all: each member's result is a new one."""
     tx = zf.sgd(0.5)

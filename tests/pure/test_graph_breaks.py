@@ -19,13 +19,13 @@ LAST = {"sgd": lambda: zf.sgd(1.0), "adamw": lambda: zf.adamw(0.1)}
 
 
 def run(first, last, compiled):
-    """Parameters after each of four steps, the third of which overflows; and whether it was made."""
+    """Parameters after each of three steps, the second of which overflows; and whether it was made."""
     tx = zf.chain(FIRST[first](), momentum(), LAST[last]())
     step = zf.make_step(lambda p, x: sum((v * x).sum() for v in p.values()), tx, donate=True)
     step = torch.compile(step, backend="aot_eager") if compiled else step
     state, found = zf.init(tx, {"w": torch.zeros(2)}), []
-    for i in range(4):
-        x = float("inf") if first == "scale_loss" and i == 2 else 1.0
+    for i in range(3):
+        x = float("inf") if first == "scale_loss" and i == 1 else 1.0
         state, metrics = step(state, torch.tensor(x))
         found.append(([p.tolist() for p in state.params.values()], bool(metrics["updated"])))
     return found
@@ -42,7 +42,7 @@ def run(first, last, compiled):
 )
 def test_a_step_that_is_held_writes_nothing(first, last):
     want = run(first, last, False)
-    assert {made for _, made in want} == {False, True} and want[2][0] == want[1][0]
+    assert {made for _, made in want} == {False, True} and (first == "accumulate" or want[1][0] == want[0][0])
     for (got, made), (right, as_well) in zip(run(first, last, True), want, strict=True):
         assert made == as_well
         for x, y in zip(got, right, strict=True):

@@ -104,9 +104,9 @@ def train(chain: str, wrap: Callable[[nn.Module], Any], change: Change = nothing
 compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
 
 
-def called_by_a_function(model: nn.Module) -> Any:
+def called_by_a_function(model: nn.Module, compiler: Callable[..., Any] = compiled) -> Any:
     """The caller is compiled: the hooks of the model itself are in the graph too."""
-    return compiled(lambda x: model(x))
+    return compiler(lambda x: model(x))
 
 
 def frozen_later(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
@@ -130,6 +130,12 @@ def loaded(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
 CHANGES = [frozen_later, evaluated_in_full, halved_by_hand, loaded]
 
 
+def named(graph: Any) -> list[str]:
+    """Collectives of a graph, in their order."""
+    names = [str(node.target) for node in graph.graph.nodes if "_c10d_functional" in str(node.target)]
+    return [name.split(".")[1] for name in names if "wait" not in name]
+
+
 def everything(chains: list[str], changes: list[Change]) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
     def pair(chain: str, wrap: Callable[[nn.Module], Any], change: Change = nothing) -> Any:
         return train(chain, wrap, change), train(chain, lambda model: model, change)
@@ -143,51 +149,51 @@ def everything(chains: list[str], changes: list[Change]) -> dict[str, tuple[dict
 
 
 @pytest.mark.parametrize(
-    ("size", "chains", "changes"),
-    [
-        # One run, whose caller is compiled and which changes on the way: each takes seconds to compile.
-        (2, [], []),
-        pytest.param(2, list(CHAINS), CHANGES, marks=pytest.mark.slow),
-        pytest.param(3, list(CHAINS), CHANGES, marks=pytest.mark.slow),
-    ],
+    "size",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
 )
-def test_it_is_the_eager_engine(size: int, chains: list[str], changes: list[Change]):
+def test_it_is_the_eager_engine(size: int):
     """A tied weight is gathered at each of its places, so its gradients are added behind the reduction."""
-    for rank, found in enumerate(zf.launch(everything, size, chains, changes, timeout=limit(240))):
+    for rank, found in enumerate(zf.launch(everything, size, list(CHAINS), CHANGES, timeout=limit(240))):
         for row, (got, wanted) in found.items():
-            for name, want in wanted.items():
-                where = f"rank {rank} of {size}, {row}, {name}"
-                assert want.abs().sum() > 0, where
-                # Equal bits but for what the order of two additions does, over four steps of Adam. In bf16 a third of a
-                # sum is not the sum of thirds, and Adam makes steps of small gradients as large as others.
-                thirds = size == 3 and "bf16" in row and name == "embedding.weight"
-                how = dict(rtol=2e-5, atol=5e-4 if thirds else 2e-6)
-                torch.testing.assert_close(got[name], want, **how, msg=lambda m, w=where: f"{w}: {m}")
+            same(got, wanted, f"rank {rank} of {size}, {row}")
 
 
-def collectives(chain: str) -> list[list[str]]:
-    """The names of the collectives in each graph of a step."""
+def same(got: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
+    for name, want in wanted.items():
+        assert want.abs().sum() > 0, where
+        # Equal bits but for what the order of two additions does, over four steps of Adam. In bf16 a third of a
+        # sum is not the sum of thirds, and Adam makes steps of small gradients as large as others.
+        thirds = "of 3" in where and "bf16" in where and name == "embedding.weight"
+        how = dict(rtol=2e-5, atol=5e-4 if thirds else 2e-6)
+        torch.testing.assert_close(got[name], want, **how, msg=lambda m, at=f"{where}, {name}": f"{at}: {m}")
+
+
+def seen() -> tuple[list[list[str]], dict[str, Tensor], dict[str, Tensor]]:
+    """The collectives in each graph of a run whose caller is compiled and which changes on the way, and its numbers."""
     graphs: list[list[str]] = []
 
     def keep(graph: Any, inputs: Any) -> Any:
-        named = [str(node.target) for node in graph.graph.nodes if "_c10d_functional" in str(node.target)]
-        graphs.append([name.split(".")[1] for name in named if "wait" not in name])
+        graphs.append(named(graph))
         return graph.forward
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-        train(chain, partial(torch.compile, backend=backend, fullgraph=True, dynamic=False))
-    return graphs
+        compiler = partial(torch.compile, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+        row = "stage 3, 16-bit states"
+        got = train(row, lambda model: called_by_a_function(model, partial(compiler, dynamic=False)), frozen_later)
+        return graphs, got, train(row, lambda model: model, frozen_later)
 
 
 def test_its_collectives_are_in_one_graph():
-    (graphs, _) = zf.launch(collectives, 2, "stage 3", timeout=limit(120))
-    forward, backward, evaluated = graphs
-    # Two blocks, the norm, and the tied weight at both of its places. The model's own parameter is made before.
-    assert forward == evaluated == ["all_gather_into_tensor"] * 5
-    # Over gloo, whose reduce-scatter rounds sums of 16 bits after every addition.
-    assert backward == ["all_to_all_single"] * 5
+    """A forward, a backward and an evaluation, not anew where a leaf is frozen; with the numbers of the engine."""
+    for rank, (graphs, got, want) in enumerate(zf.launch(seen, 2, timeout=limit(120))):
+        forward, backward, evaluated = graphs
+        # The model's own parameter, two blocks, the norm, and the tied weight at both of its places.
+        assert forward == evaluated == ["all_gather_into_tensor"] * 6
+        # Over gloo, whose reduce-scatter rounds sums of 16 bits after every addition.
+        assert backward == ["all_to_all_single"] * 6
+        same(got, want, f"rank {rank} of 2")
 
 
 class WritesInside(nn.Module):

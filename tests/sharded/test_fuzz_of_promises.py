@@ -26,7 +26,7 @@ from zerofn.ranks.ordered_collectives import (  # inside: when ranks trust each 
 )
 from zerofn.sharded.schedule import ALIVE  # inside: how many units may be full
 
-COUNT = int(os.environ.get("ZEROFN_PROMISES", "4"))
+COUNT = int(os.environ.get("ZEROFN_PROMISES", "2"))
 FIRST = int(os.environ.get("ZEROFN_PROMISES_FIRST", "0"))
 RANKS, STEPS, D = 3, 9, 4
 SGD = {"lr": 0.2, "momentum": 0.7}

@@ -161,12 +161,14 @@ def looked_for(who: str, how: str, when: Any, stage: str, cast: str) -> bool:
 
 
 MANY = [(*row, *place) for row in ROWS for place in PLACES if looked_for(*row, *place)]
+# Ranks begin with half of them, in which everyone who writes, way, moment and stage stands too.
 QUICK = MANY[:: len(PLACES) - 1]
+FEWER = MANY[:: 2 * len(PLACES) + 1]
 
 
 @pytest.mark.parametrize(
     ("ranks", "rows"),
-    [(1, QUICK), (2, QUICK), *[pytest.param(n, MANY, marks=pytest.mark.slow) for n in (1, 2, 3)]],
+    [(1, QUICK), (2, FEWER), *[pytest.param(n, MANY, marks=pytest.mark.slow) for n in (1, 2, 3)]],
     ids=["1", "2", "1, all", "2, all", "3, all"],
 )
 def test_no_write_is_lost_in_silence(ranks, rows):

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "kill_matrix.py"
 
 
 # A kill or an interrupt at any instruction is one at any time, and an export is one file where a checkpoint has more.
-FEW = "save|three at once|instruction$|of the caller"
+FEW = "save: .*(instruction|fails|limit|removed)$|three at once|ranks: kill.*instruction$|of the caller"
 
 
 @pytest.mark.timeout(60)  # 10 s of computing, and much waiting for disks, on a machine that others use

@@ -146,8 +146,8 @@ def load_and_go_on(directory, to, names):
     return found
 
 
-# A scale and full parameters on every rank are cut as little as what one process has.
-OFTEN = ["zero3", "low", "zero2", "zero1"]
+# A scale and full parameters on every rank are cut as little as what one process has, and ZeRO-2 cuts what ZeRO-1 does.
+OFTEN = ["zero3", "low", "zero1"]
 
 
 @pytest.fixture(scope="module", params=[OFTEN, pytest.param(list(PIPELINES), marks=pytest.mark.slow)], ids=["", "all"])
@@ -210,12 +210,12 @@ def test_any_world_to_any_other(saved, n, m, tmp_path):
 
 def test_a_window_that_is_open(saved):
     """Behind a reduction it is one sum in shards, which any number of ranks reads."""
-    directory, *_ = saved
-    for n, name in ((3, "low"), (3, "zero2")):
+    directory, _, names = saved
+    for name in {"low", "zero2"} & {*names}:
         _, like, step = pure(name)
-        state = zf.load(directory / str(n) / f"{name}5", like=like)
+        state = zf.load(directory / "3" / f"{name}5", like=like)
         assert int(state.transforms["accumulate"]["count"]) == 1
-        alone = run(step, zf.load(directory / str(n) / f"{name}4", like=like), range(4, 5))
+        alone = run(step, zf.load(directory / "3" / f"{name}4", like=like), range(4, 5))
         assert state.transforms["accumulate"]["seen"] == alone.transforms["accumulate"]["seen"]
         for k, x in state.transforms["accumulate"]["sum"].items():
             # In bf16 each rank rounds its gradient to 8 bits before they are summed.

@@ -18,6 +18,7 @@ import zerofn as zf
 from zerofn.core.chain import as_transform  # inside: what a chain makes of what it is given
 from zerofn.testing import assert_trees_close, assert_trees_equal, check_transform, random_like
 
+pytestmark = pytest.mark.long
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPES = {"w": (7, 5), "b": (5,), "g": (), "big": (33, 9), "empty": (0, 3)}
 
