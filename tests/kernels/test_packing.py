@@ -9,6 +9,7 @@ from zerofn.kernels.packing import flagged, flat_to_sum, row_of, rows_to_sum, wh
 SHAPES = [(5, 3), (4,), (1,), (0, 2), (), (2, 3)]
 # Each is compiled anew.
 SIZES = [1, 3, pytest.param(2, marks=pytest.mark.slow)]
+SLOW = [pytest.param(2, missing, marks=pytest.mark.slow) for missing in ((1, 5), ())]
 DTYPES = [
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -41,19 +42,21 @@ def test_rows_of_shards_are_whole_leaves_again(size, tail):
         every = torch.stack([row[graph] for row in rows])
         for found in both(lambda x: wholes_of(x, widths, numels), every):
             assert all(torch.equal(a, b) for a, b in zip(found, given, strict=True))
-        into = [torch.full_like(x, torch.nan) for x in given]
-        wholes_of(every, widths, numels, into)
-        assert all(torch.equal(a, b) for a, b in zip(into, given, strict=True))
+        for few in (False, True):
+            into = [torch.full_like(x, torch.nan) for x in given]
+            wholes_of(every, widths, numels, into, few)
+            assert all(torch.equal(a, b) for a, b in zip(into, given, strict=True))
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_what_is_to_be_summed_is_the_same_in_a_graph(size, dtypes):
+@pytest.mark.parametrize(("size", "missing"), [(1, (1, 5)), (3, (1, 5)), (3, ()), *SLOW])
+def test_what_is_to_be_summed_is_the_same_in_a_graph(size, missing, dtypes):
     given, widths = leaves(dtypes[0]), [width(s, size) for s in SHAPES]
     numels = [x.numel() for x in given]
-    grads = [None if i in (1, 5) else x for i, x in enumerate(given)]
+    grads = [None if i in missing else x for i, x in enumerate(given)]
     kind, cpu = dtypes[1], torch.device("cpu")
     here, there = both(lambda xs: rows_to_sum(xs, widths, numels, size, kind, cpu), grads)
+    assert torch.equal(here, rows_to_sum(grads, widths, numels, size, kind, cpu, few=True))
     assert here.dtype == kind and here.shape == (size, sum(widths) + len(SHAPES)) and torch.equal(here, there)
     # Divided in the wider of the two dtypes.
     means = [

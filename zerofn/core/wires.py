@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.packing import (
+    FEW,
     divided_by_ranks,
     flagged,
     flat_to_sum,
@@ -43,12 +44,14 @@ class Cuts(NamedTuple):
         numels: elements of the full leaf.
         spans: this rank's flat range of the leaf.
         sizes: elements in that range.
+        few: whether leaves are so small that they are permuted together.
     """
 
     widths: list[int]
     numels: list[int]
     spans: list[tuple[int, int]]
     sizes: list[int]
+    few: bool
 
 
 # Every step asks several times for the cuts of leaves that travel together.
@@ -56,7 +59,8 @@ class Cuts(NamedTuple):
 def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int) -> Cuts:
     spans = [span(x, rank, size) for x in shapes]
     sizes = [high - low for low, high in spans]
-    return Cuts([width(x, size) for x in shapes], [prod(x) for x in shapes], spans, sizes)
+    numels = [prod(x) for x in shapes]
+    return Cuts([width(x, size) for x in shapes], numels, spans, sizes, sum(numels) <= FEW * len(numels))
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Sharding:
             into: flat tensors to write into; new ones by default.
         """
         cuts = _cuts(leaves, self.group.rank, self.group.size)
-        return wholes_of(rows, cuts.widths, cuts.numels, into)
+        return wholes_of(rows, cuts.widths, cuts.numels, into, cuts.few)
 
     def pack(
         self,
@@ -139,7 +143,7 @@ class Sharding:
         A leaf without a gradient is sent as zeros. One flag per leaf tells whether any rank has a gradient.
         """
         cuts = _cuts(leaves, self.group.rank, self.group.size)
-        return rows_to_sum(grads, cuts.widths, cuts.numels, self.group.size, dtype, device)
+        return rows_to_sum(grads, cuts.widths, cuts.numels, self.group.size, dtype, device, cuts.few)
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
         """Reduce-scatter the rows: (work handle, this rank's row of the sum)."""
@@ -150,7 +154,7 @@ class Sharding:
         self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int], given: Sequence[bool] = ()
     ) -> list[Tensor | None]:
         """This rank's shard of every gradient; `None` if no rank had one."""
-        widths, _, _, sizes = _cuts(leaves, self.group.rank, self.group.size)
+        widths, _, _, sizes, _ = _cuts(leaves, self.group.rank, self.group.size)
         *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
         used = flagged(flags, given)
         return [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._compat.tensors import Writes, read_grad, write_grad, writes
 from .._errors import explain
@@ -56,6 +56,8 @@ class StoredParameters:
         stored, viewed = current.state.leaves, pipe.road.renumbers_after_update
         self.leaves = [x for x in pipe.layout.leaves if viewed or params[x.path].dtype != stored[x.path].dtype]
         self.copies = {leaf.path: params[leaf.path] for leaf in self.leaves}
+        # No views of full parameters are needed to write into them.
+        self.plain = set(map(type, params.values())) <= {Tensor, nn.Parameter}
         self.counts = self._counts()
 
     @torch.no_grad()
@@ -63,11 +65,13 @@ class StoredParameters:
         """Write the stored values into the parameters, as the model sees them."""
         stored, road = self.current.state.leaves, self.pipe.road
         for bucket, params in self.buckets:
-            # Write into the local shard; without this guard copy_ would all-gather.
-            with torch.DisableTorchFunctionSubclass():
-                plain = dict(zip(params, map(Tensor.detach, params.values()), strict=True))
+            plain = params
+            if not self.plain:
+                # Write into the local shard; without this guard copy_ would all-gather.
+                with torch.DisableTorchFunctionSubclass():
+                    plain = dict(zip(params, map(Tensor.detach, params.values()), strict=True))
             seen = road.see(self.views, stored, bucket, plain)
-            for path, x in seen.items():
+            for path, x in seen.items() if seen is not plain else ():
                 if x is not plain[path] and x.data_ptr() != plain[path].data_ptr():
                     plain[path].copy_(x)
         if self.copies:

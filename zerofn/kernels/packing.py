@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._compat.tensors import foreach_copy_
+from .._compat.tensors import foreach_copy_, joined
 
 # Outside of graphs leaves are written into a buffer in place, in one pass over memory. In a graph that is slow: for
 # each write the compiler copies the buffer, or proves that it need not, so the cost grows with the square of the number
@@ -67,8 +67,39 @@ def row_of(parts: Sequence[Tensor], widths: Sequence[int], into: Tensor) -> Tens
     return into
 
 
+# On the CPU a view of a leaf takes as long as so many elements by an index: leaves that are smaller on average are
+# permuted together.
+FEW = 64
+
+
+@cache
+def _in_rows(widths: tuple[int, ...], numels: tuple[int, ...], size: int, more: int) -> Tensor:
+    """Of each element of flat leaves, end to end, its place in `size` rows of all widths and `more` columns."""
+    each, begin, found = sum(widths) + more, 0, []
+    with torch.inference_mode(False):
+        for width, numel in zip(widths, numels, strict=True):
+            i = torch.arange(numel, device="cpu")
+            found.append(i // max(width, 1) * each + begin + i % max(width, 1))
+            begin += width
+        return torch.cat(found)
+
+
+@cache
+def _from_leaves(widths: tuple[int, ...], numels: tuple[int, ...], size: int, more: int) -> Tensor:
+    """The inverse of `_in_rows`: of each place in the rows its element. Other places get the one behind all."""
+    places = _in_rows(widths, numels, size, more)
+    with torch.inference_mode(False):
+        found = torch.full((size * (sum(widths) + more),), len(places), device="cpu")
+        found[places] = torch.arange(len(places), device="cpu")
+        return found
+
+
 def wholes_of(
-    rows: Tensor, widths: Sequence[int], numels: Sequence[int], into: Sequence[Tensor] | None = None
+    rows: Tensor,
+    widths: Sequence[int],
+    numels: Sequence[int],
+    into: Sequence[Tensor] | None = None,
+    few: bool = False,
 ) -> list[Tensor]:
     """Full flat leaves (numel, ...) from the rows of all ranks; the inverse of `row_of`.
 
@@ -77,12 +108,17 @@ def wholes_of(
         widths: of each leaf in a row.
         numels: the elements of each leaf.
         into: flat tensors to write into; new ones by default.
+        few: whether leaves have at most `FEW` elements on average.
 
     Examples:
         >>> wholes_of(torch.tensor([[0.0, 1.0, 5.0], [2.0, 0.0, 6.0]]), [2, 1], [3, 2])
         [tensor([0., 1., 2.]), tensor([5., 6.])]
     """
     size, tail = rows.shape[0], rows.shape[2:]
+    if few and into and not tail and type(rows) is Tensor and rows.is_cpu:
+        flat = rows.reshape(-1).index_select(0, _in_rows(tuple(widths), tuple(numels), size, 0))
+        foreach_copy_(list(into), flat.split_with_sizes(list(numels)))
+        return list(into)
     blocks = rows.split_with_sizes(list(widths), dim=1)
     if into is None and torch.compiler.is_compiling():
         return [x.reshape(-1, *tail)[:n] for x, n in zip(blocks, numels, strict=True)]
@@ -111,6 +147,7 @@ def rows_to_sum(
     size: int,
     dtype: torch.dtype,
     device: torch.device,
+    few: bool = False,
 ) -> Tensor:
     """Full flat gradients (numel, ...) divided by `size`, cut into `size` rows; at the end of each row a flag per leaf.
 
@@ -121,6 +158,7 @@ def rows_to_sum(
         size: the number of rows, one for each rank.
         dtype: of the sum.
         device: of the sum.
+        few: whether leaves have at most `FEW` elements on average.
 
     Examples:
         >>> rows_to_sum([torch.tensor([2.0, 4.0, 6.0]), None], [2, 1], [3, 2], 2, torch.float32, torch.device("cpu"))
@@ -141,6 +179,12 @@ def rows_to_sum(
         cut = [x.reshape(size, each, *tail) for x, each in zip(blocks, widths, strict=True)]
         return torch.cat([*cut, *(torch.zeros_like(one) if x is None else one for x in grads)], dim=1)
     if _divided_at_once(grads, numels, dtype, device):
+        if few and not tail and device.type == "cpu" and set(map(type, grads)) == {Tensor}:
+            order = _from_leaves(tuple(widths), tuple(numels), size, len(grads))
+            rows = joined([*grads, torch.zeros(1, dtype=dtype, device=device)]).index_select(0, order)  # type: ignore[list-item]
+            rows = rows.view(size, -1).div_(size)
+            _write_flags(rows[:, -len(grads) :], grads)
+            return rows
         cut = [
             torch.zeros((size, each, *tail), dtype=dtype, device=device)
             if x is None
