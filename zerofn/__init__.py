@@ -89,6 +89,7 @@ if _TYPE_CHECKING:
     from .transforms.polyak import scale_by_polyak as scale_by_polyak
     from .transforms.precision import precision as precision
     from .transforms.quantize import quantize as quantize
+    from .transforms.quantize import quantize_state as quantize_state
     from .transforms.radam import radam as radam
     from .transforms.reduce_on_plateau import reduce_on_plateau as reduce_on_plateau
     from .transforms.rmsprop import rmsprop as rmsprop
@@ -169,6 +170,7 @@ _LATER = {
     "offload": "transforms.offload",
     "precision": "transforms.precision",
     "quantize": "transforms.quantize",
+    "quantize_state": "transforms.quantize",
     "rmsprop": "transforms.rmsprop",
     "sgd": "transforms.sgd",
     "all_reduce": "transforms.sharding",

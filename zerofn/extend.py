@@ -68,7 +68,7 @@ from zerofn.core.spec import (
     makes_parameters,
     watches_parameters,
 )
-from zerofn.core.state import counter
+from zerofn.core.state import State, counter
 from zerofn.core.transform import ScalarOrSchedule, Transform, TransformState, no_state
 from zerofn.core.tree import flatten, select, tree_map, unflatten
 from zerofn.core.uncompiled import kept_out_of_graphs
@@ -225,6 +225,7 @@ __all__ = [
     "Shard",
     "Sharding",
     "Spec",
+    "State",
     "Through",
     "Transform",
     "TransformState",

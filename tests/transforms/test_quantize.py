@@ -10,6 +10,7 @@ from time_limits import limit
 from torch.func import functional_call
 
 import zerofn as zf
+from zerofn.extend import Codes, entries
 from zerofn.testing import assert_trees_equal
 
 LR, BLOCK = 0.03, 4
@@ -100,6 +101,8 @@ def trained(name, stage, route, start=None, steps=range(6), directory=None):
 def on_a_rank(cells, directory):
     for i, (name, stage, route) in enumerate(cells):
         trained(name, stage, route, steps=range(3), directory=f"{directory}/{i}")
+    for i, name in enumerate(CONVERTED):
+        zf.save(f"{directory}/{name}", converted(name, STAGES[-1 - i % 3])[1])
 
 
 EVERY = list(itertools.product(TABLE, STAGES, ("eager", "pure")))
@@ -107,30 +110,87 @@ SOME = [(name, STAGES[-1 - i % 3], ("eager", "pure")[i % 2]) for i, name in enum
 SOME += [("moments", "ZeRO-3", "in backward")]
 
 
-@pytest.mark.parametrize(
-    ("cells", "size"),
-    [(SOME, 2), *(pytest.param(EVERY, size, marks=pytest.mark.slow) for size in (2, 4))],
-    ids=["some on 2", "all on 2", "all on 4"],
-)
-def test_the_bits_of_one_process(cells, size, tmp_path):
+@pytest.fixture(scope="module")
+def some(tmp_path_factory):
+    """Where two ranks have saved states of these cells, and converted ones."""
+    directory = str(tmp_path_factory.mktemp("two ranks"))
+    zf.launch(on_a_rank, 2, SOME, directory, timeout=limit(60))
+    return directory
+
+
+def test_the_bits_of_one_process(some):
     """At a stage, by a route; and of a run that is saved on ranks, and goes on in one process."""
-    zf.launch(on_a_rank, size, cells, str(tmp_path), timeout=limit(60 if len(cells) < 50 else 300))
+    check_bits(SOME, some)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_bits_of_one_process_in_every_cell(size, tmp_path):
+    zf.launch(on_a_rank, size, EVERY, str(tmp_path), timeout=limit(300))
+    check_bits(EVERY, tmp_path)
+
+
+def check_bits(cells, directory):
     wrong = []
     for i, (name, stage, route) in enumerate(cells):
         half = trained(name, "one process", "pure", steps=range(3))
         like = zf.init(pipeline(name, "one process"), {k: p.detach() for k, p in Model().named_parameters()})
         try:
-            loaded = zf.load(f"{tmp_path}/{i}", like=like)
+            loaded = zf.load(f"{directory}/{i}", like=like)
             if name == "norms":  # sums over ranks in another order
                 torch.testing.assert_close(dict(loaded.leaves), dict(half.leaves), rtol=0, atol=1e-5)
                 continue
             assert_trees_equal(loaded, half, "half")
             want = trained(name, "one process", "pure")
-            got = trained(name, "one process", "pure", start=f"{tmp_path}/{i}", steps=range(3, 6))
+            got = trained(name, "one process", "pure", start=f"{directory}/{i}", steps=range(3, 6))
             assert_trees_equal(got, want, "all")
         except Exception as error:
             wrong.append(f"{name}, {stage}, {route}: {str(error)[:600]}")
     assert not wrong, "\n".join(wrong)
+
+
+def wide(t):
+    """The same transforms without `quantize`."""
+    if t.factory is zf.quantize:
+        return t.config["transform"]
+    if t.factory is zf.partition:
+        return zf.partition({k: wide(x) for k, x in t.config["transforms"].items()}, t.config["labels"])
+    inner = t.config.get("transform")
+    return t if inner is None else t.factory(**{**t.config, "transform": wide(inner)})
+
+
+# bf16 moments go on as codes of fp32 ones.
+FROM = {"bf16": [zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(LR)]}
+CONVERTED = ("bf16", "4 bits", "sums", "partition", "wrapped")
+
+
+def converted(name, stage):
+    """A state of the chain without `quantize` after two updates, and what it becomes."""
+    old, tx = zf.chain(*around(stage), *FROM.get(name, map(wide, TABLE[name]))), pipeline(name, stage)
+    params = {k: p.detach() for k, p in Model().named_parameters()}
+    state = zf.init(old, params)
+    step = zf.make_step(lambda p: sum((x.float() * (x.float() + 1)).square().sum() for x in p.values()), old)
+    for _ in range(2):
+        state, _ = step(state)
+    return state, zf.quantize_state(tx, state, like=zf.init(tx, params))
+
+
+def test_a_state_goes_on_in_codes(some):
+    for name in CONVERTED:
+        old, new = converted(name, "one process")
+        assert_trees_equal(zf.load(f"{some}/{name}", like=new), new, name)
+        theirs = {(e.owner, e.slot, e.path): e.value for e in entries(old)}
+        mine = {(e.owner, e.slot, e.path, e.below): e.value for e in entries(new)}
+        coded = [(*place, x) for (*place, below), x in mine.items() if below == "codes"]
+        assert coded, name
+        how = Codes(4 if name == "4 bits" else 8, BLOCK)
+        for owner, slot, path, codes in coded:
+            x = theirs[owner, slot, path].float()
+            found = how.decode(codes, mine[owner, slot, path, "scales"], x.shape)
+            # Half of the widest gap between codes.
+            worst = (found - x).abs().max() / x.abs().max()
+            assert x.any() and worst < (0.13 if name == "4 bits" else 0.01), (name, slot, path, worst)
+        assert int(new.step) == int(old.step)
 
 
 def started(tx):
@@ -150,6 +210,18 @@ ROWS.rows(
     (lambda: started(zf.chain(zf.sgd(LR), zf.quantize(zf.ema(0.9)))), "an average of parameters"),
     (lambda: started(zf.quantize(zf.sgd(LR))), "none of its entries has the shape of its leaf"),
     (lambda: started(zf.quantize(zf.adamw(LR), slots=["exp"])), "it has no such entry: exp"),
+    (
+        lambda: zf.quantize_state(zf.quantize(zf.adamw(LR)), started(zf.lion(LR)), started(zf.quantize(zf.adamw(LR)))),
+        "adamw/exp_avg_sq/w/codes: is not in the state",
+    ),
+    (
+        lambda: zf.quantize_state(
+            zf.quantize(zf.adamw(LR)),
+            zf.init(zf.adamw(LR), {"w": torch.zeros(4, 9)}),
+            started(zf.quantize(zf.adamw(LR))),
+        ),
+        "params/w: of shape (4, 9) instead of (4, 8)",
+    ),
 )
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._errors import explain
+from .._errors import bad_leaves, explain
 from ..extend import (
     AVERAGE,
     Codes,
     Context,
     Draws,
+    Entry,
     Layout,
     Leaves,
     Prepared,
     Scope,
+    State,
     Transform,
     TransformState,
     as_transform,
@@ -26,10 +28,12 @@ from ..extend import (
     check_count,
     check_seed,
     counter,
+    entries,
     leaf_key,
     no_state,
     no_view,
     of_members,
+    rebuild,
     transform,
     without_derivative,
 )
@@ -178,6 +182,81 @@ class _Narrow:
             return {key: over(y, path or (key if key in shapes else None)) for key, y in x.items()}
 
         return {slot: over(x, None) for slot, x in state.items() if slot != COUNT_OF_ROUNDINGS}
+
+
+def quantize_state(tx: Transform, state: State, like: State) -> State:
+    """The state of a chain without `quantize` as one of `tx`, which has it: to go on with moments in fewer bits.
+
+    Tensors are rounded to the nearest code. All other entries are those of `state`.
+
+    Args:
+        tx: the chain with `quantize`; the transforms have the names that they have in `state`.
+        state: of the chain without it, on as many ranks: made there, or loaded by `zf.load(path, like=state_of_it)`.
+        like: a state of `tx`, such as `zf.init(tx, params)`.
+
+    Raises:
+        ValueError: an entry is missing in `state`, or has another shape.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> params = {"w": torch.ones(2, 8)}
+        >>> state, _ = zf.update(zf.adamw(0.1), params, zf.init(zf.adamw(0.1), params))
+        >>> tx = zf.quantize(zf.adamw(0.1))
+        >>> state = zf.quantize_state(tx, state, like=zf.init(tx, params))
+        >>> state.transforms["adamw"]["exp_avg"]["w"]["codes"].unique(), int(state.step)
+        (tensor([255], dtype=torch.uint8), 1)
+    """
+    old = {(e.owner, e.slot, e.path, e.below): e for e in entries(state)}
+    new, shapes = entries(like), {leaf.path: leaf.shape for leaf in like.layout.leaves}
+    scales = {(e.owner, e.slot, e.path, e.below): e for e in new if _last(e.below) == SCALES}
+    how = {name: x for part in tx.members for name, x in _codes_in(part, part.name, like.layout)}
+    coded: dict[Any, dict[str, Tensor]] = {}
+    wrong: list[tuple[str, str]] = []
+
+    def taken(e: Entry) -> Any:
+        if e.elsewhere:
+            return e.value
+        above, name = e.below.removesuffix(_last(e.below)), _last(e.below)
+        place = e.owner, e.slot, e.path, above.removesuffix("/")
+        pair = scales.get((e.owner, e.slot, e.path, above + SCALES)) if name in (CODES, SCALES) else None
+        found = old.get(place if pair is not None else (e.owner, e.slot, e.path, e.below))
+        if found is None:
+            if e.slot.split("/")[-1] != COUNT_OF_ROUNDINGS:
+                wrong.append((e.key, "is not in the state"))
+            return e.value
+        row = shapes[e.path][1:].numel() if pair is not None else 0
+        shape = e.value.shape if pair is None else (pair.value.shape[0], row)
+        if found.value.shape != shape and (pair is None or found.value.numel() != shape[0] * row):
+            wrong.append((e.key, f"of shape {tuple(found.value.shape)} instead of {tuple(shape)}"))
+            return e.value
+        if pair is None:
+            return found.value.to(e.value.dtype)
+        if place not in coded:
+            codes = next(x for name, x in how.items() if f"{e.owner}/{e.slot}".startswith(name))
+            coded[place] = _entry(*codes.encode(found.value.to(pair.value.dtype).reshape(shape)))
+        return coded[place][name].reshape(e.value.shape)
+
+    made = rebuild(like, taken)
+    if wrong:
+        right = "a state of the same chain without quantize, and zf.init(tx, params) of the same parameters"
+        raise ValueError(bad_leaves("quantize_state: two states that do not belong together", wrong, right))
+    return made
+
+
+def _last(below: str) -> str:
+    return below.rpartition("/")[2]
+
+
+def _codes_in(t: Transform, name: str, layout: Layout) -> Iterator[tuple[str, Codes]]:
+    """The codes of each `quantize` in a transform, by what the names of its entries begin with."""
+    if t.factory is quantize and not t.in_turn and t.members_fn is None:
+        yield f"{name}/", Codes(t.config["bits"], t.config["block"], t.config["code"] == MAPS[0])
+    elif t.members_fn is not None:
+        for key, (member, _) in t.members_by_key(layout).items():
+            yield from _codes_in(member, f"{name}/{key}", layout)
+    else:
+        for part in t.parts:
+            yield from _codes_in(part, f"{name}/{part.name}" if t.in_turn else name, layout)
 
 
 def _entry(codes: Tensor, scales: Tensor) -> dict[str, Tensor]:
