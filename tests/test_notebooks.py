@@ -28,7 +28,10 @@ INSTALL = """\
 try:
     import zerofn as zf
 except ImportError:
-    %pip install --quiet '..[notebooks]'
+    from pathlib import Path
+
+    place = next(Path().glob("zerofn-*.whl"), "..")  # a wheel that you uploaded, or the clone around
+    %pip install --quiet '{place}[notebooks]'
     import zerofn as zf
 
 """
@@ -92,6 +95,16 @@ SMALLER = {
     ],
     "03_from_deepspeed.ipynb": [("range(400)", "range(200)")],
     "04_learning_to_learn.ipynb": [("range(120)", "range(40)"), ("range(25)", "range(15)"), ("0.1 * way", "0.9 * way")],
+    "05_low_precision.ipynb": [("SEEDS, STEPS = 10, 400", "SEEDS, STEPS = 2, 60")],
+    "06_your_own_optimizer.ipynb": [
+        ("STEPS, RATES = 200", "STEPS, RATES = 20"),
+        ("zf.launch(on_a_rank, 2, name, 2)", "[on_a_rank(name, 1)]"),
+    ],
+    "07_ensembles.ipynb": [
+        ("torch.logspace(-3.5, 0, 8), 8, 300", "torch.logspace(-3.5, 0, 8), 8, 21"),
+        ("compiled = torch.compile(step", "compiled = step or torch.compile(step"),
+    ],
+    "08_fine_tune.ipynb": [("BASE, STEPS = 300, 200", "BASE, STEPS = 20, 20")],
 }
 
 
