@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from time_limits import limit
@@ -124,9 +125,9 @@ def cells_run(sources, folder):
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "`torch.jit")
     os.chdir(folder)
-    names = {"__name__": "notebook"}
+    notebook = sys.modules["notebook"] = ModuleType("notebook")  # where pickle looks for functions
     for source in sources:
-        exec(source, names)
+        exec(source, vars(notebook))
 
 
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.name != RANKS_OF_ITS_OWN], ids=lambda p: p.name)
