@@ -76,6 +76,7 @@ if _TYPE_CHECKING:
     from .transforms.clip import clip_by_global_norm as clip_by_global_norm
     from .transforms.clip import clip_by_value as clip_by_value
     from .transforms.ema import ema as ema
+    from .transforms.every import every as every
     from .transforms.lamb import lamb as lamb
     from .transforms.lars import lars as lars
     from .transforms.lion import lion as lion
@@ -195,6 +196,7 @@ _LATER = {
     "shampoo": "transforms.shampoo",
     "soap": "transforms.soap",
     "lookahead": "transforms.lookahead",
+    "every": "transforms.every",
     "sam": "transforms.sam",
     "scale_by_polyak": "transforms.polyak",
     "reduce_on_plateau": "transforms.reduce_on_plateau",

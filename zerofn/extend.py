@@ -140,6 +140,7 @@ if _TYPE_CHECKING:
     from zerofn.ranks.collectives import all_reduce_ as all_reduce_
     from zerofn.ranks.collectives import reduce_scatter_into as reduce_scatter_into
     from zerofn.ranks.differentiable import check_batch as check_batch
+    from zerofn.ranks.scalar_reduction import mean_over as mean_over
 
 # What few transforms need is imported when it is asked for, so that one process loads no collectives for `adamw`.
 _LATER = {
@@ -169,6 +170,7 @@ _LATER = {
     "all_gather_into": "zerofn.ranks.collectives",
     "all_reduce_": "zerofn.ranks.collectives",
     "reduce_scatter_into": "zerofn.ranks.collectives",
+    "mean_over": "zerofn.ranks.scalar_reduction",
     "check_batch": "zerofn.ranks.differentiable",
 }
 
@@ -283,6 +285,7 @@ __all__ = [
     "makes_parameters",
     "many_for_fused",
     "may",
+    "mean_over",
     "misfit",
     "moment_root",
     "no_state",

@@ -179,6 +179,11 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "sam": (zf.sam, {"rho": POSITIVE}, {}),
+    "every": (
+        zf.every,
+        {"updates": Count(), "outer": None, "mesh": None, "wire": None},
+        {"outer": zf.sgd(0.1)},
+    ),
     "scale_by_polyak": (
         zf.scale_by_polyak,
         {"f_min": None, "max_learning_rate": POSITIVE, "eps": Number()},

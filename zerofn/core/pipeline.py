@@ -513,6 +513,7 @@ def pipeline(
 
         parts = tuple([replace_innermost(p, partial(with_sums_of_given, wanted.keys()), layout) for p in parts])
     found = [_resolved(part, layout, ranks) for part in parts]
+    parts = tuple([_sending(part, view, layout, checked) for part, view in zip(parts, found, strict=True)])
     check_views(found, layout)
     talking = frozenset([view.name for view in found if view is not None and view.wire is not None])
     factors = tuple([(view.name, view.factor) for view in found if view is not None and view.factor is not None])
@@ -541,6 +542,13 @@ def pipeline(
     placement = replace(placement, fixed=fixed if cutting or model else ())
     layout = canonical(replace(layout, placement=placement))
     return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model, checked)
+
+
+def _sending(part: Transform, view: View | None, layout: Layout, checked: bool) -> Transform:
+    """The transform with the update half of its view, if that has one."""
+    if view is None or view.update is None:
+        return part
+    return guard(replace(part, update_fn=view.update), len(layout.leaves), checked)
 
 
 def _check_second(parts: Sequence[Transform], road: Road) -> None:

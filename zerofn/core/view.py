@@ -208,6 +208,8 @@ class View:
         reads: whether `view` and `pull` take the transform's state from before the step as a third argument. `store`
             does not, since stored parameters exist before any state. Derivatives take the state for a constant: make
             a learned number a parameter.
+        update: the update half of the transform, in the place of its `update_fn`: one that sends by a group of ranks
+            which `view_fn` has opened.
         traceable: whether a compiler can make a graph of the wire: `unpack` then returns a gradient for every leaf,
             since a graph cannot branch on a number.
     """
@@ -223,6 +225,7 @@ class View:
     given: Callable[[Leaf], Leaf] = lambda leaf: leaf
     factor: Factor | None = None
     reads: bool = False
+    update: Callable[..., Any] | None = None
     traceable: bool = False
 
     def reading(self, state: Callable[[], Mapping[str, Any]]) -> View:

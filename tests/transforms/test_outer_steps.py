@@ -1,0 +1,192 @@
+"""`every`: local updates and outer ones, on the stages of ZeRO inside of each group, against a loop in float64."""
+
+import re
+
+import pytest
+import torch
+from refusals import Refusals
+from time_limits import limit
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import functional_call
+
+import zerofn as zf
+
+F64, LR, H = torch.float64, 0.1, 3
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).to(F64)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def draw(step, rank):
+    made = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 3, generator=made, dtype=F64), torch.randn(4, 1, generator=made, dtype=F64)
+
+
+def by_hand(updates, window, groups):
+    """By torch.optim alone; `groups` has the ranks of each local group."""
+    start, anchor = Model(), Model()
+    outer = torch.optim.SGD(anchor.parameters(), **OUTER)
+    locals_ = [Model() for _ in groups]
+    inner = [torch.optim.Adam(m.parameters(), lr=LR) for m in locals_]
+    for t in range(updates):
+        for model, opt, ranks in zip(locals_, inner, groups, strict=True):
+            opt.zero_grad()
+            for i in range(window):
+                for r in ranks:
+                    x, y = draw(t * window + i, r)
+                    ((model(x) - y).square().mean() / len(ranks) / window).backward()
+            opt.step()
+        if t % H == H - 1:
+            for p, *others in zip(anchor.parameters(), *[m.parameters() for m in locals_], strict=True):
+                p.grad = sum(p.detach() - x.detach() for x in others) / len(groups)
+            outer.step()
+            for model in locals_:
+                model.load_state_dict(anchor.state_dict())
+    assert any((a - b).abs().max() > 0.05 for a, b in zip(anchor.parameters(), start.parameters(), strict=True))
+    return [dict(m.state_dict()) for m in locals_]
+
+
+def pipeline(stage, shape, window=1):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("apart", "together")) if shape != (1, 1) else None
+    within = None if mesh is None else mesh["together"]
+    front = {
+        "local": [],
+        "ZeRO-3": [zf.shard(within)],
+        "ZeRO-2": [zf.reduce_scatter(within)],
+        "data": [zf.all_reduce(within)],
+    }
+    first = [zf.local()] if stage == "local" else front[stage]
+    held = [zf.accumulate(window)] if window > 1 else []
+    apart = None if mesh is None else mesh["apart"]
+    return zf.chain(*first, *held, zf.adam(LR), zf.every(H, zf.sgd(**OUTER), apart))
+
+
+def trained(stage, route, shape, window, rank, directory=None):
+    model, tx = Model(), pipeline(stage, shape, window)
+    steps = 7 * window
+    if route == "eager":
+        opt = zf.attach(model, tx)
+        for t in range(steps):
+            x, y = draw(t, rank)
+            (model(x) - y).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        return {k: p.detach().clone() for k, p in opt.detach().named_parameters()}
+    state = zf.init(tx, {k: p.detach() for k, p in model.named_parameters()})
+    donate = route == "donated"
+    step = zf.make_step(lambda p, x, y: (functional_call(model, p, (x,)) - y).square().mean(), tx, donate=donate)
+    for t in range(steps):
+        state, _ = step(state, *draw(t, rank))
+        if directory is not None and t == steps // 2:
+            # A state for each group, in the middle of a window of local updates.
+            where = f"{directory}/{rank // shape[1]}"
+            zf.save(where, state)
+            state = zf.load(where, like=zf.init(tx, {k: p.detach() for k, p in model.named_parameters()}))
+    return {k: x.clone() for k, x in zf.full_params(tx, state).items()}
+
+
+def on_a_rank(cells, directory):
+    rank = torch.distributed.get_rank()
+    return [trained(*cell, rank, f"{directory}/{i}" if cell[1] == "pure" else None) for i, cell in enumerate(cells)]
+
+
+ROUTES = ("pure", "donated", "eager")
+ON_TWO = [("local", route, (2, 1), window) for route, window in zip(ROUTES, (1, 1, 2), strict=True)]
+ON_FOUR = [(stage, route, (2, 2), 1) for stage in ("ZeRO-3", "ZeRO-2", "data") for route in ROUTES]
+
+
+@pytest.mark.parametrize(
+    ("cells", "size"), [(ON_TWO, 2), pytest.param(ON_FOUR, 4, marks=pytest.mark.slow)], ids=["2 groups", "2 of 2"]
+)
+def test_groups_are_the_formula(cells, size, tmp_path):
+    found = zf.launch(on_a_rank, size, cells, str(tmp_path), timeout=limit(120))
+    wrong = []
+    for i, cell in enumerate(cells):
+        apart, together = cell[2]
+        groups = [list(range(g * together, (g + 1) * together)) for g in range(apart)]
+        want = by_hand(7, cell[3], groups)
+        worst = [
+            max(float((x[i][k] - want[r // together][k]).abs().max()) for k in want[0]) for r, x in enumerate(found)
+        ]
+        wrong += [(cell, worst)] if not max(worst) < 1e-9 else []
+    assert not wrong
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_one_process_is_the_formula(route):
+    want = by_hand(7, 1, [[0]])[0]
+    found = trained("local", route, (1, 1), 1, 0)
+    for k, x in found.items():
+        torch.testing.assert_close(x, want[k], rtol=0, atol=1e-12)
+
+
+def bytes_of_updates(wire):
+    """The bytes that each of six updates has sent to other ranks, by torch's own profiler of collectives."""
+    sent = []
+    from zerofn.ranks import collectives
+
+    work = collectives.Work
+
+    class Counted(work):
+        def __init__(self, name, nbytes, *rest):
+            sent[-1] += nbytes
+            super().__init__(name, nbytes, *rest)
+
+    collectives.Work = Counted
+    tx = zf.chain(zf.local(), zf.sgd(0.1), zf.every(3, zf.sgd(0.7), wire=wire))
+    state = zf.init(tx, {"w": torch.zeros(100), "b": torch.zeros(28)})
+    for _ in range(6):
+        sent.append(0)
+        rank = torch.distributed.get_rank()
+        state, _ = zf.update(tx, {"w": torch.full((100,), 1.0 + rank), "b": torch.ones(28)}, state)
+    return sent, float(state.params["w"][0])
+
+
+@pytest.mark.parametrize("wire", [None, torch.bfloat16], ids=str)
+def test_bytes_are_sent_in_outer_updates_alone(wire):
+    each = 128 * (4 if wire is None else 2)
+    for sent, w in zf.launch(bytes_of_updates, 2, wire, timeout=limit(60)):
+        assert sent == [0, 0, each, 0, 0, each]
+        # Of the gradients 1 and 2 the mean goes seven tenths of the way, twice.
+        assert w == pytest.approx(-2 * 0.7 * 3 * 0.1 * 1.5, rel=1e-6 if wire is None else 2e-2)
+
+
+ROWS = Refusals()
+ROWS.rows(
+    ValueError,
+    (lambda: zf.every(2, zf.clip_by_value(1.0)), re.compile(r"every\(2, clip_by_value\(...\)\)")),
+    (lambda: zf.every(2, zf.muon()), re.compile(r"every\(2, muon\(...\)\)")),
+    (lambda: zf.every(0, zf.sgd(0.1)), re.compile("updates")),
+    (lambda: zf.chain(zf.every(2, zf.sgd(0.1)), zf.sgd(0.1)), re.compile("every")),
+    (
+        lambda: zf.attach(Model(), zf.chain(zf.sgd(0.1), zf.every(2, zf.sgd(0.1))), in_backward=True),
+        re.compile("every treats the tree as a whole"),
+    ),
+    (
+        lambda: zf.attach(Model(), zf.chain(zf.sgd(0.1), zf.every(2, zf.sgd(0.1))), capturable=True),
+        re.compile("every"),
+    ),
+)
+
+
+@ROWS(ValueError, "a step through every(...) in a graph or a batch")
+def a_batch_of_states():
+    tx = zf.chain(zf.sgd(0.1), zf.every(2, zf.sgd(0.1)))
+    one = zf.init(tx, {"w": torch.ones(1)})
+    states = zf.init(tx, {"w": torch.ones(1)})
+    yield one
+    together = torch.utils._pytree.tree_map(lambda x: torch.stack([x, x]), states)
+    torch.vmap(lambda s: zf.update(tx, {"w": torch.ones(1)}, s)[0])(together)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refused(row):
+    row.check()

@@ -1,0 +1,144 @@
+"""`every`: an outer optimizer once in many updates, on the mean over ranks that step apart in between (DiLoCo)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._errors import explain
+from ..extend import (
+    Context,
+    Facts,
+    Group,
+    Layout,
+    Leaves,
+    Prepared,
+    Ranks,
+    Scope,
+    Transform,
+    TransformState,
+    View,
+    as_transform,
+    check_count,
+    check_dtype,
+    counter,
+    mean_over,
+    transform,
+    wide_copy,
+)
+
+COUNT_OF_UPDATES = "every_count"
+OUTER = "outer_"
+# Elements that one message carries.
+TOGETHER = 1 << 23
+WIRES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@transform
+def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | None = None) -> Transform:
+    """Run an outer optimizer once in so many updates, on the mean over ranks of what these have changed (DiLoCo).
+
+    It stands behind the optimizer, whose updates are local to each rank, or group of ranks, along `mesh`. After each
+    `updates` of them `d = mean over ranks of (anchor - p)`, `anchor = outer(anchor, d)` and `p = anchor` (Douillard et
+    al., 2023, algorithm 1, with `outer=sgd(0.7, momentum=0.9, nesterov=True)`). The state of the optimizer goes on. The
+    anchor starts as the parameters, which are equal on all ranks, and is kept in fp32 or wider.
+
+    In between nothing is sent along `mesh`. Then each rank sends what it has stored of the parameters, in one
+    all-reduce for each 32 MiB.
+
+    Args:
+        updates: of the optimizer, for one of the outer one.
+        outer: an optimizer that treats elements alone.
+        mesh: a one-dimensional `DeviceMesh` along which gradients are not reduced; by default all ranks.
+        wire: the dtype in which differences are sent; by default the anchor's.
+
+    Raises:
+        ValueError: `updates` is not positive, or `outer` is no such optimizer; at an update, in a graph or a batch in
+            which Python cannot read the count.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> tx = zf.chain(zf.sgd(0.1), zf.every(2, zf.sgd(0.5)))
+        >>> state = zf.init(tx, {"w": torch.zeros(1)})
+        >>> for _ in range(2):  # -0.1, -0.2, of which the outer step keeps a half
+        ...     state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
+        >>> state.params["w"]
+        tensor([-0.1000])
+
+    Notes:
+        On several ranks say that nothing else is reduced along `mesh`: `chain(local(), adamw(lr), every(...))`, or
+        `chain(shard(mesh["shard"]), adamw(lr), every(..., mesh["replicate"]))`. Each group then has a state of its own:
+        save each in a directory of its own. All ranks along `mesh` must make equally many updates: one waits for the
+        others in the outer step.
+    """
+    check_count("every", "updates", updates, "updates")
+    check_dtype("every", "wire", wire, WIRES)
+    inner = as_transform(outer)
+    if not inner.facts.optimizes or inner.needs != "element" or inner.scope is not Scope.LEAF or inner.facts.wants:
+        why, right = "the outer step is one of an optimizer that treats elements alone", "sgd(0.7, 0.9, nesterov=True)"
+        raise ValueError(explain(f"every({updates}, {inner.name}(...))", why, f"every({updates}, {right})"))
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        anchor = {path: wide_copy(x) for path, x in leaves.items()}
+        own = {OUTER + slot: x for slot, x in inner.init_fn(anchor, layout).items()}
+        return {"anchor": anchor, COUNT_OF_UPDATES: counter(), **own}
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        count = state[COUNT_OF_UPDATES] + 1
+        now = ctx.read(count)
+        if isinstance(now, Tensor):
+            why = "ranks exchange differences in some updates only, by a count that is not known here"
+            right = "torch.compile(loss_fn) and the step outside of graphs; a loop in place of torch.func.vmap"
+            raise ValueError(explain("a step through every(...) in a graph or a batch", why, right))
+        own = {COUNT_OF_UPDATES: count}
+        if now % updates:
+            return Prepared(state=own)
+        made = inner.prepare_fn(_outer(state), None, state["anchor"], _inside(ctx))
+        return Prepared(carry=(made.carry,), state={**own, **{OUTER + key: x for key, x in made.state.items()}})
+
+    def update(group: Group | None, new: Leaves, state: TransformState, old: Leaves, carry: Any, ctx: Context):
+        if carry is None:
+            return new, {}
+        anchor = {path: state["anchor"][path] for path in new}
+        moved = {path: x - new[path].to(x.dtype) for path, x in anchor.items()}
+        out, own = inner.update_fn(_mean(moved, group, wire), _outer(state), anchor, carry[0], _inside(ctx))
+        back = {path: ctx.into(x, out[path].to(x.dtype, copy=not ctx.donate)) for path, x in new.items()}
+        return back, {"anchor": out, **{OUTER + slot: x for slot, x in own.items()}}
+
+    def view(layout: Layout, ranks: Ranks) -> View:
+        return View(update=partial(update, ranks("every", mesh)))
+
+    facts = Facts(watches=True, sees_old=False, keeps=False)
+    halves: Any = dict(init_fn=init, prepare_fn=prepare, update_fn=partial(update, None), view_fn=view)
+    return Transform("every", Scope.WHOLE, "element", facts, **halves)
+
+
+def _outer(state: TransformState) -> TransformState:
+    return {key.removeprefix(OUTER): x for key, x in state.items() if key.startswith(OUTER)}
+
+
+def _inside(ctx: Context) -> Context:
+    """The context of the outer optimizer, whose rate is its own, and is shown in no metric."""
+    return replace(ctx.inside("every"), metrics={}, norms=None)
+
+
+def _mean(leaves: Leaves, group: Group | None, wire: torch.dtype | None) -> Leaves:
+    """The mean of each leaf over the group; several leaves in one message."""
+    if group is None or group.size == 1:
+        return leaves
+    found: Leaves = {}
+    together: list[str] = []
+    for i, path in enumerate(leaves, 1):
+        together.append(path)
+        if i < len(leaves) and sum([leaves[path].numel() for path in together]) < TOGETHER:
+            continue
+        wide = leaves[together[0]].dtype
+        row = torch.cat([leaves[path].reshape(-1).to(wire or wide) for path in together])
+        parts = mean_over((group,), row).split([leaves[path].numel() for path in together])
+        found |= {p: x.reshape(leaves[p].shape).to(leaves[p].dtype) for p, x in zip(together, parts, strict=True)}
+        together = []
+    return found
