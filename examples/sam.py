@@ -7,7 +7,7 @@ import argparse
 
 import torch
 from digits import read_digits
-from torch.func import functional_call, grad
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import zerofn as zf
@@ -35,44 +35,32 @@ def batches(train, steps):
         yield train[0][rows], train[1][rows]
 
 
-def length(tensors):
-    return torch.stack([t.square().sum() for t in tensors]).sum().sqrt()
+def chain(rho):
+    optimizer = zf.adamw(lr=2e-3)
+    return zf.chain(zf.shard(), zf.sam(rho), optimizer) if rho else zf.chain(zf.shard(), optimizer)
 
 
-def by_backward(net, tx, train, steps, rho):
+def by_backward(net, tx, train, steps):
     opt = zf.attach(net, tx)
-    params = list(net.parameters())
     for x, y in batches(train, steps):
-        if rho:
-            cross_entropy(net(x), y).backward()
-            norm, kept = length([p.grad for p in params]), [p.detach().clone() for p in params]
-            with torch.no_grad():
-                for p in params:
-                    p.add_(rho * p.grad / norm)
-            opt.zero_grad()
-        cross_entropy(net(x), y).backward()
-        if rho:
-            with torch.no_grad():
-                for p, k in zip(params, kept, strict=True):
-                    p.copy_(k)
-        opt.step()
+
+        def closure(x=x, y=y):
+            loss = cross_entropy(net(x), y)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
         opt.zero_grad()
+    opt.detach()  # full parameters again
     return {name: p.detach() for name, p in net.named_parameters()}
 
 
-def by_functions(net, tx, train, steps, rho):
-    def loss(params, x, y):
-        return cross_entropy(functional_call(net, params, (x,)), y)
-
+def by_functions(net, tx, train, steps):
+    step = zf.make_step(lambda params, x, y: cross_entropy(functional_call(net, params, (x,)), y), tx)
     state = zf.init(tx, {name: p.detach() for name, p in net.named_parameters()})
     for x, y in batches(train, steps):
-        at = params = state.params
-        if rho:
-            g = grad(loss)(params, x, y)
-            norm = length(g.values())
-            at = {name: p + rho * g[name] / norm for name, p in params.items()}
-        state, _ = zf.update(tx, grad(loss)(at, x, y), state)
-    return state.params
+        state, _ = step(state, x, y)
+    return zf.full_params(tx, state)
 
 
 def main(argv=None):
@@ -80,10 +68,10 @@ def main(argv=None):
     parser.add_argument("--steps", type=int, default=1500)
     o = parser.parse_args(argv)
     train, (images, labels) = data()
-    tx, found = zf.chain(zf.adamw(lr=2e-3)), {}
+    found = {}
     for route in (by_backward, by_functions):
         for rho in (0.0, RHO):
-            params = route(model(), tx, train, o.steps, rho)
+            params = route(model(), chain(rho), train, o.steps)
             right = (functional_call(model(), params, (images,)).argmax(1) == labels).float().mean().item()
             found[route.__name__, rho] = params, right
             print(f"{route.__name__:13} {'SAM  ' if rho else 'AdamW'} {right:.1%} of held-out digits right")
