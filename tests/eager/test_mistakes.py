@@ -359,6 +359,21 @@ def a_schedule_that_fails_when_a_window_closes():
     opt.step()
 
 
+def first_backward_behind_uncleared_steps():
+    model = net()
+    opt = zf.attach(model, CASES["plain"]())
+    loss_of(model).backward()
+    opt.step()
+    yield lambda: [model.state_dict(), *(p.grad for p in model.parameters())]
+    opt.backward(loss_of(model))
+
+
+WRONG.rows(
+    RuntimeError,
+    (first_backward_behind_uncleared_steps, "the first opt.backward(loss), after steps", "write: opt.zero_grad()"),
+)
+
+
 # ---- what is given ----
 
 for wrong in (lambda: net()(X), lambda: torch.tensor(1.0), lambda: 3.0):

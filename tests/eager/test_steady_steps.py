@@ -55,7 +55,7 @@ def test_a_steady_step_makes_as_many_calls_for_many_leaves_as_for_few(layers):
         model(torch.ones(2, 4)).sum().backward()
         made = calls_of(opt.step)
         opt.zero_grad()
-    assert len(made) <= 35, made
+    assert len(made) <= 34, made
     assert len({name.partition(":")[0] for name in made}) <= 15, made
 
 
@@ -80,7 +80,7 @@ def steady_step(chain):
     return made
 
 
-@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 134, 31), (zero_3, 78, 27)])
+@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 134, 31), (zero_3, 77, 27)])
 def test_a_step_over_ranks_stays_as_short_as_it_is(chain, calls, modules):
     for made in zf.launch(steady_step, 2, chain, timeout=limit()):
         assert len(made) <= calls, made
@@ -143,3 +143,28 @@ def test_settings_that_come_and_go_between_steps():
             o.step()
         for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("clear", ["opt", "zeros", "model"])
+def test_the_first_opt_backward_may_come_after_steps_that_were_cleared(clear):
+    """It adds to what has arrived since, and drops nothing."""
+    mine, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(mine.state_dict())
+    opt, ref = zf.attach(mine, zf.sgd(0.1)), torch.optim.SGD(theirs.parameters(), 0.1)
+    x = torch.randn(4, 3)
+    for i in range(6):
+        for model, o in ((mine, opt), (theirs, ref)):
+            if clear != "model":
+                model(x).exp().mean().backward()
+            loss = model(x).square().mean()
+            if i < 3 or o is ref:
+                loss.backward()
+            else:
+                opt.backward(loss)
+            o.step()
+            if clear == "model":
+                model.zero_grad()
+            else:
+                o.zero_grad(set_to_none=clear == "opt")
+    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(p, q)

@@ -250,7 +250,9 @@ def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `SpentGradients` drops the gradients that a step has used, for loops in which nobody clears `p.grad`.
+# `SpentGradients` drops the gradients that a step has used, for loops of `opt.backward`: nobody clears `p.grad` there.
+#
+# They are noted from the first `opt.backward` on: loops of `loss.backward()` do not pay for it.
 
 
 class SpentGradients:
@@ -268,7 +270,6 @@ class SpentGradients:
 
     def note(self, paths: Iterable[str]) -> None:
         """Remember the gradients of these leaves, which a step has used, without keeping them alive."""
-        # By functions of C: this runs for every leaf in every step.
         with torch.DisableTorchFunctionSubclass():
             params = list(map(self.params.__getitem__, paths))
             grads = list(map(read_grad, params))
@@ -319,7 +320,7 @@ class Attachment:
         groups: the rates and numbers that were set.
         watch: notices that the model has changed.
         window: says which steps close the accumulation window.
-        spent: the gradients that the last step has used.
+        spent: the gradients that the last step has used; `None` until somebody calls `opt.backward`.
     """
 
     def __init__(
@@ -425,7 +426,9 @@ class Attachment:
         self.leave = functools.partial(leave, self.home, [])
         self.window = AccumulationWindow(self.pipe, self.home.current)
         self._writes = 0
-        self.spent = SpentGradients(self.home.shown)
+        self.spent: SpentGradients | None = None
+        # What `writes` was when `opt.zero_grad` was called last.
+        self._cleared = 0
         # The sum of the losses of `opt.backward` since the last step, if a transform wants it.
         self.loss: Tensor | None = None
         if self.home.channels.control is not None:
@@ -573,7 +576,8 @@ class Attachment:
             metrics = self.step(weight, given)
         finally:
             fully.take()
-        self.spent.note([path for path, p in fully.parameters.items() if p.grad is not None])
+        if self.spent is not None:
+            self.spent.note([path for path, p in fully.parameters.items() if p.grad is not None])
         return metrics
 
     def writes(self) -> int:
@@ -648,7 +652,7 @@ class Attachment:
             if self.home.reduces:
                 self.home.gradients.accumulated()
             clear_grads(map(self.leaves.__getitem__, grads))
-        elif self.fully_sharded is None and not self.home.reduces:
+        elif self.spent is not None and self.fully_sharded is None and not self.home.reduces:
             self.spent.note(grads)
         if closes and not bool(metrics["skipped"]):
             window.averaged = None
@@ -678,7 +682,7 @@ class Attachment:
             why = "a gradient is gone once its leaf is updated, and no zeros can stand in its place"
             raise ValueError(explain(wrong, why, "opt.zero_grad()"))
         self.home.gradients.clear(to_none)
-        self.loss = None
+        self.loss, self._cleared = None, self._writes
         if self.fully_sharded is not None:
             self.fully_sharded.clear(to_none)
             return
@@ -691,6 +695,9 @@ class Attachment:
     def backward(self, loss: Any, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
         """Run `opt.backward`."""
         _check_loss(loss)
+        if self.spent is None:
+            self._check_cleared()
+            self.spent = SpentGradients(self.home.shown)
         before = self.window.averaged
         self.window.average(scale_wrt_gas)
         self.home.gradients.accumulated()
@@ -703,6 +710,19 @@ class Attachment:
         if "loss" in self.pipe.wants:
             self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
         return loss / self.window.every if scale_wrt_gas else loss
+
+    def _check_cleared(self) -> None:
+        """Refuse the first `opt.backward` where `p.grad` may have what a step has used: that was not noted."""
+        if self._writes == self._cleared:
+            return
+        with torch.DisableTorchFunctionSubclass():
+            bad = [path for path, p in self.params.items() if read_grad(p) is not None]
+        if bad:
+            wrong = f"the first opt.backward(loss), after steps of loss.backward(), with a gradient in {bad[0]}.grad"
+            why = "it drops what the last step has used, which is known from the first opt.backward on"
+            raise RuntimeError(
+                explain(wrong, why, "opt.zero_grad() after each step; or opt.backward in every micro-step")
+            )
 
     def agree_on_writes(self) -> None:
         """Refuse writes by hand into full parameters on some ranks only. All ranks call it."""

@@ -221,8 +221,7 @@ class GradientHooks:
                 self.store_writes(leaf)
                 self._use(self.in_backward, leaf.path, pull(road.behind_reduction, g, leaf).to(dtype))
                 continue
-            old = reduced.get(leaf.path)
-            reduced[leaf.path] = g if old is None else old.add_(g)
+            reduced[leaf.path] = reduced[leaf.path].add_(g) if leaf.path in reduced else g
 
 
 def _add(p: Tensor, g: Tensor, hooks: bool) -> None:

@@ -158,6 +158,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns:
             The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
+
+        Raises:
+            RuntimeError: steps of `loss.backward()` were made, and gradients are there that one may have used: such are
+                known from the first `opt.backward` on. Call `opt.zero_grad()` after each of those steps.
         """
         self._own.check("backward", inside=True)
         check_flag("opt.backward", "scale_wrt_gas", scale_wrt_gas)
