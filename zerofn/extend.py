@@ -75,6 +75,7 @@ from zerofn.core.uncompiled import kept_out_of_graphs
 from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ranks
 from zerofn.core.wrapper_names import buffers_in
 from zerofn.kernels.formulas import (
+    LeafSums,
     at_most,
     in_batches,
     moment_root,
@@ -85,6 +86,7 @@ from zerofn.kernels.formulas import (
     plus_product,
     plus_quotient,
     scaled,
+    sums_over_leaves,
     times,
     towards,
 )
@@ -215,6 +217,7 @@ __all__ = [
     "Leaf",
     "LeafList",
     "LeafStep",
+    "LeafSums",
     "Leaves",
     "Misplaced",
     "Owner",
@@ -316,6 +319,7 @@ __all__ = [
     "squared_norm",
     "stochastic_round",
     "straight_through",
+    "sums_over_leaves",
     "texts_of_labels",
     "times",
     "towards",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._compat.tensors import profiler_runs
 from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
+from ..kernels.formulas import over_leaves
 from ..kernels.norms import added, leaf_squares, squared_norm_unrecorded, sum_of_squares
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
@@ -299,7 +300,7 @@ class Segment:
         emitted, comes, old_params = self.emitted, self.comes, params
         of_step = self.ctx if every or self.whole else self._within_bucket()
         if self.copies_old:
-            old_params = {path: x.clone() for path, x in params.items()}
+            old_params = over_leaves(lambda x: x.clone(), params)
         elif self.before is not None:
             old_params = {path: self.before[path] for path in params}
         for part, p in zip(self.parts, self.prepared, strict=True):

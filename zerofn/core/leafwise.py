@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
+from ..kernels.formulas import TensorList, batches, computed, on_lists
 from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
 from .context import Context, Prepared
@@ -20,7 +21,7 @@ from .layout import Layout, Leaves
 from .returned_values import misfit
 from .state import counter
 from .transform import Transform, TransformState
-from .tree import flatten, tree_map
+from .tree import flatten, tree_map, unflatten
 
 P = ParamSpec("P")
 # Keyword-only arguments without a default that the library gives to a function which has them.
@@ -82,6 +83,8 @@ def leafwise(
             its owner, which updates it and keeps its state. `zf.save` keeps that for any number of ranks,
             `opt.state_dict()` the owner's. With `"row"` a leaf has an owner too if it is a number, or if
             its state has another shape than the leaf.
+            With `"element"` and without `path` a GPU computes many leaves in one call of the function, if this asks for
+            nothing but arithmetic of the tensors that it is given.
 
     Raises:
         TypeError: the function, or `init`, cannot be called, or takes other arguments: a `state` without `init`, too
@@ -222,7 +225,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
         for name, value in config.items():
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{_name_of(function)}() needs {name}=; it has no default.")
-        made = _OnLeaves(function, init, optimizer, config, provided)
+        made = _OnLeaves(function, init, optimizer, needs == "element" and PATH not in provided, config, provided)
         return Transform(
             made.name,
             needs=needs,
@@ -247,11 +250,15 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
 
 @dataclass(frozen=True)
 class _OnLeaves:
-    """A user's function on one tensor, run on each leaf; `provided` are the arguments that the library passes."""
+    """A user's function on one tensor, run on each leaf; `provided` are the arguments that the library passes.
+
+    With `of_lists` leaves of a GPU are computed together.
+    """
 
     function: Callable
     start: Callable[[Tensor], Tensor] | None
     optimizes: bool
+    of_lists: bool
     config: dict[str, Any]
     provided: frozenset[str]
 
@@ -299,8 +306,14 @@ class _OnLeaves:
     def update(self, grads: Leaves, state: TransformState, params: Leaves, options: Any, ctx: Context) -> Any:
         out: Leaves = {}
         stateful, kept, wrong = self.start is not None, dict(state.get("value", {})), []
+        together = self.on_lists(grads, params, kept, options) if self.of_lists and not ctx.recorded else {}
         for path, g in grads.items():
             p = params[path]
+            if path in together:
+                out[path], own = together[path]
+                if stateful:
+                    kept[path] = own
+                continue
             given = (g, p, kept[path]) if stateful else (g, p)
             options = {**options, PATH: path} if PATH in self.provided else options
             returned = self.function(*given, **options) if stateful else (self.function(*given, **options), None)
@@ -313,6 +326,38 @@ class _OnLeaves:
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
         return out, {"value": kept} if stateful else {}
+
+    def on_lists(self, grads: Leaves, params: Leaves, kept: Mapping[str, Any], options: Any) -> dict[str, Any]:
+        """Result and state, by path, of leaves that a GPU computes together; not of those that run leaf by leaf."""
+        paths, stateful = list(grads), self.start is not None
+        columns = [[*grads.values()], [params[path] for path in paths]]
+        if not on_lists(columns):
+            return {}
+        trees = [flatten(kept[path] if stateful else {}) for path in paths]
+        form = trees[0][1]
+        columns += map(list, zip(*(values for values, _ in trees), strict=False))
+        if any(own != form for _, own in trees) or any(
+            len({x.shape for x in row}) > 1 for row in zip(*columns, strict=True)
+        ):
+            return {}
+        found: dict[str, Any] = {}
+        for batch, (g, p, *olds) in batches(*columns):
+            given = (g, p, unflatten(form, olds)) if stateful else (g, p)
+            try:
+                returned = self.function(*given, **options)
+                first, own = returned if stateful else (returned, {})
+                news, now = flatten(own)
+            except Exception:
+                # Of lists a function may raise anything. What is wrong with it, it says of a leaf.
+                continue
+            fits = now == form and all(type(x) is TensorList for x in (first, *news))
+            if fits and all(_holds(old.dtype, new.dtype) for old, new in zip(olds, news, strict=True)):
+                made = [first.to(p.dtype) if self.optimizes else first]
+                made += [new.to(old.dtype) for old, new in zip(olds, news, strict=True)]
+                computed(*made)
+                rows = zip(*(x.tensors for x in made), strict=True)
+                found |= {paths[i]: (x, unflatten(form, values)) for i, (x, *values) in zip(batch, rows, strict=True)}
+        return found
 
 
 def _misreturned(returned: Any, param: Tensor) -> str | None:

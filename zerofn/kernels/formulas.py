@@ -288,6 +288,11 @@ class TensorList:
     def square(self) -> TensorList:
         return self._with("mul", self)
 
+    def pow(self, exponent: Any) -> TensorList:
+        if exponent != 2:
+            raise NotOnLists("pow")
+        return self.square()
+
     def reciprocal(self) -> TensorList:
         return self._with("reciprocal")
 
@@ -342,12 +347,18 @@ class TensorList:
     def __neg__(self) -> TensorList:
         return self.neg()
 
+    def __pow__(self, exponent: Any) -> TensorList:
+        return self.pow(exponent)
+
+    def __abs__(self) -> TensorList:
+        return self.abs()
+
     def _refused(self, *_: Any) -> Any:
         raise NotOnLists("an operator")
 
     # Python looks these up in the class, and has answers of its own where there are none.
-    __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __rtruediv__ = __pow__ = __hash__ = _refused  # type: ignore[assignment]
-    __lt__ = __le__ = __gt__ = __ge__ = __matmul__ = __float__ = __abs__ = _refused
+    __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __rtruediv__ = __hash__ = _refused  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = __matmul__ = __float__ = _refused
 
     def _with(self, name: str, *others: Any) -> TensorList:
         """The operation `name` of this list and others, or numbers: in the dtype of this one."""
@@ -359,7 +370,7 @@ class TensorList:
 
 
 class LeafSums:
-    """The sum over each leaf of a list; nothing can be computed of it."""
+    """The sum over each leaf of a list, for `sums_of`; nothing else can be computed of it."""
 
     def __init__(self, of: TensorList):
         self.of = of
@@ -398,7 +409,7 @@ def _argument(x: Any) -> Any:
     """A list, a number, or a tensor of one number; that of the host is read, which waits for nothing."""
     if isinstance(x, Term | TensorList):
         return x if isinstance(x, Term) else x.term
-    if isinstance(x, Tensor) and not x.ndim and not x.is_complex():
+    if isinstance(x, Tensor) and not x.ndim and not x.is_complex() and not x.requires_grad:
         return x.item() if x.is_cpu else Term("scalar", (x,), x.dtype)
     return _number(x)
 
@@ -712,18 +723,69 @@ def over_leaves(function: Callable[..., Any], *columns: Mapping[str, Any]) -> di
         >>> over_leaves(lambda x, y: x + 2 * y, {"w": torch.ones(1)}, {"w": torch.ones(1), "v": torch.ones(1)})
         {'w': tensor([3.])}
     """
+    found: dict[str, Tensor] = {}
+    for paths, made in results(function, *columns):
+        found.update(zip(paths, made.tensors if isinstance(made, TensorList) else [made], strict=True))
+    return {path: found[path] for path in columns[0]}
+
+
+def results(function: Callable[..., Any], *columns: Mapping[str, Any]) -> Iterator[tuple[list[str], Any]]:
+    """Paths of leaves, and the result of `function` of them: of a batch on a GPU, whose columns are lists; else of one.
+
+    Args:
+        function: of one value from each column; what raises on lists runs leaf by leaf.
+        columns: tensors, or other values, by path; the paths are those of the first column.
+
+    Examples:
+        >>> list(results(torch.neg, {"w": torch.ones(1)}))
+        [(['w'], tensor([-1.]))]
+    """
     paths = list(columns[0])
     lists = [[column[path] for path in paths] for column in columns]
-    if not on_lists(lists):
-        return {path: function(*row) for path, *row in zip(paths, *lists, strict=True)}
+    alone: list[int] = []
+    if on_lists(lists):
+        for batch, given in batches(*lists):
+            try:
+                made = function(*given)
+            except Exception:
+                # Of lists a function may raise anything. What is wrong with it, it says of a leaf.
+                alone += batch
+            else:
+                yield [paths[i] for i in batch], made
+    else:
+        alone = list(range(len(paths)))
+    for i in alone:
+        yield [paths[i]], function(*(column[i] for column in lists))
+
+
+def sums_over_leaves(function: Callable[..., Sequence[Any]], *columns: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Sums over the elements of each leaf, (sums,) in float64, by path: of many leaves at once on a GPU.
+
+    Args:
+        function: of one value from each column; a list of sums, numbers or 0-d tensors.
+        columns: as of `over_leaves`.
+
+    Examples:
+        >>> sums_over_leaves(lambda x: [x.sum(), x.square().sum()], {"w": torch.tensor([1.0, 2.0])})
+        {'w': tensor([3., 5.], dtype=torch.float64)}
+    """
+
+    def sums_of_row(*row: Any) -> Sequence[Any]:
+        made = function(*row)
+        if isinstance(row[0], TensorList) and not all(isinstance(x, LeafSums) for x in made):
+            raise NotOnLists("a number of each leaf")
+        return made
+
     found: dict[str, Tensor] = {}
-    for batch, given in batches(*lists):
-        try:
-            made = function(*given).tensors
-        except NotOnLists:
-            made = [function(*(column[i] for column in lists)) for i in batch]
-        found.update(zip([paths[i] for i in batch], made, strict=True))
-    return {path: found[path] for path in paths}
+    for paths, sums in results(sums_of_row, *columns):
+        first = columns[0][paths[0]]
+        wide = torch.float32 if first.device.type == "mps" else torch.float64
+        if isinstance(sums[0], LeafSums):
+            made = torch.stack(sums_of(*[x.of for x in sums])).to(wide).mT.unbind()
+        else:
+            made = [torch.stack([torch.as_tensor(x, device=first.device).to(wide) for x in sums])]
+        found.update(zip(paths, made, strict=True))
+    return {path: found[path] for path in columns[0]}
 
 
 def in_batches(*columns: Sequence[Tensor]) -> Iterator[Sequence[Any]]:

@@ -12,12 +12,14 @@ from ..extend import (
     Context,
     Facts,
     Layout,
+    LeafSums,
     Leaves,
     Prepared,
     Transform,
     TransformState,
     explain,
     labels_by_path,
+    sums_over_leaves,
     texts_of_labels,
     transform,
 )
@@ -117,11 +119,11 @@ def _named(
         return Prepared(carry=rows, close=close)
 
     def update(params: Leaves, state: TransformState, old: Leaves, rows: Leaves, ctx: Context):
-        for path, new in params.items():
-            if new.numel():
-                wide = torch.promote_types(new.dtype, torch.float32)
-                sums = _checked(fn(old[path].to(wide), new.to(wide)), of_sums, "fn")
-                rows[path] = _row(sums, new.device)
+        def sums(new: Any, old: Any) -> list[Any]:
+            wide = torch.promote_types(new.dtype, torch.float32)
+            return [*_checked(fn(old.to(wide), new.to(wide)), of_sums, "fn").values()]
+
+        rows |= sums_over_leaves(sums, {path: new for path, new in params.items() if new.numel()}, old)
         return params, state
 
     return Transform(
@@ -134,19 +136,13 @@ def _named(
     )
 
 
-def _row(sums: Mapping[str, Any], device: torch.device) -> Tensor:
-    """The sums of one leaf, in the dtype in which they are added up."""
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    return torch.stack([torch.as_tensor(x, device=device).to(wide) for x in sums.values()])
-
-
 def _added(rows: Leaves, groups: Mapping[str, list[str]], count: int, device: torch.device) -> Tensor:
     """The sums of each group, concatenated; zeros for a group without elements on this rank."""
     found = []
     for paths in groups.values():
         here = [rows[path].to(device) for path in paths if path in rows and rows[path].numel()]
-        none = torch.zeros(count, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        found.append(torch.stack(here).sum(0) if here else none)
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        found.append(torch.stack(here).sum(0) if here else torch.zeros(count, dtype=wide, device=device))
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=device)
 
 
@@ -188,7 +184,8 @@ def _checked(found: Any, names: tuple[str, ...] | None, what: str) -> Mapping[st
     if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) and name for name in found):
         raise TypeError(explain(f"watch({what}=...): {what} returned {found!r}", why, RIGHT))
     for name, x in found.items():
-        if not (x.ndim == 0 and not x.is_complex() if isinstance(x, Tensor) else isinstance(x, int | float)):
+        plain = isinstance(x, int | float | LeafSums)
+        if not (x.ndim == 0 and not x.is_complex() if isinstance(x, Tensor) else plain):
             told = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else repr(x)
             raise TypeError(explain(f"watch({what}=...): {what} returned {told} for {name!r}", why, RIGHT))
     if names is None:
