@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -199,9 +200,16 @@ def _kept(which: str, state: TransformState, others: Iterable[Tensor]) -> str:
     own = tensors_of(state)
     if not memories(others).isdisjoint(memories(own)):
         return f"{NO} its state shares no memory with what it is handed, or new parameters; its {which} does."
-    if len(memories(own)) < len([x for x in own if memories([x])]):
+    spans = sorted(_span(x) for x in own if x.numel() and memories([x]))
+    if any(begin < end for (_, end), (begin, _) in pairwise(spans)):
         return f"{NO} its state has no memory at two places; its {which} does."
     return ""
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The addresses from the first element of a tensor to behind its last. Counts of leaves are of one tensor."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _other(value: Any) -> Any:
