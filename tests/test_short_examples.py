@@ -89,6 +89,13 @@ def test_sam(example):
     assert not torch.equal(found["by_backward", 0.0][0]["0.weight"], found["by_backward", sam.RHO][0]["0.weight"])
 
 
+def test_groups_that_seldom_talk(example):
+    found = example("diloco").main(["--steps", "60"])
+    assert found[True][0] > 0.6 and found[False][0] > 0.6
+    # Three outer steps of 9610 parameters in two bytes, and what `attach` and `detach` say.
+    assert 3 * 9610 * 2 <= found[True][1] < 3 * 9610 * 2 + 100 < found[False][1] / 30
+
+
 def test_large_batches(example):
     found = example("large_batch").main(["--steps", "20"])
     assert all(loss < 2.2 for losses in found.values() for loss in losses.values())  # 2.3 is a guess among ten
