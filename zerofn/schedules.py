@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._errors import explain, missing
 from .core.arguments import TINY, check_count, check_number, plain
-from .core.html import curve
+from .core.html import card, curve
 from .core.transform import OfTensors
 
 if not TYPE_CHECKING:  # for a type checker a module with this function has every name
@@ -63,7 +63,7 @@ class _Schedule(OfTensors):
         """A curve, up to a tenth beyond `length`."""
         steps = self.length + max(1, self.length // 10)
         values = [float(self(i)) for i in range(0, steps, max(1, steps // 320))]
-        return curve(values, f"{self!r}, {steps} steps")
+        return card(repr(self), curve(values, steps - 1))
 
 
 @dataclass(frozen=True, repr=False)

@@ -102,9 +102,10 @@ def test_a_schedule_is_a_curve(name):
 
 
 def test_a_chain_is_a_road():
-    shape = Shape(zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.adamw(1e-3))._repr_html_())
+    shape = Shape(zf.chain(zf.shard(), zf.clip_by_global_norm(1.0), zf.adamw(0.5))._repr_html_())
     assert not shape.open
-    assert shape.text == "model→shard→clip_by_global_norm→adamw→state"
+    # Arguments are to be seen without a mouse.
+    assert "model→shard→clip_by_global_normmax_norm=1.0→adamwlr=0.5→state" in shape.text
 
 
 def test_what_is_shown_is_text_and_no_markup():
@@ -119,6 +120,29 @@ def test_states_and_tables_show_their_bytes_as_bars():
     for shown in (state, zf.describe(state), zf.plan(tx, {"w": torch.zeros(1000)})):
         html = shown._repr_html_()
         shape = Shape(html)
-        assert not shape.open and "adamw" in shape.text and "params" in shape.text
+        assert not shape.open and "adamw" in shape.text and "params" in shape.text and "float32" in shape.text
         # Two moments and the counters, beside the parameters: the longest bar has 200 points.
         assert "width:200px" in html and "width:100px" in html
+        # One unit for the table, which is that of its largest row.
+        assert "KiB" in shape.text and "3.91" in shape.text and ">0.00" not in html.replace("state", "")
+
+
+def test_what_has_no_bytes_has_no_row():
+    state = zf.init(
+        zf.chain(zf.clip_by_global_norm(1.0), zf.sgd(0.1)), {"w": torch.zeros(1000), "none": torch.zeros(0)}
+    )
+    for shown in (state, zf.describe(state)):
+        html = shown._repr_html_()
+        assert ">clip_by_global_norm<" not in html and ">params<" in html
+
+
+def test_an_attached_model_shows_its_chain_its_metrics_and_its_state():
+    model = torch.nn.Linear(3, 2)
+    opt = zf.attach(model, zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-3)))
+    assert "grad_norm" not in Shape(opt._repr_html_()).text
+    model(torch.ones(3)).sum().backward()
+    opt.step()
+    shape = Shape(opt._repr_html_())
+    assert not shape.open
+    for word in ("Linear, attached", "model→clip_by_global_norm", "grad_norm", "step 1", "float32", "bytes"):
+        assert word in shape.text, word

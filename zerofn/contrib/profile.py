@@ -22,7 +22,7 @@ from zerofn.extend import check_flag, explain, kind_of, listener, listening
 # These have no public name: wrappers of torch's private names, and the layout of tables.
 from .._compat.autograd import at_end_of_backward, in_backward
 from .._compat.functorch import is_wrapped
-from ..core.html import bars
+from ..core.html import BYTES, COUNTS, SECONDS, card, table
 from ..storage.tables import align_columns, format_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -131,12 +131,14 @@ def lines_of(m: Measured, numbers: Sequence[int]) -> list[str]:
 
 
 def html_of(m: Measured, numbers: Sequence[int]) -> str:
-    """The tables as HTML: rows as in the text, with a bar for the first number."""
+    """The tables as HTML: of each row one number, as a bar too; all of them stand in the text."""
+    units = {"phase": SECONDS, "operations": COUNTS, "states": BYTES, "collectives": BYTES}
+    about = {"phase": "time", "operations": "operations", "states": "bytes read", "collectives": "bytes sent"}
     parts = []
     for head, rows, sizes in _tables(m):
-        lines = [(row[0], " / ".join(c for c in row[1:] if c), x) for row, x in zip(rows, sizes, strict=True)]
-        parts.append(bars(lines, f"{head[0]}: {' / '.join(head[1:])}"))
-    return f"<p>{_title(numbers)}</p>{''.join(parts)}"
+        sized = [([name], size) for (name, *_), size in zip(rows, sizes, strict=True)]
+        parts.append(card(about[head[0]], table([head[0]], sized, units[head[0]])))
+    return card(_title(numbers), *parts, text="\n".join(lines_of(m, numbers)))
 
 
 def _time(seconds: float | None) -> str:

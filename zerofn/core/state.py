@@ -382,11 +382,18 @@ class State:
 
     def _repr_html_(self) -> str:
         # Imported in notebooks alone.
-        from .html import bars
+        from .html import card, kept
 
-        kept = {"params": self.leaves, **self.transforms}
-        sizes = {name: sum(x.nbytes for x in flatten(tree)[0] if isinstance(x, Tensor)) for name, tree in kept.items()}
-        return bars([(name, f"{size:,} B", size) for name, size in sizes.items()], repr(self))
+        parts = {"params": self.leaves, **self.transforms}
+        tensors = [
+            (name, [str(x.dtype).removeprefix("torch."), str(x.device)], x.nbytes)
+            for name, tree in parts.items()
+            for x in flatten(tree)[0]
+            if isinstance(x, Tensor)
+        ]
+        at = self.layout.placement
+        where = f", shard {at.rank} of {at.size}" if at.size > 1 else ""
+        return card(f"State, step {self.step.tolist()}{where}", kept(tensors, ["dtype", "device"]), text=repr(self))
 
     def copies_on_device(self) -> tuple[Any, ...]:
         """The copies into this state. The device waits for them before all that is launched from here on."""

@@ -227,10 +227,11 @@ class Transform:
 
     def _repr_html_(self) -> str:
         # Imported in notebooks alone.
-        from .html import road
+        from .html import card, road
 
-        parts = [(part.name, repr(part)) for part in self.members]
-        return road([("model", "what the model sees"), *parts, ("state", "what is stored")])
+        # Of `adamw(lr=0.1)` that which stands in brackets.
+        parts = [(part.name, repr(part).partition("(")[2].rpartition(")")[0]) for part in self.members]
+        return card("a chain", road([("model", ""), *parts, ("state", "")]), text=repr(self))
 
     def __reduce__(self):
         return _rebuild, (self.factory, dict(self.config), self.name, self.parts, self.base)

@@ -238,6 +238,15 @@ class Optimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"attach({type(self._own.model).__name__}, {self.tx!r})"
 
+    def _repr_html_(self) -> str:
+        # Imported in notebooks alone.
+        from ..core.html import card, numbers
+
+        told = numbers([(name, f"{x.item():.4g}") for name, x in self.metrics.items() if x.numel() == 1])
+        metrics = card("metrics of the last step", told) if self.metrics else ""
+        shown = (self.tx._repr_html_(), metrics, self.state._repr_html_())
+        return card(f"{type(self._own.model).__name__}, attached", *shown)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         wrong = "a copy or a pickle of what zf.attach returned"
         why = "it is bound to its model by hooks, and a copy would be bound to nothing"

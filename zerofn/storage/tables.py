@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._compat.tensors import NoNumbers, shape_only
 from .._errors import explain
-from ..core.html import bars, road
+from ..core.html import card, kept, road
 from ..core.layout import (
     AxisPlacement,
     Leaf,
@@ -161,8 +161,8 @@ class StationsTable:
 
     def _repr_html_(self) -> str:
         first = next((row.path for row in self.stations), None)
-        stops = [(r.transform, " ".join(_cells(r))) for r in self.stations if r.path == first]
-        return road(stops)
+        stops = [(r.transform, " ".join(c for c in _cells(r) if c != "-")) for r in self.stations if r.path == first]
+        return card(f"a gradient of {first}, behind each transform", road(stops), text=repr(self))
 
 
 def stations_table(pipe: Pipeline, world: int = 1) -> StationsTable:
@@ -353,9 +353,17 @@ class Table:
         return "\n".join([*_state_lines(self), *(() if self.road is None else ("", repr(self.road)))])
 
     def _repr_html_(self) -> str:
-        rows = [(name, format_bytes(size), float(size)) for name, size in self.by_transform.items()]
+        tensors = [
+            (
+                r.transform,
+                [dtype_name(r.dtype), "whole" if r.local_shape == r.global_shape else "shard", r.device],
+                r.bytes,
+            )
+            for r in (*self.rows, *self.buffers)
+        ]
         road = "" if self.road is None else self.road._repr_html_()
-        return bars(rows, list(_state_lines(self))[-1]) + road
+        lines = list(_state_lines(self))
+        return card(lines[-1], kept(tensors, ["dtype", "place", "device"]), text="\n".join(lines)) + road
 
 
 def describe(state: State | Optimizer) -> Table:
