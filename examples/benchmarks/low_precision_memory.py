@@ -158,6 +158,15 @@ def low(rounding: str = "stochastic", moments: torch.dtype = BF16) -> Any:
     return zf.low_precision_adam(LR, rounding=rounding, state_dtype=moments)
 
 
+def coded(bits: int) -> Any:
+    return zf.quantize(low(moments=F32), bits)
+
+
+def moments(bits: int) -> float:
+    """Bytes per parameter of two moments as codes, with an fp32 scale for each block of 128."""
+    return 2 * (bits / 8 + 4 / 128)
+
+
 def entries() -> list[Entry]:
     bf16 = zf.precision(store_dtype=BF16, param_dtype=BF16)
     fp16 = zf.precision(store_dtype=F16, param_dtype=F16, grad_dtype=F16)
@@ -172,6 +181,15 @@ def entries() -> list[Entry]:
         Entry("zerofn fp16, dynamic scale", ours(fp16, low(), scale=True), keeps(2, 2, 4)),
         Entry("zerofn bf16, stochastic, in backward", ours(bf16, low(), in_backward=True), keeps(2, 0, 4)),
         Entry("zerofn bf16, kahan, in backward", ours(bf16, low("kahan"), in_backward=True), keeps(2, 0, 6)),
+        *(
+            Entry(
+                f"zerofn bf16, {n}-bit moments{how}",
+                ours(bf16, coded(n), in_backward=bool(how)),
+                keeps(2, g, moments(n)),
+            )
+            for n in (8, 4)
+            for how, g in (("", 2), (", in backward", 0))
+        ),
         Entry("torchao _AdamW, bf16, stochastic", plain(torchao, BF16), keeps(2, 2, 4), needs="torchao"),
         Entry("torch AdamW(fused), bf16 (loses updates)", plain(fused, BF16), keeps(2, 2, 4)),
     ]
@@ -180,6 +198,9 @@ def entries() -> list[Entry]:
         sharded += [
             Entry(f"zerofn ZeRO-{stage}, fp32", ours(None, adamw, stage), keeps(4, 4, 8, stage), (2,)),
             Entry(f"zerofn ZeRO-{stage}, bf16, stochastic", ours(bf16, low(), stage), keeps(2, 2, 4, stage), (2,)),
+            Entry(
+                f"zerofn ZeRO-{stage}, 8-bit moments", ours(bf16, coded(8), stage), keeps(2, 2, moments(8), stage), (2,)
+            ),
         ]
         if stage in (0, 2, 3):
             build = ours(bf16, low(), stage, in_backward=True)

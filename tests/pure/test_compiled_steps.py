@@ -59,6 +59,7 @@ PIPELINES = {
     "stochastic": lambda: zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(0.1)),
     "kahan": lambda: zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(0.1, rounding="kahan")),
     "offload": lambda: zf.offload(zf.adamw(0.1)),
+    "codes": lambda: zf.quantize(zf.lion(0.1)),
     "groups": lambda: zf.partition({"x": zf.muon(0.1), "y": zf.sgd(0.1)}, lambda path: "x" if path == "w" else "y"),
 }
 # What the formula and a kernel of torch's differ by, and the norm in another order: of numbers near 1, per update.

@@ -45,7 +45,7 @@ INLINE float coded(float x, float scale, int is_signed, int random, uint32_t cou
         float here = number(code, scale, is_signed), off = x - here;
         float other = code + (off > 0.0f ? 1.0f : off < 0.0f ? -1.0f : 0.0f);
         other = other < least ? least : other;
-        code = u < off / (number(other, scale, is_signed) - here) ? other : code;
+        code = u * fabsf(number(other, scale, is_signed) - here) < fabsf(off) ? other : code;
     }
     return is_signed ? code + LAST_SIGNED : code;
 }
@@ -58,8 +58,10 @@ INLINE void put(uint8_t *row, int64_t at, const uint8_t *codes, int64_t n) {
     }
     int64_t i = 0;
     if (at & 1) row[at >> 1] |= (uint8_t)(codes[i++] << 4);
-    for (; i + 1 < n; i += 2) row[(at + i) >> 1] = (uint8_t)(codes[i] | codes[i + 1] << 4);
-    if (i < n) row[(at + i) >> 1] = codes[i];
+    uint8_t *pairs = row + ((at + i) >> 1);
+    for (int64_t k = 0; k < (n - i) / 2; k++)
+        pairs[k] = (uint8_t)(codes[i + 2 * k] | codes[i + 2 * k + 1] << 4);
+    if ((n - i) & 1) pairs[(n - i) / 2] = codes[n - 1];
 }
 
 INLINE void get(const uint8_t *row, int64_t at, uint8_t *codes, int64_t n) {
@@ -67,7 +69,14 @@ INLINE void get(const uint8_t *row, int64_t at, uint8_t *codes, int64_t n) {
         memcpy(codes, row + at, (size_t)n);
         return;
     }
-    for (int64_t i = 0; i < n; i++) codes[i] = row[(at + i) >> 1] >> (4 * ((at + i) & 1)) & 15;
+    int64_t i = 0;
+    if (at & 1) codes[i++] = row[at >> 1] >> 4;
+    const uint8_t *pairs = row + ((at + i) >> 1);
+    for (int64_t k = 0; k < (n - i) / 2; k++) {
+        codes[i + 2 * k] = pairs[k] & 15;
+        codes[i + 2 * k + 1] = pairs[k] >> 4;
+    }
+    if ((n - i) & 1) codes[n - 1] = pairs[(n - i) / 2] & 15;
 }
 
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }

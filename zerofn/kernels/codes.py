@@ -151,7 +151,7 @@ class Codes:
         scale = scale + (scale - scale)
         y = x / torch.where(scale > 0, scale, torch.inf)
         signed, (n, m) = _one_kind(negative), self._ends
-        t = where(signed, lambda: 2 * y / (1 + y.abs()), y.sqrt) if self.companded else y
+        t = where(signed, lambda: 2 * y / (1 + y.abs()), lambda: y.sqrt()) if self.companded else y
         code = where(signed, lambda: t * n, lambda: t * m)
         # A second moment other than zero gets a code other than zero.
         least = where(signed, lambda: torch.full_like(y, -n), lambda: (y > 0).to(wide))
@@ -163,7 +163,7 @@ class Codes:
             # The code on the other side of `x`, or the same one if `x` has a code.
             other = (code + off.sign()).maximum(least)
             gap = self._numbers(other, scale, signed, rows.dtype) - here
-            code = torch.where(u < off / gap, other, code)
+            code = torch.where(u * gap.abs() < off.abs(), other, code)
         # Without a finite number there is none.
         code = where(signed, lambda: code + n, code).to(torch.uint8) * (scale > 0)
         scales = torch.where(negative, -scale, scale).squeeze(-1).to(rows.dtype)
