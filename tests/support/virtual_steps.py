@@ -119,6 +119,7 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
     "guest": lambda: zf.chain(zf.guest(torchopt.adam(lr=1e-2))),
     "masked": lambda: zf.chain(zf.masked(zf.clip_by_value(0.01), lambda path: path > "p005"), zf.adamw(1e-3)),
     "skip nonfinite": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-3)),
+    "quantize": lambda: zf.quantize(zf.adamw(1e-3)),
     "offload": lambda: zf.offload(zf.adamw(1e-3)),
     "offload, low precision": lambda: low(zf.offload(zf.low_precision_adam(1e-3))),
     "offload, chain": lambda: zf.chain(

@@ -59,7 +59,7 @@ class Draws:
 
     def bits(self, low: int, high: int, device: torch.device) -> Tensor:
         """Those of a range of elements, int32."""
-        how: Any = dict(seed=self.seed, step=self.step, key=self.key, device=device)
+        how: Any = dict(seed=self.seed, step=number(self.step), key=self.key, device=device)
         return random_bits(high - low, offset=self.offset + low, **how)
 
 
