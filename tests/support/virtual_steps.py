@@ -310,6 +310,35 @@ def on_two_devices() -> str:
     return ""
 
 
+class _OfAllShapes(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, shape in (("number", ()), ("vector", (3,)), ("matrix", (4, 3)), ("expanded", (5,))):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape).to(dtype)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(self.matrix @ self.vector) * x * self.number).sum() + self.expanded.sum()
+
+
+def scaled_gradients(dtype: torch.dtype, scale: float) -> tuple[list[str], int]:
+    """Gradients of parameters and of an input that differ from the CPU's, and the launches of their division."""
+    found: list[dict[str, Tensor]] = []
+    launches = 0
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = _OfAllShapes(torch.float32).to(device)
+        zf.attach(model, zf.chain(zf.precision(store_dtype=dtype), zf.scale_loss(scale), zf.sgd(0.1)))
+        x = torch.randn(4).to(device, dtype).requires_grad_()
+        loss = model(x)
+        with LOG() as rows:
+            loss.float().backward()
+        divided = [row for row in rows if row.kind == "launch" and "core/view.py" in row.where]
+        launches = sum(row.count for row in divided)
+        found.append({**{n: p.grad.cpu() for n, p in model.named_parameters()}, "x": x.grad.cpu()})  # type: ignore[union-attr]
+    here, there = found
+    return [n for n in here if here[n].dtype != there[n].dtype or not torch.equal(here[n], there[n])], launches
+
+
 def overflowed() -> tuple[dict[str, int], int]:
     """Waits of a step in which the last leaves overflow, and the first one that did."""
     model = Many(10).cuda()

@@ -460,7 +460,9 @@ def wide(x: Tensor) -> Tensor:
 
 def multiplied(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`x * scale` in `dtype`: multiplied in fp32 and rounded once."""
-    return _by_parts(multiplied, x, scale, dtype) if x.is_complex() else (wide(x) * scale).to(dtype)
+    if x.is_complex():
+        return _by_parts(multiplied, x, scale, dtype)
+    return _cast_within(torch.mul, x, scale, dtype) if _on_gpu(x, scale) else (wide(x) * scale).to(dtype)
 
 
 def divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -471,7 +473,21 @@ def divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         # By a Python number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
         # peak of memory. Not by a tensor: some kernels cast it to fp16 first, where 65536 is infinite.
         return x / float(scale)
-    return (wide(x) / scale).to(dtype)
+    return _cast_within(torch.div, x, scale, dtype) if _on_gpu(x, scale) else (wide(x) / scale).to(dtype)
+
+
+def _on_gpu(x: Tensor, scale: Tensor) -> bool:
+    """Whether one kernel of a GPU computes it: nobody differentiates it, and there is no batch of scales."""
+    return x.is_cuda and scale.is_cuda and not scale.ndim and type(x) is type(scale) is Tensor and untracked()
+
+
+def _cast_within(operation: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`operation(x, scale)` in fp32 at least, stored in `dtype`, in one launch and without a copy of `x` in fp32.
+
+    A scale with the dimensions of `x` counts for the dtype of the operation, and one without does not. A kernel of a
+    GPU casts what it reads and writes.
+    """
+    return operation(x, scale.reshape((1,) * x.ndim), out=torch.empty_like(x, dtype=dtype))
 
 
 def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

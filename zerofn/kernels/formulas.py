@@ -823,23 +823,32 @@ def in_place(operation: str, olds: list[Tensor], given: Any) -> None:
         getattr(row[0], operation)(*(row[1:] if several else [given]))
 
 
-def on_stacks(function: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """`function` of a tensor; of a `TensorList` in one call for all tensors of one shape, stacked along a new axis.
+def on_stacks(function: Callable[[Tensor], Tensor], factor: Callable[[torch.Size], Any], x: Any) -> Any:
+    """`function` of matrices times a factor; of a `TensorList` in one call for matrices that have one shape.
 
     Args:
-        function: of the last dimensions of a tensor, which keeps its shape.
-        x: the argument of a formula.
+        function: of matrices, (..., rows, columns), which keeps the shape; of transposed matrices it is the transpose.
+        factor: of the shape of a tensor.
+        x: the argument of a formula. Tensors of one shape are stacked along a new axis, with those whose transposed
+            matrices have it.
 
     Examples:
-        >>> on_stacks(lambda x: x @ x.mT, torch.ones(1, 1))
-        tensor([[1.]])
+        >>> on_stacks(lambda x: x / x.norm(), lambda shape: 2.0, torch.ones(1, 1))
+        tensor([[2.]])
     """
     if not isinstance(x, TensorList):
-        return function(x)
-    shapes: dict[torch.Size, list[int]] = {}
+        return function(x) * factor(x.shape)
+    stacks: dict[torch.Size, tuple[list[int], list[int]]] = {}
     for i, tensor in enumerate(x.tensors):
-        shapes.setdefault(tensor.shape, []).append(i)
+        tall = tensor.shape[-2] > tensor.shape[-1]
+        stacks.setdefault(tensor.mT.shape if tall else tensor.shape, ([], []))[tall].append(i)
     found: dict[int, Tensor] = {}
-    for places in shapes.values():
-        found |= zip(places, function(torch.stack([x.tensors[i] for i in places])).unbind(), strict=True)
+    for shape, (wide, tall) in stacks.items():
+        made = function(torch.stack([*[x.tensors[i] for i in wide], *[x.tensors[i].mT for i in tall]]))
+        if wide:
+            found |= zip(wide, (made[: len(wide)] * factor(shape)).unbind(), strict=True)
+        if tall:
+            # Contiguous, as the other tensors of the formula: then a kernel computes it.
+            back = made[len(wide) :].mT.contiguous()
+            found |= zip(tall, (back * factor(back.shape[1:])).unbind(), strict=True)
     return TensorList([found[i] for i in range(len(x.tensors))])

@@ -98,7 +98,7 @@ def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context
         raise _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")
     total = total.to(squares)
     # A maximum over ranks may drop NaN, so NaN and infinity are sent as -1, which no sum of squares is.
-    here = torch.where(torch.isfinite(total.detach()), total.detach(), -1.0)
+    here = total.detach().nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0)
     # The tolerance: rounding to fp32 may lose 2**-24 of the sum.
     least = squares.detach() * (1 - 1e-6)
     here, least = ctx.on_host(here, least)

@@ -103,10 +103,13 @@ def muon(
         kept, inner = p.dtype, dtype or g.dtype
 
         def direction(u: Tensor) -> Tensor:
-            return orthogonal(u, steps, inner, ns_coefficients).to(kept) * (rate * scale_of(*u.shape[-2:]))
+            return orthogonal(u, steps, inner, ns_coefficients).to(kept)
+
+        def factor(shape: torch.Size) -> Any:
+            return rate * scale_of(*shape[-2:])
 
         u = g + (m - g) * beta if nesterov else m
-        return p * (1 - rate * decay) - on_stacks(direction, u), {"momentum": m}
+        return p * (1 - rate * decay) - on_stacks(direction, factor, u), {"momentum": m}
 
     numbers, decays = {"momentum": momentum, "weight_decay": weight_decay}, {"weight_decay": weight_decay}
     torch_form: Any = dict(of_lists=True, counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
