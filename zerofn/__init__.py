@@ -89,6 +89,7 @@ if _TYPE_CHECKING:
     from .transforms.offload import offload as offload
     from .transforms.polyak import scale_by_polyak as scale_by_polyak
     from .transforms.precision import precision as precision
+    from .transforms.qk_clip import qk_clip as qk_clip
     from .transforms.quantize import quantize as quantize
     from .transforms.quantize import quantize_state as quantize_state
     from .transforms.radam import radam as radam
@@ -196,6 +197,7 @@ _LATER = {
     "shampoo": "transforms.shampoo",
     "soap": "transforms.soap",
     "lookahead": "transforms.lookahead",
+    "qk_clip": "transforms.qk_clip",
     "every": "transforms.every",
     "sam": "transforms.sam",
     "scale_by_polyak": "transforms.polyak",

@@ -179,6 +179,11 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "sam": (zf.sam, {"rho": POSITIVE}, {}),
+    "qk_clip": (
+        zf.qk_clip,
+        {"pairs": None, "heads": Count(), "threshold": POSITIVE, "alpha": Number(high=1.1)},
+        {"pairs": [("q", "k")], "heads": 2},
+    ),
     "every": (
         zf.every,
         {"updates": Count(), "outer": None, "mesh": None, "wire": None},

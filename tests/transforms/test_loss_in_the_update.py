@@ -202,11 +202,110 @@ def test_a_derivative_goes_through_the_loss():
     torch.testing.assert_close(slope, torch.func.grad(by_formula)(x))
 
 
+# ---- tensors of which the largest elements count ----
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"q": torch.nn.Linear(3, 4), "k": torch.nn.Linear(3, 4, bias=i == 0)}) for i in range(2)
+        ).to(F64)
+
+    def forward(self, x):
+        """The loss, and the largest logit by layer and head."""
+        most, total = [], 0.0
+        for layer in self.layers:
+            q, k = (layer[name](x).unflatten(-1, (2, 2)).transpose(0, 1) for name in "qk")
+            logits = 5 * q @ k.mT
+            total = total + logits.square().mean()
+            most.append(logits.detach().amax((1, 2)))
+        return total, torch.stack(most)
+
+
+PAIRS = [("layers.0.q", "layers.0.k"), ("layers.1.q", "layers.1.k")]
+TAU = 2.0
+
+
+def clipped_by_hand(window, ranks):
+    model, clipped = Attention(), 0
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for t in range(4):
+        most = torch.full((2, 2), -torch.inf, dtype=F64)
+        opt.zero_grad()
+        for i in range(window):
+            for r in ranks:
+                loss, logits = model(draw(t * window + i, r)[0])
+                (loss / len(ranks) / window).backward()
+                most = torch.maximum(most, logits)
+        opt.step()
+        with torch.no_grad():
+            for i, layer in enumerate(model.layers):
+                for h in range(2):
+                    if most[i, h] > TAU:
+                        clipped += 1
+                        for name, share in (("q", 0.25), ("k", 0.75)):
+                            for p in layer[name].parameters():
+                                p[2 * h : 2 * h + 2] *= (TAU / most[i, h]) ** share
+    assert 2 < clipped < 16
+    return {k: p.detach().clone() for k, p in model.named_parameters()}
+
+
+def clipped(stage, window, route, ranks):
+    model, held = Attention(), zf.accumulate(window)
+    front = around(stage, window=held)
+    tx = zf.chain(*front, *[held] * (held not in front), zf.sgd(1e-3), zf.qk_clip(PAIRS, 2, TAU, 0.25))
+    batches = [draw(t, ranks[0])[0] for t in range(4 * window)]
+    if route == "eager":
+        opt = zf.attach(model, tx)
+        for x in batches:
+            loss, logits = model(x)
+            loss.backward()
+            opt.step(max_logits=logits)
+            opt.zero_grad()
+        return {k: p.detach().clone() for k, p in opt.detach().named_parameters()}
+    state = zf.init(tx, {k: p.detach() for k, p in model.named_parameters()})
+    step = zf.make_step(lambda p, x: functional_call(model, p, (x,))[0], tx)
+    for x in batches:
+        params = zf.full_params(tx, state)
+        state, _ = step(state, x, max_logits=functional_call(model, params, (x,))[1])
+    return {k: x.clone() for k, x in zf.full_params(tx, state).items()}
+
+
+def clipped_on_a_rank(cells):
+    return [clipped(*cell, [torch.distributed.get_rank()]) for cell in cells]
+
+
+CLIPPED = [(stage, window, route) for stage in STAGES for window in (1, 2) for route in ("eager", "pure")]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_largest_logits_of_ranks_and_windows_clip_heads(size):
+    cells = CLIPPED[::3]
+    found = [clipped_on_one(cells)] if size == 1 else zf.launch(clipped_on_a_rank, size, cells, timeout=limit(60))
+    wrong = []
+    for i, cell in enumerate(cells):
+        want = clipped_by_hand(cell[1], range(size))
+        worst = [max(float((x[i][k] - want[k]).abs().max()) for k in want) for x in found]
+        wrong += [(cell, worst)] if not max(worst) < 1e-10 else []
+    assert not wrong
+
+
+def clipped_on_one(cells):
+    return [clipped(*cell, [0]) for cell in cells]
+
+
 ROWS = Refusals()
 ROWS.rows(
     ValueError,
     (lambda: zf.attach(Model(), zf.chain(*CHAINS["polyak"]()), in_backward=True), re.compile("computes with the loss")),
     (lambda: zf.reduce_on_plateau(zf.clip_by_value(1.0)), re.compile(r"reduce_on_plateau\(clip_by_value\(...\)\)")),
+    (lambda: zf.qk_clip(["q"], 2), re.compile(r"qk_clip\(\['q'\], ...\)")),
+    (
+        lambda: zf.init(zf.chain(zf.sgd(0.1), zf.qk_clip([("q", "k")], 2)), {"q": {"weight": torch.ones(3, 2)}}),
+        re.compile(r"k: no module of this name(.|\n)*q.weight: of shape \(3, 2\)"),
+    ),
     (lambda: zf.scale_by_polyak().update({"w": torch.ones(1)}, {}, {"w": torch.ones(1)}), "a step without loss="),
 )
 
@@ -233,6 +332,15 @@ def a_loss_that_nobody_wants():
     state = zf.init(zf.sgd(0.1), {"w": torch.ones(1)})
     yield state
     zf.update(zf.sgd(0.1), {"w": torch.ones(1)}, state, loss=1.0)
+
+
+@ROWS(ValueError, "the max_logits of a step is a tensor of shape (1, 2)")
+def logits_of_all_layers_as_one():
+    tx = zf.chain(zf.sgd(0.1), zf.qk_clip([("q", "k")], 2))
+    params = {"q": {"weight": torch.ones(2, 2)}, "k": {"weight": torch.ones(2, 2)}}
+    state = zf.init(tx, params)
+    yield state
+    zf.update(tx, params, state, max_logits=torch.ones(2))
 
 
 @ROWS(ValueError, "the loss of a step is one number")

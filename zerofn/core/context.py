@@ -170,7 +170,8 @@ class Context:
         looks: whether results of update halves are checked for graphs, as in the first step.
         weight: weight of this micro-batch, for instance its number of tokens.
         given: numbers of this step by name, such as the loss, that a transform wants (`Facts.wants`): 0-d tensors where
-            the parameters are, means over ranks and, behind what accumulates, over the window. Empty where a
+            the parameters are, means over ranks and, behind what accumulates, over the window; and tensors of largest
+            elements (`Facts.wants_largest`). Empty where a
             `prepare_fn` is called for its rate alone.
         given_weight: the mean weight of this micro-batch over ranks.
         boundary: overrides whether the accumulation window closes now.

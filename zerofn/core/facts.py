@@ -49,6 +49,8 @@ class Facts:
         wants: numbers that its `prepare_fn` reads in `Context.given`: `"loss"`, or names of its own, which a step is
             given by keyword as `weight=` is. It gets their means over the window and over ranks, and a step without one
             is refused.
+        wants_largest: tensors that it reads there in the same way, each by its name and shape. It gets the largest of
+            each element over the window and over ranks.
         evaluates_at: a function `(grads, params, ctx) -> params`, by path: the parameters at which a step evaluates its
             loss once more. The gradient there goes through the chain in the place of the first one. It gets true,
             reduced gradients, and stored parameters, which it does not write.
@@ -77,6 +79,7 @@ class Facts:
     evaluates_at: Callable[..., Any] | None = None
     constant: tuple[str, ...] = ()
     wants: tuple[str, ...] = ()
+    wants_largest: tuple[tuple[str, tuple[int, ...]], ...] = ()
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -40,16 +40,18 @@ def check_given(names: Set[str], wanted: Mapping[str, str], call: str) -> None:
 
 
 def means_over_ranks(
-    given: Mapping[str, Any], weight: Any, leaves: Leaves, ctx: Context
+    given: Mapping[str, Any], weight: Any, largest: Mapping[str, tuple[int, ...]], leaves: Leaves, ctx: Context
 ) -> tuple[dict[str, Tensor], Tensor]:
     """The mean of each number over ranks, weighted if the micro-batch has a weight, and the mean of the weights.
 
-    Each is a 0-d tensor where the parameters are, in fp32 or wider. One message carries all of them.
+    Each is a 0-d tensor where the parameters are, in fp32 or wider. One message carries all of them, and another one
+    the tensors of `largest`, by name and shape, of which each element is the largest of all ranks'.
     """
     first = next(iter(leaves.values())) if leaves else torch.zeros(())
     dtype = torch.promote_types(first.dtype, torch.float32)
-    row = [_number(name, x, ctx).to(first.device, dtype) for name, x in given.items()]
-    own = torch.ones((), dtype=dtype, device=first.device)
+    there = {name: _number(name, x, largest.get(name, ()), ctx).to(first.device, dtype) for name, x in given.items()}
+    means = {name: x for name, x in there.items() if name not in largest}
+    row, own = [*means.values()], torch.ones((), dtype=dtype, device=first.device)
     if weight is not None:
         own = weight_of(weight).to(own)
         # A micro-batch of weight 0 counts for nothing, even if its mean loss is 0 / 0.
@@ -57,16 +59,26 @@ def means_over_ranks(
     *row, own = ctx.reduction.mean(torch.stack([*row, own])).unbind()
     if weight is not None:
         row = [x / torch.where(own != 0, own, torch.ones_like(own)) for x in row]
-    return dict(zip(given, row, strict=True)), own
+    there.update(zip(means, row, strict=True))
+    if largest:
+        most = {name: there[name].detach() for name in largest}
+        row = ctx.reduction.max(torch.cat([x.reshape(-1) for x in most.values()]))
+        parts = row.split([x.numel() for x in most.values()])
+        there.update({name: part.view(x.shape) for (name, x), part in zip(most.items(), parts, strict=True)})
+    return there, own
 
 
-def _number(name: str, value: Any, ctx: Context) -> Tensor:
+def _number(name: str, value: Any, shape: tuple[int, ...], ctx: Context) -> Tensor:
     x = plain(value)
-    good = x.ndim == 0 and not x.is_complex() if isinstance(x, Tensor) else isinstance(x, int | float)
-    if not good or isinstance(x, bool):
+    if isinstance(x, Tensor):
+        good = tuple(x.shape) == shape and not x.is_complex() and x.dtype is not torch.bool
+    else:
+        good = not shape and isinstance(x, int | float) and not isinstance(x, bool)
+    if not good:
         shown = f"tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(value)
-        right = f"{name}=losses.mean()" if name == "loss" else f"{name}=0.5"
-        raise ValueError(explain(f"{name}=<{shown}>", f"the {name} of a step is one number", right))
+        why = f"the {name} of a step is a tensor of shape {shape}" if shape else f"the {name} of a step is one number"
+        right = f"{name}=losses.mean()" if name == "loss" else f"{name}={f'torch.zeros({shape})' if shape else 0.5}"
+        raise ValueError(explain(f"{name}=<{shown}>", why, right))
     if ctx.unread and not ctx.verdicts and not isinstance(x, Tensor):
         why = "each replay of a captured step would take the number of this one"
         raise ValueError(explain(f"{name}={x!r} in a step that can be captured", why, f"{name}=tensor, 0-d"))
@@ -74,31 +86,47 @@ def _number(name: str, value: Any, ctx: Context) -> Tensor:
     return x if ctx.recorded else x.detach()
 
 
-def with_sums_of_given(names: Set[str], t: Transform, paths: Set[str], place: str) -> Transform:
+def with_sums_of_given(
+    names: Set[str], largest: Mapping[str, tuple[int, ...]], t: Transform, paths: Set[str], place: str
+) -> Transform:
     """A transform that holds gradients for a window, with the means of given numbers over that window.
 
-    State: the sum of each number since the window began, and the sum of their weights.
+    State: the sum of each number since the window began, the sum of their weights, and the largest elements of tensors.
     """
     if not t.facts.holds:
         return t
 
+    def begun(like: Tensor) -> dict[str, Tensor]:
+        """The entries where a window begins."""
+        sums = {f"{name}_sum": torch.zeros_like(like) for name in sorted(names - largest.keys())}
+        most = {f"{name}_largest": like.new_full(shape, -torch.inf) for name, shape in largest.items()}
+        return {**sums, **most, WEIGHT: torch.zeros_like(like)}
+
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         first = next(iter(leaves.values())) if leaves else torch.zeros(())
-        none = first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
-        sums = {f"{name}_sum": none.clone() for name in sorted(names)}
-        return {**t.init_fn(leaves, layout), **sums, WEIGHT: none}
+        like = first.new_zeros((), dtype=torch.promote_types(first.dtype, torch.float32))
+        return {**t.init_fn(leaves, layout), **begun(like)}
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         made = t.prepare_fn(state, grads, params, ctx)
         if not ctx.given:
             return made
         weight = ctx.given_weight if t.facts.weighted else 1.0
-        sums = {f"{name}_sum": state[f"{name}_sum"] + weight * x for name, x in ctx.given.items()}
-        total = state[WEIGHT] + weight
+        new: dict[str, Tensor] = {WEIGHT: state[WEIGHT] + weight}
         # As `accumulate` leaves a mean of no weight to its own error.
+        total = new[WEIGHT]
         divisor = torch.where(total != 0, total, torch.ones_like(total)) if ctx.averaged else 1.0
-        means = {name: sums[f"{name}_sum"] / divisor for name in ctx.given}
-        new = {key: where(made.emit, torch.zeros_like(x), x) for key, x in {**sums, WEIGHT: total}.items()}
-        return replace(made, state={**made.state, **new}, given=means)
+        found = {}
+        for name, x in ctx.given.items():
+            if name in largest:
+                key = f"{name}_largest"
+                found[name] = new[key] = torch.maximum(state[key], x)
+            else:
+                key = f"{name}_sum"
+                new[key] = state[key] + weight * x
+                found[name] = new[key] / divisor
+        first = begun(total)
+        new = {key: where(made.emit, first[key], x) for key, x in new.items()}
+        return replace(made, state={**made.state, **new}, given=found)
 
     return replace(t, init_fn=init, prepare_fn=prepare)

@@ -161,6 +161,11 @@ class Pipeline:
         return wanted_by(self.parts)
 
     @cached_property
+    def largest(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of those that are tensors, of which transforms get the largest elements."""
+        return largest_of(self.parts)
+
+    @cached_property
     def second(self) -> Transform | None:
         """The transform that asks for a second gradient (`Facts.evaluates_at`); `None` if there is none."""
         return next((part for part in self.parts if part.facts.evaluates_at is not None), None)
@@ -511,7 +516,8 @@ def pipeline(
     if wanted := wanted_by(parts):
         from .given_numbers import with_sums_of_given
 
-        parts = tuple([replace_innermost(p, partial(with_sums_of_given, wanted.keys()), layout) for p in parts])
+        held = partial(with_sums_of_given, wanted.keys(), largest_of(parts))
+        parts = tuple([replace_innermost(p, held, layout) for p in parts])
     found = [_resolved(part, layout, ranks) for part in parts]
     parts = tuple([_sending(part, view, layout, checked) for part, view in zip(parts, found, strict=True)])
     check_views(found, layout)
@@ -571,11 +577,20 @@ def _asks_inside(t: Transform) -> bool:
     return t.facts.evaluates_at is not None or any(map(_asks_inside, t.parts))
 
 
+def largest_of(parts: Sequence[Transform]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of which these transforms want the largest elements."""
+    found: dict[str, tuple[int, ...]] = {}
+    for part in parts:
+        found = {**largest_of(part.parts), **dict(part.facts.wants_largest), **found}
+    return found
+
+
 def wanted_by(parts: Sequence[Transform]) -> dict[str, str]:
     """By name, the numbers that a step must be given for these transforms, each with the one that wants it."""
     found: dict[str, str] = {}
     for part in parts:
-        found = {**wanted_by(part.parts), **dict.fromkeys(part.facts.wants, part.name), **found}
+        names = (*part.facts.wants, *dict(part.facts.wants_largest))
+        found = {**wanted_by(part.parts), **dict.fromkeys(names, part.name), **found}
     return found
 
 

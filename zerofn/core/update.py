@@ -84,7 +84,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tuple[St
     if pipe.wants:
         from .given_numbers import means_over_ranks
 
-        means, weight = means_over_ranks(ctx.given, ctx.weight, state.leaves, ctx)
+        means, weight = means_over_ranks(ctx.given, ctx.weight, pipe.largest, state.leaves, ctx)
         ctx = replace(ctx, given=means, given_weight=weight)
     if ctx.looks:
         # Recorded as far as it is made of what a function of a user's has from elsewhere.

@@ -69,8 +69,8 @@ def _members(part: Transform, where: str) -> Iterator[tuple[str, Transform]]:
 
 
 def _reason(part: Transform, owned: bool) -> str | None:
-    if part.facts.wants:
-        return f"computes with the {part.facts.wants[0]} of the step, which opt.step() is given"
+    if names := (*part.facts.wants, *dict(part.facts.wants_largest)):
+        return f"computes with the {names[0]} of the step, which opt.step() is given"
     if part.facts.holds:
         return "keeps gradients for a later step"
     if part.scope is Scope.TREE and effect(part).unscaled_by:

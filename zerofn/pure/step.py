@@ -234,7 +234,8 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
                 check_given(given.keys(), pipe.wants, "step(state, {}=...)")
             if share is not None:
                 # The weight is the mean of all ranks' from here on.
-                given = {name: where(share > 0, lambda x=x: x * share, 0.0 * share) for name, x in given.items()}
+                means = {name: x for name, x in given.items() if name not in pipe.largest}
+                given |= {name: where(share > 0, lambda x=x: x * share, 0.0 * share) for name, x in means.items()}
             more = {**more, "given": given}
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step, **more)
         if donate and not tracing:

@@ -14,7 +14,7 @@ from .._errors import bad_leaves
 from ..core.chain import chain
 from ..core.facts import OF_PIECES
 from ..core.layout import Layout, Leaf, Leaves, make_layout
-from ..core.pipeline import Pipeline, first_state, pipeline, wanted_by
+from ..core.pipeline import Pipeline, first_state, largest_of, pipeline, wanted_by
 from ..core.spec import as_it_is
 from ..core.state import State
 from ..core.state_entries import entries
@@ -49,7 +49,7 @@ class Case:
     @property
     def numbers(self) -> dict[str, Any]:
         """What a step is given by keyword: a weight, and what transforms want."""
-        return {**self.weight, **dict.fromkeys(wanted_by(self.pipe.members), 2.0)}
+        return {**self.weight, **self.of_context["given"]}
 
     @property
     def weight(self) -> dict[str, Any]:
@@ -58,7 +58,8 @@ class Case:
     @property
     def of_context(self) -> dict[str, Any]:
         """The same for a context."""
-        return {**self.weight, "given": dict.fromkeys(wanted_by(self.pipe.members), 2.0)}
+        most = {name: torch.full(shape, 2.0) for name, shape in largest_of(self.pipe.members).items()}
+        return {**self.weight, "given": {**dict.fromkeys(wanted_by(self.pipe.members), 2.0), **most}}
 
     @property
     def has_guests(self) -> bool:

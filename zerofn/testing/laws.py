@@ -104,6 +104,7 @@ class _Run:
                 handed += [*grads.values(), *params.values()]
             weight = weights[i] if weights else 2.0 if self.t.facts.weighted else None
             numbers = dict.fromkeys(self.t.facts.wants, torch.tensor(2.0))
+            numbers |= {name: torch.full(shape, 2.0) for name, shape in self.t.facts.wants_largest}
             ctx = Context(self.layout, weight=weight, given=numbers, **given)
             before = params if old is None else {p: torch.full_like(x, old) for p, x in params.items()}
             prepared = self.t.prepare_fn(state, grads, before, ctx)
