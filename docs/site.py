@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from html import escape
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -158,6 +159,35 @@ def _assigned(scope: ast.AST, name: str) -> list[tuple[int, Any]]:
     return sorted(found, key=lambda pair: pair[0])
 
 
+# ---------------------------------------------------------------- the chart of benchmarks
+
+
+def chart(page: str) -> str:
+    """A picture of the table of benchmarks: of each row our number as a share of the one beside it."""
+    shares = [(name, ours, beside) for name, ours, beside in _figures(page) if beside]
+    most, wide, high, left = max(1.0, *(o / b for _, o, b in shares)), 300, 22, 250
+    text = 'font-size="12" fill="currentColor"'
+    lines = []
+    for i, (name, ours, beside) in enumerate(shares):
+        y, share = i * high, ours / beside
+        bar = f'<rect x="{left}" y="{y + 4}" width="{wide * share / most:.0f}" height="{high - 8}" fill="#4c8bf5"/>'
+        at = left + wide * share / most - 6
+        number = f'<text x="{at:.0f}" y="{y + 15}" text-anchor="end" font-size="12" fill="#fff">{share:.2f}</text>'
+        lines += [f'<text x="0" y="{y + 15}" {text}>{escape(name)}</text>', bar, number]
+    one, bottom = left + wide / most, len(shares) * high
+    lines.append(
+        f'<line x1="{one:.0f}" y1="0" x2="{one:.0f}" y2="{bottom}" stroke="currentColor" stroke-dasharray="3"/>'
+    )
+    lines.append(f'<text x="{one:.0f}" y="{bottom + 15}" text-anchor="middle" {text}>the other, 1</text>')
+    about = "<p>Ours as a share of the one beside it; less is better.</p>"
+    return f'{about}\n<svg viewBox="0 0 {left + wide + 60} {bottom + 20}" role="img">{"".join(lines)}</svg>'
+
+
+def _figures(page: str) -> Iterator[tuple[str, float, float]]:
+    for name, ours, beside in re.findall(r"^\| ([^|]+) \| ([\d.][^|]*) \| ([\d.][^|]*) \|", page, re.M):
+        yield name, *(float(re.match(r"[\d.]+", cell)[0]) for cell in (ours, beside))
+
+
 # ---------------------------------------------------------------- mkdocs calls these
 
 
@@ -173,8 +203,10 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Fences say only their language. What a page links to outside of `docs/` is a name here."""
+    if page.file.src_uri == "benchmarks.md":
+        markdown = re.sub(r"^# .*$", lambda title: f"{title[0]}\n\n{chart(markdown)}", markdown, count=1, flags=re.M)
     markdown = re.sub(r"^```python no-run$", "```python", markdown, flags=re.M)
     return re.sub(r"\[([^\]]+)\]\((?:\.\./)+(?:examples|notebooks|README)[^)]*\)", r"`\1`", markdown)
 

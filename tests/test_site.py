@@ -92,3 +92,11 @@ def test_pages_that_the_package_names_exist():
     for path in (ROOT / "zerofn").rglob("*.py"):
         for page in re.findall(r"docs/[\w/-]+\.md", path.read_text()):
             assert (ROOT / page).is_file(), f"{path.name}: {page}"
+
+
+def test_the_chart_of_benchmarks_has_the_figures_of_its_table(site):
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = site.chart(page)
+    assert f">{746 / 874:.2f}<" in shown and f">{8.06 / 16.16:.2f}<" in shown
+    # The difference of losses has nothing to be a share of.
+    assert shown.count("<rect") == len(re.findall(r"^\| .*\]\(benchmarks/", page, re.M)) - 1
