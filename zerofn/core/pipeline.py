@@ -560,10 +560,10 @@ def _sending(part: Transform, view: View | None, layout: Layout, checked: bool) 
 def _check_second(parts: Sequence[Transform], road: Road) -> None:
     """Refuse chains in which a second gradient would not be evaluated, or at a point of this rank's own gradient."""
     asking = [part.name for part in parts if part.facts.evaluates_at is not None]
-    inside = [part.name for part in parts if any(map(_asks_inside, part.parts))]
+    inside = [repr(part) for part in parts if any(map(_asks_inside, part.parts))]
     if inside:
         why = "a second gradient is one of all parameters, at a point that the gradient of all determines"
-        raise ValueError(explain(f"{inside[0]}(...) of what asks for one", why, f"chain(sam(), {inside[0]}(...))"))
+        raise ValueError(explain(inside[0], why, "zf.chain(..., zf.sam(), ...), as a member of the chain itself"))
     if len(asking) > 1:
         why = "each would take the gradient that the other has asked for"
         raise ValueError(explain(f"chain(..., {', ..., '.join(asking)}, ...)", why, "one of the two"))
