@@ -179,6 +179,8 @@ def counts(route: str, pipeline: str, leaves: int = 10, **how: Any) -> dict[str,
         "waits": virtual_cuda.places(rows, "wait"),
         "copies": virtual_cuda.count(rows, "copy"),
         "by": virtual_cuda.places(rows, "launch"),
+        # What a view launches is part of forward and backward.
+        "step": virtual_cuda.count([row for row in rows if "core/view.py" not in row.where], "launch"),
     }
 
 

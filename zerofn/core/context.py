@@ -446,13 +446,11 @@ class Context:
 
         For its derivative the number must be made of results of `total` and `replicated`.
         """
+        given = value
         if isinstance(value, float):
             # A rate of 0.001 has other digits in a default dtype of 16 bits.
             value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
-        elif isinstance(value, Tensor):
-            # As it is now: a state is written later, and a rate that is the user's tensor is filled with others.
-            value = value.clone()
-        else:
+        elif not isinstance(value, Tensor):
             value = torch.as_tensor(value)
         if isinstance(self.comes, Tensor) and name in self.standing:
             held = self.standing[name]
@@ -462,6 +460,9 @@ class Context:
                 # Filled there: a copy of a number to a GPU would wait.
                 held = torch.full((), held, dtype=value.dtype, device=value.device)
             value = torch.where(self.comes.to(value.device), value, held)
+        elif value is given:
+            # As it is now: a state is written later, and a rate that is the user's tensor is filled with others.
+            value = value.clone()
         if self.recorded and value.is_floating_point():
             value = self.reduction.alike(value)
         self.metrics.setdefault(self.prefix + name, value)

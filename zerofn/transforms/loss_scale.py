@@ -184,15 +184,15 @@ class _Rule:
 
     def after(self, state: TransformState, ok: Any) -> TransformState:
         """The next state, in products and sums, so that `ok` may be a bool, or a tensor that nobody reads."""
-        good = torch.as_tensor(ok).to(torch.int64)
-        bad, now = 1 - good, state["scale"]
+        good = torch.as_tensor(ok)
+        bad, now = ~good, state["scale"]
         streak = (state["good_steps"] + 1) * good
         grow = streak >= self.growth_interval
         at_minimum = now <= (self.min_scale if self.dynamic else torch.inf)
-        left, backs_off = state["hysteresis_left"], bad > 0
+        left, backs_off = state["hysteresis_left"], bad
         if self.hysteresis > 1:
             backs_off = backs_off & (left <= 1)
-            left = torch.where(grow, self.hysteresis, (left - bad).clamp(min=1))
+            left = torch.where(grow, self.hysteresis, (left - bad.to(left.dtype)).clamp(min=1))
         if self.dynamic:
             now = torch.where(backs_off, (now * self.backoff_factor).clamp(min=self.min_scale), now)
             # A scale that grew to infinity would never come back: half of infinity is infinity.
@@ -203,7 +203,7 @@ class _Rule:
             "good_steps": streak * ~grow,
             "hysteresis_left": left,
             SKIPPED_STEPS: state[SKIPPED_STEPS] + bad,
-            "stuck_steps": (state["stuck_steps"] + 1) * (bad * at_minimum),
+            "stuck_steps": (state["stuck_steps"] + 1) * (bad & at_minimum),
         }
 
 

@@ -57,10 +57,10 @@ def skip_nonfinite(patience: int = 100) -> Transform:
         # NaN or infinity are not zero.
         finite = ctx.reduction.max(not_finite(grads)) == 0
         ok: Any = ctx.verdict(finite if ctx.late else finite.cpu())
-        bad = 1 - torch.as_tensor(ok).to(torch.int64)
-        new = {SKIPPED_STEPS: state[SKIPPED_STEPS] + bad, "in_a_row": (state["in_a_row"] + bad) * bad}
+        bad = ~torch.as_tensor(ok)
+        new = {SKIPPED_STEPS: state[SKIPPED_STEPS] + bad, "in_a_row": (state["in_a_row"] + 1) * bad}
         ctx.check(new["in_a_row"], lambda steps: steps < patience, lambda: _out_of_patience(patience), every=patience)
-        ctx.report("skipped", ~torch.as_tensor(ok))
+        ctx.report("skipped", bad)
         ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
         return Prepared(state=new, emit=ok)
 
