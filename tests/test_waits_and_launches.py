@@ -10,7 +10,10 @@ import torch
 import virtual_cuda
 from time_limits import limit
 
-pytestmark = pytest.mark.skipif(virtual_cuda.COMPILER is None, reason="no C++ compiler to build the device with")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(virtual_cuda.COMPILER is None, reason="no C++ compiler to build the device with"),
+]
 
 # Steps that make the host wait, with the number of waits and the reason.
 WAITS: dict[str, tuple[int, str]] = {
@@ -274,7 +277,10 @@ def test_the_first_step_of_a_state_is_not_captured(device):
     assert told.startswith("a step of a new state while a CUDA graph is captured")
 
 
-@pytest.mark.parametrize("pipeline", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in LAUNCHES])
+@pytest.mark.parametrize(
+    "pipeline",
+    [pytest.param(x, marks=pytest.mark.slow if x in SLOW or i % 2 else ()) for i, x in enumerate(LAUNCHES)],
+)
 def test_leaves_on_two_devices_are_updated_as_on_one(device, pipeline):
     assert ask(device, "compare", pipeline, apart=True) == []
 
