@@ -180,7 +180,8 @@ def chart(page: str) -> str:
     )
     lines.append(f'<text x="{one:.0f}" y="{bottom + 15}" text-anchor="middle" {text}>the other, 1</text>')
     about = "<p>Ours as a share of the one beside it; less is better.</p>"
-    return f'{about}\n<svg viewBox="0 0 {left + wide + 60} {bottom + 20}" role="img">{"".join(lines)}</svg>'
+    size = f'width="{left + wide + 60}" viewBox="0 0 {left + wide + 60} {bottom + 20}" style="max-width:100%"'
+    return f'{about}\n<svg {size} role="img">{"".join(lines)}</svg>'
 
 
 def _figures(page: str) -> Iterator[tuple[str, float, float]]:
