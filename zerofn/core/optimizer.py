@@ -159,15 +159,14 @@ def _counted(before: list[Tensor], ctx: Context) -> list[Tensor]:
     return before
 
 
-def counted(counts: Leaves, paths: Collection[str], ctx: Context) -> tuple[Leaves, dict[int, list[str]]]:
-    """Counts of these leaves plus one, in their memory if that is donated, and the paths by their new count.
+def counted(counts: Leaves, paths: Collection[str]) -> tuple[Leaves, dict[int, list[str]]]:
+    """Counts of these leaves plus one, and the paths by their new count, where Python can read them.
 
-    For a kernel, which writes into donated memory too. Leaves nearly always step together, and then their counts are
-    all the elements of one tensor, and equal: nothing is done for each leaf but to see that.
+    Leaves nearly always step together. Then their counts are all the elements of one tensor, and are read at once.
     """
     before = list(map(counts.__getitem__, paths))
     whole = viewed(before[0]) if before else None
-    if whole is not None and (whole.numel() != len(before) or not all(map(is_, map(viewed, before), repeat(whole)))):
+    if whole is not None and not (whole.shape == (len(before),) and all(map(is_, map(viewed, before), repeat(whole)))):
         whole = None
     numbers: Any = None if whole is None else whole.tolist()
     if numbers is None or len(set(numbers)) > 1:
@@ -179,14 +178,8 @@ def counted(counts: Leaves, paths: Collection[str], ctx: Context) -> tuple[Leave
     else:
         for path, n in zip(paths, numbers, strict=True):
             groups.setdefault(n + 1, []).append(path)
-    if not ctx.donate:
-        return dict(zip(paths, torch.tensor(numbers, dtype=torch.int64).add_(1).unbind(), strict=True)), groups
-    ctx.written.add(ctx.prefix)
-    if whole is not None:
-        whole.add_(1)
-    elif before:
-        foreach("add_", before, 1)
-    return dict(zip(paths, before, strict=True)), groups
+    # Never written in place: members of a batch may share the counts of one state.
+    return dict(zip(paths, torch.tensor(numbers, dtype=torch.int64).add_(1).unbind(), strict=True)), groups
 
 
 def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:
@@ -604,7 +597,7 @@ class _OptimizerUpdate:
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
         kernel, pulled, derived = self.kernel, self.pulled, self.derived
         runs = kernel is not None and not ctx.recorded and not ctx.unread
-        counts, groups = counted(state["count"], grads, ctx) if runs else (one_more(state["count"], grads, ctx), {})
+        counts, groups = counted(state["count"], grads) if runs else (one_more(state["count"], grads, ctx), {})
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
         slots = dict(zip(self.slots, map(state.__getitem__, self.slots), strict=True))
         given = Given(grads, params, slots, counts, *carry, common, ctx)

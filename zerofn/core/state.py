@@ -182,7 +182,7 @@ def counter(x: int = 0) -> Tensor:
 
 
 def counters(paths: Collection[str]) -> Leaves:
-    """A counter for each of these leaves: the elements of one tensor, so that one operation counts all of them."""
+    """A counter for each of these leaves: the elements of one tensor, so that all of them are read at once."""
     return dict(zip(paths, torch.zeros(len(paths), dtype=torch.int64).unbind(), strict=True))
 
 
