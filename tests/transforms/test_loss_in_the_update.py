@@ -157,7 +157,7 @@ SOME = [EVERY[i] for i in range(3, len(EVERY), 11)]
 
 @pytest.mark.parametrize(
     ("cells", "size"),
-    [(SOME, 1), (SOME, 2), *[pytest.param(EVERY, n, marks=pytest.mark.slow) for n in (1, 2, 3)]],
+    [(SOME[::3], 1), (SOME, 2), *[pytest.param(EVERY, n, marks=pytest.mark.slow) for n in (1, 2, 3)]],
     ids=["some on 1", "some on 2", "all on 1", "all on 2", "all on 3"],
 )
 def test_stages_and_windows_are_the_formula(cells, size):
@@ -280,20 +280,15 @@ def clipped_on_a_rank(cells):
 CLIPPED = [(stage, window, route) for stage in STAGES for window in (1, 2) for route in ("eager", "pure")]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_largest_logits_of_ranks_and_windows_clip_heads(size):
-    cells = CLIPPED[::3]
-    found = [clipped_on_one(cells)] if size == 1 else zf.launch(clipped_on_a_rank, size, cells, timeout=limit(60))
+def test_the_largest_logits_of_ranks_and_windows_clip_heads():
+    cells, size = CLIPPED[::3], 2
+    found = zf.launch(clipped_on_a_rank, size, cells, timeout=limit(60))
     wrong = []
     for i, cell in enumerate(cells):
         want = clipped_by_hand(cell[1], range(size))
         worst = [max(float((x[i][k] - want[k]).abs().max()) for k in want) for x in found]
         wrong += [(cell, worst)] if not max(worst) < 1e-10 else []
     assert not wrong
-
-
-def clipped_on_one(cells):
-    return [clipped(*cell, [0]) for cell in cells]
 
 
 ROWS = Refusals()
