@@ -208,6 +208,9 @@ ROWS.rows(
     (lambda: zf.quantize(zf.precision(torch.bfloat16)), "precision says how the model sees parameters"),
     (lambda: zf.quantize(zf.clip_by_value(1.0)), "clip_by_value has no state"),
     (lambda: started(zf.chain(zf.sgd(LR), zf.quantize(zf.ema(0.9)))), "an average of parameters"),
+    (lambda: zf.quantize(zf.quantize(zf.adamw(LR))), "its state would be coded twice"),
+    (lambda: zf.quantize(zf.chain(zf.lookahead(zf.quantize(zf.adamw(LR), bits=4)))), "coded twice"),
+    (lambda: started(zf.quantize(zf.adafactor(LR))), "none of its entries has the shape of its leaf"),
     (lambda: started(zf.quantize(zf.sgd(LR))), "none of its entries has the shape of its leaf"),
     (lambda: started(zf.quantize(zf.adamw(LR), slots=["exp"])), "it has no such entry: exp"),
     (

@@ -126,17 +126,23 @@ class _Narrow:
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         state = self.inner.init_fn(leaves, layout)
-        fit: dict[str, list[Tensor]] = {}
+        fit: set[str] = set()
+        done: set[str] = set()
 
         def coded(x: Tensor, keys: tuple[str, ...], path: str | None) -> Any:
             if path is None or keys[0] == AVERAGE or not x.is_floating_point() or x.shape != leaves[path].shape:
                 return x
-            fit.setdefault(keys[0], []).append(x)
+            fit.add(keys[0])
             chosen = self.slots is None or keys[0] in self.slots
-            return _entry(*self.codes.encode(x)) if chosen and self.codes.shrinks(x) else x
+            if not chosen or not self.codes.shrinks(x):
+                return x
+            done.add(keys[0])
+            return _entry(*self.codes.encode(x))
 
         made = {slot: _over(coded, x, leaves, (slot,)) for slot, x in state.items()}
-        if leaves and (wrong := set(self.slots or ()) - fit.keys() or not fit):
+        # Of leaves whose rows are all too short nothing is coded; of others something is.
+        idle = not fit or (not done and any(map(self.codes.shrinks, leaves.values())))
+        if leaves and (wrong := set(self.slots or ()) - fit or idle):
             raise ValueError(_nothing_to_code(self.inner.name, wrong, fit))
         counts = {COUNT_OF_ROUNDINGS: {path: counter() for path in leaves}} if self.stochastic else {}
         return {**made, **counts}
@@ -290,6 +296,12 @@ def _check_arguments(
         raise ValueError(explain(f"{call})", why, f"chain({inner.name}(...), quantize(adamw(...)))"))
     if inner.init_fn is no_state:
         raise ValueError(explain(f"{call})", f"{inner.name} has no state", f"{inner.name}(...)"))
+    inside = [inner]
+    for one in inside:
+        if one.factory is quantize and not one.in_turn and one.members_fn is None:
+            why = "its state would be coded twice, and the outer codes know nothing of the inner ones"
+            raise ValueError(explain(f"{call}) of a quantize", why, f"quantize({one.name}(...)) once"))
+        inside += one.parts
 
 
 def _nothing_to_code(name: str, wrong: Any, fit: Any) -> str:
