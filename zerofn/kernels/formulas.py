@@ -672,9 +672,12 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
-    """Whether operations on lists pay: more than one leaf, on a GPU, and nothing records."""
+    """Whether leaves are computed as lists: on a GPU, if nothing records.
+
+    One leaf too, as within backward: torch's operations on a GPU round in other places than the kernels for lists.
+    """
     first = columns[0]
-    if len(first) < 2 or not (isinstance(first[0], Tensor) and first[0].is_cuda):
+    if not (first and isinstance(first[0], Tensor) and first[0].is_cuda):
         return False
     tensors = [x for column in columns for x in column if isinstance(x, Tensor)]
     # No attrgetter: the compiler traces this.
