@@ -42,6 +42,8 @@ class Facts:
         fixed: slots of its state by leaf whose tensors have one shape whatever the leaf is, and are equal on all ranks.
             Where leaves are sharded, any other tensor of a leaf in its state has the shape of the shard, or is 0-d. A
             key of a nested dict has a slash before it: `"moments/edges"`.
+        even_numbers: whether 0-d tensors of a leaf in its state are equal on all ranks, as a count is, where it has
+            `needs="row"`. By default such a state is refused there: a number made of a rank's rows is not.
         capturable: its update half reads no number of a device, also where numbers of its state are there
             (`Context.unread`), and writes into donated memory by functions of the context alone. So it may run in a
             captured CUDA graph, and behind a verdict that only the device knows.
@@ -74,6 +76,7 @@ class Facts:
     torch_names: tuple[tuple[str, str], ...] = ()
     starts_wide: bool = False
     fixed: tuple[str, ...] = ()
+    even_numbers: bool = False
     capturable: bool = False
     skips: bool = False
     evaluates_at: Callable[..., Any] | None = None

@@ -377,7 +377,9 @@ def _check_rows(t: Transform, found: Sequence[tuple[Name, Any]], rows: Rows) -> 
     wrong = [
         ("/".join(filter(None, at)), f"of shape {tuple(x.shape)}, of rows of shape {rows[at.path]}")
         for at, x in found
-        if at.path in rows and at.slot not in t.facts.fixed and x.ndim and not by_rows(tuple(x.shape), rows[at.path])
+        if at.path in rows
+        and at.slot not in t.facts.fixed
+        and not (t.facts.even_numbers if not x.ndim else by_rows(tuple(x.shape), rows[at.path]))
     ]
     if wrong:
         what = f'{name}: needs="row", and a first state in other shapes than the rows that a rank has of its leaves'

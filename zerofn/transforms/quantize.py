@@ -102,7 +102,13 @@ def quantize(
     if inner.members_fn is not None:
         return of_members(inner, lambda one: one if one.init_fn is no_state else again(one))
     narrow = _Narrow(inner, Codes(bits, block, code == "companded"), rounding == "stochastic", slots, seed)
-    facts = replace(inner.facts, copies=True, capturable=False, counterpart=None, torch_names=())
+    # What sees elements alone has counts for numbers.
+    # What sees elements alone has counts for numbers.
+    even = inner.facts.even_numbers or inner.needs in ("element", "number")
+    fixed = (*inner.facts.fixed, COUNT_OF_ROUNDINGS)
+    facts = replace(
+        inner.facts, even_numbers=even, fixed=fixed, copies=True, capturable=False, counterpart=None, torch_names=()
+    )
     return replace(
         inner,
         needs=inner.needs if inner.needs in ("leaf", "tree") else "row",
