@@ -103,7 +103,6 @@ def quantize(
         return of_members(inner, lambda one: one if one.init_fn is no_state else again(one))
     narrow = _Narrow(inner, Codes(bits, block, code == "companded"), rounding == "stochastic", slots, seed)
     # What sees elements alone has counts for numbers.
-    # What sees elements alone has counts for numbers.
     even = inner.facts.even_numbers or inner.needs in ("element", "number")
     fixed = (*inner.facts.fixed, COUNT_OF_ROUNDINGS)
     facts = replace(
