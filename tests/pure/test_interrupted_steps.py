@@ -115,7 +115,8 @@ def test_grad_mode_is_put_back(door, grad):
             try:
                 with moment:
                     DOORS[door](state, tx)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, UnboundLocalError):
+                # A context manager of torch's own raises the second, if Ctrl-C comes in its first line.
                 pass
             assert modes() == inside, moment.where
     assert modes() == was and same(values(state), before)

@@ -106,7 +106,7 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
         anchor = {path: state["anchor"][path] for path in new}
         moved = {path: x - new[path].to(x.dtype) for path, x in anchor.items()}
         out, own = inner.update_fn(_mean(moved, group, wire), _outer(state), anchor, carry[0], _inside(ctx))
-        back = {path: ctx.into(x, out[path].to(x.dtype, copy=not ctx.donate)) for path, x in new.items()}
+        back = {path: ctx.copied(x, out[path]) for path, x in new.items()}
         return back, {"anchor": out, **{OUTER + slot: x for slot, x in own.items()}}
 
     def view(layout: Layout, ranks: Ranks) -> View:

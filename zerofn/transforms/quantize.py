@@ -147,8 +147,9 @@ class _Narrow:
         made = {slot: _over(coded, x, leaves, (slot,)) for slot, x in state.items()}
         # Of leaves whose rows are all too short nothing is coded; of others something is.
         idle = not fit or (not done and any(map(self.codes.shrinks, leaves.values())))
-        if leaves and (wrong := set(self.slots or ()) - fit or idle):
-            raise ValueError(_nothing_to_code(self.inner.name, wrong, fit))
+        missing = set(self.slots or ()) - fit
+        if leaves and (missing or idle):
+            raise ValueError(_nothing_to_code(self.inner.name, missing, fit))
         counts = {COUNT_OF_ROUNDINGS: {path: counter() for path in leaves}} if self.stochastic else {}
         return {**made, **counts}
 
@@ -158,9 +159,8 @@ class _Narrow:
         return self.inner.prepare_fn(self._decoded(state, ctx) if looks else state, grads, params, ctx)
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        if ctx.recorded:
-            values = *grads.values(), *params.values(), *ctx.numbers.values(), self.inner.facts.rate
-            without_derivative(values, _no_derivative(self.inner.name))
+        values = *grads.values(), *params.values(), *ctx.numbers.values(), self.inner.facts.rate
+        without_derivative(values, _no_derivative(self.inner.name))
         out, new = self.inner.update_fn(grads, self._decoded(state, ctx), params, carry, ctx)
         counts = {path: x + 1 for path, x in state.get(COUNT_OF_ROUNDINGS, {}).items()}
         changed: set[str] = set()
@@ -309,11 +309,11 @@ def _check_arguments(
         inside += one.parts
 
 
-def _nothing_to_code(name: str, wrong: Any, fit: Any) -> str:
-    if wrong is True:
+def _nothing_to_code(name: str, missing: set[str], fit: set[str]) -> str:
+    if not missing:
         why = "none of its entries has the shape of its leaf, but for an average of parameters, whose bits are needed"
         return explain(f"quantize({name}(...))", why, f"{name}(...); or quantize(adamw(...)), which has two moments")
-    why = f"it has no such entry: {', '.join(sorted(wrong))}"
+    why = f"it has no such entry: {', '.join(sorted(missing))}"
     return explain(f"quantize({name}(...), slots=...)", why, f"some of {', '.join(map(repr, fit)) or 'none'}")
 
 
