@@ -194,7 +194,7 @@ GROWING = [x for x in LAUNCHES if x not in EACH_LEAF | ON_THE_HOST]
 
 
 @pytest.mark.parametrize(
-    "pipeline", [pytest.param(x, marks=pytest.mark.slow if i % 3 else ()) for i, x in enumerate(GROWING)]
+    "pipeline", [pytest.param(x, marks=pytest.mark.slow if i % 6 else ()) for i, x in enumerate(GROWING)]
 )
 def test_500_leaves_take_at_most_twice_the_budget_of_148(device, pipeline):
     now, _aim = budget if isinstance(budget := LAUNCHES[pipeline], tuple) else (budget, budget)
