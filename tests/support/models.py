@@ -21,6 +21,25 @@ class Net(nn.Module):
         return self.last(torch.tanh(self.first(x)) * self.gain)
 
 
+class Regression(nn.Module):
+    """Two layers in float64, the same in each process."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def regression_batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of `Regression`, of their own for each step and rank."""
+    made = torch.Generator().manual_seed(10 * step + rank)
+    x, y = (torch.randn(4, n, generator=made, dtype=torch.float64) for n in (3, 1))
+    return x, y
+
+
 class Pair(Net):
     """Two outputs."""
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from models import Regression, regression_batch
 from refusals import Refusals
 from stages import around
 from time_limits import limit
@@ -45,24 +46,9 @@ CHAINS = {
 }
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).to(F64)
-
-    def forward(self, x):
-        return self.net(x)
-
-
-def draw(step, rank):
-    made = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(4, 3, generator=made, dtype=F64), torch.randn(4, 1, generator=made, dtype=F64)
-
-
 def by_hand(name, updates, window, ranks, weights):
     """The parameters after the updates, by the formulas, in a loop of plain torch."""
-    model = Model()
+    model = Regression()
     params = dict(model.named_parameters())
     scale, best, waited, cooling, seen, moment = 1.0, float("inf"), 0, 0, [], {}
     for t in range(updates):
@@ -71,7 +57,7 @@ def by_hand(name, updates, window, ranks, weights):
             p.grad = None
         for i in range(window):
             for r in ranks:
-                x, y = draw(t * window + i, r)
+                x, y = regression_batch(t * window + i, r)
                 one = (model(x) - y).square().mean() * weights(t * window + i, r) / total
                 one.backward()
                 loss += one.item()
@@ -109,12 +95,12 @@ def unequal(step, rank):
 
 
 def trained(name, stage, window, route, weighted, ranks):
-    model = Model()
+    model = Regression()
     weights = unequal if weighted else equal
     held = zf.accumulate(window, weighted)
     front = around(stage, window=held)
     tx = zf.chain(*front, *[held] * (held not in front), *CHAINS[name]())
-    micro_steps = [(t, *draw(t, ranks[0])) for t in range(8 * window)]
+    micro_steps = [(t, *regression_batch(t, ranks[0])) for t in range(8 * window)]
     if route == "pure":
         state = zf.init(tx, {k: p.detach() for k, p in model.named_parameters()})
         step = zf.make_step(lambda p, x, y: (functional_call(model, p, (x,)) - y).square().mean(), tx)
@@ -236,7 +222,7 @@ def clipped_by_hand(window, ranks):
         opt.zero_grad()
         for i in range(window):
             for r in ranks:
-                loss, logits = model(draw(t * window + i, r)[0])
+                loss, logits = model(regression_batch(t * window + i, r)[0])
                 (loss / len(ranks) / window).backward()
                 most = torch.maximum(most, logits)
         opt.step()
@@ -256,7 +242,7 @@ def clipped(stage, window, route, ranks):
     model, held = Attention(), zf.accumulate(window)
     front = around(stage, window=held)
     tx = zf.chain(*front, *[held] * (held not in front), zf.sgd(1e-3), zf.qk_clip(PAIRS, 2, TAU, 0.25))
-    batches = [draw(t, ranks[0])[0] for t in range(4 * window)]
+    batches = [regression_batch(t, ranks[0])[0] for t in range(4 * window)]
     if route == "eager":
         opt = zf.attach(model, tx)
         for x in batches:
@@ -294,7 +280,10 @@ def test_the_largest_logits_of_ranks_and_windows_clip_heads():
 ROWS = Refusals()
 ROWS.rows(
     ValueError,
-    (lambda: zf.attach(Model(), zf.chain(*CHAINS["polyak"]()), in_backward=True), re.compile("computes with the loss")),
+    (
+        lambda: zf.attach(Regression(), zf.chain(*CHAINS["polyak"]()), in_backward=True),
+        re.compile("computes with the loss"),
+    ),
     (lambda: zf.reduce_on_plateau(zf.clip_by_value(1.0)), re.compile(r"reduce_on_plateau\(clip_by_value\(...\)\)")),
     (lambda: zf.qk_clip(["q"], 2), re.compile(r"qk_clip\(\['q'\], ...\)")),
     (
@@ -307,9 +296,9 @@ ROWS.rows(
 
 @ROWS(ValueError, "a step without loss= through scale_by_polyak", "opt.backward(loss) in place of loss.backward()")
 def a_backward_that_tells_no_loss():
-    model = Model()
+    model = Regression()
     opt = zf.attach(model, zf.chain(*CHAINS["polyak"]()))
-    model(draw(0, 0)[0]).sum().backward()
+    model(regression_batch(0, 0)[0]).sum().backward()
     yield dict(model.named_parameters())
     opt.step()
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from models import Regression, regression_batch
 from refusals import Refusals
 from time_limits import limit
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,33 +17,18 @@ F64, LR, H = torch.float64, 0.1, 3
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).to(F64)
-
-    def forward(self, x):
-        return self.net(x)
-
-
-def draw(step, rank):
-    made = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(4, 3, generator=made, dtype=F64), torch.randn(4, 1, generator=made, dtype=F64)
-
-
 def by_hand(updates, window, groups):
     """By torch.optim alone; `groups` has the ranks of each local group."""
-    start, anchor = Model(), Model()
+    start, anchor = Regression(), Regression()
     outer = torch.optim.SGD(anchor.parameters(), **OUTER)
-    locals_ = [Model() for _ in groups]
+    locals_ = [Regression() for _ in groups]
     inner = [torch.optim.Adam(m.parameters(), lr=LR) for m in locals_]
     for t in range(updates):
         for model, opt, ranks in zip(locals_, inner, groups, strict=True):
             opt.zero_grad()
             for i in range(window):
                 for r in ranks:
-                    x, y = draw(t * window + i, r)
+                    x, y = regression_batch(t * window + i, r)
                     ((model(x) - y).square().mean() / len(ranks) / window).backward()
             opt.step()
         if t % H == H - 1:
@@ -71,12 +57,12 @@ def pipeline(stage, shape, window=1):
 
 
 def trained(stage, route, shape, window, rank, directory=None):
-    model, tx = Model(), pipeline(stage, shape, window)
+    model, tx = Regression(), pipeline(stage, shape, window)
     steps = 7 * window
     if route == "eager":
         opt = zf.attach(model, tx)
         for t in range(steps):
-            x, y = draw(t, rank)
+            x, y = regression_batch(t, rank)
             (model(x) - y).square().mean().backward()
             opt.step()
             opt.zero_grad()
@@ -85,7 +71,7 @@ def trained(stage, route, shape, window, rank, directory=None):
     donate = route == "donated"
     step = zf.make_step(lambda p, x, y: (functional_call(model, p, (x,)) - y).square().mean(), tx, donate=donate)
     for t in range(steps):
-        state, _ = step(state, *draw(t, rank))
+        state, _ = step(state, *regression_batch(t, rank))
         if directory is not None and t == steps // 2:
             # A state for each group, in the middle of a window of local updates.
             where = f"{directory}/{rank // shape[1]}"
@@ -166,11 +152,11 @@ ROWS.rows(
     (lambda: zf.every(0, zf.sgd(0.1)), re.compile("updates")),
     (lambda: zf.chain(zf.every(2, zf.sgd(0.1)), zf.sgd(0.1)), re.compile("every")),
     (
-        lambda: zf.attach(Model(), zf.chain(zf.sgd(0.1), zf.every(2, zf.sgd(0.1))), in_backward=True),
+        lambda: zf.attach(Regression(), zf.chain(zf.sgd(0.1), zf.every(2, zf.sgd(0.1))), in_backward=True),
         re.compile("every treats the tree as a whole"),
     ),
     (
-        lambda: zf.attach(Model(), zf.chain(zf.sgd(0.1), zf.every(2, zf.sgd(0.1))), capturable=True),
+        lambda: zf.attach(Regression(), zf.chain(zf.sgd(0.1), zf.every(2, zf.sgd(0.1))), capturable=True),
         re.compile("every"),
     ),
 )

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from models import Regression, regression_batch
 from refusals import Refusals
 from stages import around
 from time_limits import limit
@@ -14,27 +15,12 @@ import zerofn as zf
 F64, RHO, LR = torch.float64, 0.7, 0.3
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).to(F64)
-
-    def forward(self, x):
-        return self.net(x)
-
-
-def draw(step, rank):
-    made = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randn(4, 3, generator=made, dtype=F64), torch.randn(4, 1, generator=made, dtype=F64)
-
-
 def loss_of(model, params, x, y):
     return (functional_call(model, params, (x,)) - y).square().mean()
 
 
 def by_hand(steps, window, ranks):
-    model = Model()
+    model = Regression()
     params = {k: p.detach() for k, p in model.named_parameters()}
     moment, first = {}, []
     for t in range(steps):
@@ -42,7 +28,7 @@ def by_hand(steps, window, ranks):
         for i in range(window):
 
             def mean(params, at=t * window + i):
-                return sum(loss_of(model, params, *draw(at, r)) for r in ranks) / len(ranks)
+                return sum(loss_of(model, params, *regression_batch(at, r)) for r in ranks) / len(ranks)
 
             g, loss = torch.func.grad_and_value(mean)(params)
             norm = sum(x.square().sum() for x in g.values()).sqrt()
@@ -62,7 +48,7 @@ FRONTS = {
 
 
 def trained(front, stage, window, route, ranks):
-    model = Model()
+    model = Regression()
     held = [zf.accumulate(window)] if window > 1 else []
     tx = zf.chain(*around(stage), *FRONTS[front](), *held, zf.sgd(LR, momentum=0.5))
     told = []
@@ -70,14 +56,14 @@ def trained(front, stage, window, route, ranks):
         state = zf.init(tx, {k: p.detach() for k, p in model.named_parameters()})
         step = zf.make_step(lambda p, x, y: (loss_of(model, p, x, y), x.sum()), tx)
         for t in range(4 * window):
-            x, y = draw(t, ranks[0])
+            x, y = regression_batch(t, ranks[0])
             state, metrics = step(state, x, y)
             assert metrics["aux"] == x.sum()
             told.append(float(metrics["loss"]))
         return {k: x.clone() for k, x in zf.full_params(tx, state).items()}, told
     opt = zf.attach(model, tx)
     for t in range(4 * window):
-        x, y = draw(t, ranks[0])
+        x, y = regression_batch(t, ranks[0])
 
         def closure(x=x, y=y):
             if route == "cleared":
@@ -127,7 +113,7 @@ def test_stages_are_the_formula(cells, size):
 
 
 def test_the_second_point_is_left_by_an_error_and_by_an_overflow():
-    model = Model()
+    model = Regression()
     before = {k: p.detach().clone() for k, p in model.named_parameters()}
     opt, calls = zf.attach(model, zf.chain(zf.skip_nonfinite(), zf.sgd(LR))), []
     opt.detach()
@@ -137,7 +123,7 @@ def test_the_second_point_is_left_by_an_error_and_by_an_overflow():
         calls.append(factor)
         if len(calls) == 2:
             raise KeyError("of the second call")
-        loss = model(draw(0, 0)[0]).square().mean() * factor
+        loss = model(regression_batch(0, 0)[0]).square().mean() * factor
         loss.backward()
         return loss
 
@@ -171,7 +157,7 @@ ROWS = Refusals()
 ROWS.rows(
     ValueError,
     (
-        lambda: zf.attach(Model(), zf.chain(zf.sam(), zf.sgd(0.1)), in_backward=True),
+        lambda: zf.attach(Regression(), zf.chain(zf.sam(), zf.sgd(0.1)), in_backward=True),
         re.compile("it asks for a second gradient"),
     ),
     (
@@ -192,9 +178,9 @@ ROWS.rows(
 
 @ROWS(ValueError, "opt.step() through sam", "opt.step(closure)")
 def a_step_without_a_closure():
-    model = Model()
+    model = Regression()
     opt = zf.attach(model, zf.chain(zf.sam(), zf.sgd(0.1)))
-    model(draw(0, 0)[0]).sum().backward()
+    model(regression_batch(0, 0)[0]).sum().backward()
     yield dict(model.named_parameters())
     opt.step()
 
