@@ -580,21 +580,29 @@ def memory(report: Report) -> None:
 
 
 def offload(report: Report) -> None:
-    """States on the host: the bits of states on the device, and what it costs."""
-    found = {}
-    for name in report.parts(["low precision", "offload(low precision)"]):
+    """States on the host: what it costs, and as far from states on the device as two runs of these are."""
+    found: dict[str, list[Tensor]] = {}
+    runs = {"low precision": "low precision", "the same once more": "low precision"}
+    runs["offload(low precision)"] = "offload(low precision)"
+    for name in report.parts(list(runs)):
         with report.part(name):
-            model, opt, call, backward = trainer(report, "163M", STEPS[name]())
+            model, opt, call, backward = trainer(report, "163M", STEPS[runs[name]]())
             for _ in range(3):
                 call()
             found[name] = [p.detach().cpu().clone() for p in model.parameters()]
             ms, host = report.milliseconds(call, 0, 5)
             report.figure(name, f"{ms:.1f} ms, host {host:.1f} ms; peak {report.peak(call):.2f} GiB")
             del model, opt, call, backward
-    if len(found) == 2:
-        # Attention's backward may add in another order in another run.
-        far = max(float((a - b).float().norm() / a.float().norm()) for a, b in zip(*found.values(), strict=True))
-        report.check("with and without offload", far < 1e-3, f"distance {far:.1e}")
+    if len(found) == 3:
+        # Attention's backward adds in another order in another run, and the gradient of the bias of its keys is
+        # nothing but rounding: there Adam's first steps have the sign of noise.
+        plain, again, away = found.values()
+        apart = [
+            sum(different(a, b) for a, b in zip(plain, other, strict=True)) / sum(a.numel() for a in plain)
+            for other in (again, away)
+        ]
+        text = f"{apart[1]:.1e} of the elements differ; of two runs on the device {apart[0]:.1e}"
+        report.check("with and without offload", apart[1] <= 2 * apart[0], text)
 
 
 class Leaves(nn.Module):
