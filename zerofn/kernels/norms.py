@@ -146,7 +146,8 @@ def squared_norm_unrecorded(leaves: dict[str, Tensor]) -> Tensor:
 
 def _total_on_device(function: Callable[[Any], Any], tensors: list[Tensor]) -> Tensor | None:
     """The sum of a function of every element, in float32, in a launch for each dtype; `None` if there is no kernel."""
-    if not on_lists([tensors]):
+    # Of one leaf, as within backward, torch's one launch costs the host less than a kernel and its table.
+    if len(tensors) < 2 or not on_lists([tensors]):
         return None
     lists = [x.to(torch.float32) for _, (x,) in batches(tensors)]
     if not all(map(in_one_launch, lists)):
