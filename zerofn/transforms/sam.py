@@ -46,7 +46,8 @@ def sam(rho: float = 0.05) -> Transform:
         tensor([-0.5000])
 
     Notes:
-        Random numbers of the model are others in the second evaluation, and BatchNorm counts both.
+        The model draws new random numbers, as of dropout, in the second evaluation. BatchNorm updates its statistics in
+        both.
     """
     check_number("sam", "rho", rho, low=TINY)
 

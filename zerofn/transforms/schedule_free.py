@@ -59,7 +59,7 @@ def schedule_free(
             `partition` of such.
         momentum: share of the average in `y`, in [0, 1).
         r: exponent of the update in the weight of an iterate.
-        weight_lr_power: exponent of the largest rate in that weight.
+        weight_lr_power: exponent, in the same weight, of the largest learning rate so far.
         weight_decay_at_y: decay of `y`, multiplied by the rate. The optimizer's own is of `z`.
 
     Raises:
@@ -118,7 +118,7 @@ def schedule_free_adamw(
         eps: added to the root of the second moment.
         weight_decay: decoupled from the gradient, multiplied by `lr`.
         r: exponent of the update in the weight of an iterate.
-        weight_lr_power: exponent of the largest rate in that weight.
+        weight_lr_power: exponent, in the same weight, of the largest learning rate so far.
 
     Raises:
         ValueError: an argument is out of range.
