@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -72,6 +73,9 @@ class Moment:
             and frame.f_code.co_filename == contextlib.__file__
         ):
             # What was entered is closed by nobody but the garbage collector: Python has not begun the `with` yet.
+            return
+        if "ExactWeakKeyDictionary" in frame.f_code.co_qualname or frame.f_code.co_filename == weakref.__file__:
+            # A tensor goes, and weak references to it call this. Python prints what is raised in there, and goes on.
             return
         if self.files and not frame.f_code.co_filename.endswith(self.files):
             return
