@@ -161,6 +161,29 @@ def refused_on_a_rank(directory):
         return str(error)
 
 
+def kept_on_ranks(root):
+    """The steps that each rank sees at once after saves, and what a score of each rank's own gives."""
+    import torch.distributed as dist
+
+    tx, saves = zf.chain(zf.all_reduce(), zf.sgd(0.1)), zf.Checkpoints(root, last=1)
+    state, seen, told = zf.init(tx, {"w": torch.ones(3)}), [], ""
+    for _ in range(4):
+        state, _ = zf.update(tx, {"w": torch.ones(3)}, state)
+        saves.save(state, score=1.0)
+        seen.append(saves.steps)
+    try:
+        saves.save(state, score=float(dist.get_rank()))
+    except ValueError as error:
+        told = str(error)
+    return seen, told
+
+
+def test_ranks_keep_the_same_saves_and_give_the_same_score(tmp_path):
+    for seen, told in zf.launch(kept_on_ranks, 2, str(tmp_path), timeout=limit(60)):
+        assert seen == [[1], [2], [3], [4]]
+        assert "score=0.0 on rank 0, score=1.0 on rank 1" in told and "a save has one score" in told
+
+
 def test_what_only_some_ranks_have_is_refused_on_all(tmp_path):
     for told in zf.launch(refused_on_a_rank, 2, str(tmp_path), timeout=limit(60)):
         assert "other/table: differs between ranks" in told

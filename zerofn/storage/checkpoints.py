@@ -88,6 +88,7 @@ class Checkpoints:
 
         Raises:
             TypeError: `score` is not a number.
+            ValueError: ranks give different scores.
         """
         check_flag("Checkpoints.save", "wait", wait)
         step = int(state_of(state, "Checkpoints(root).save({})").step)
@@ -96,10 +97,13 @@ class Checkpoints:
         if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
             wrong, why = f"Checkpoints.save(state, score={score!r})", "checkpoints are put in order by a number"
             raise TypeError(explain(wrong, why, "score=validation_loss.item()"))
-        join_background_threads()
-        order = 1 + max((save.order for save in self._saves().values()), default=0)
-        entries = {"order": order, "score": None if score is None else str(float(score))}  # JSON has no NaN
-        return write_checkpoint(self.at(step), state, wait, entries, self._remove_old)
+        given = None if score is None else str(float(score))  # JSON has no NaN
+
+        def about(group: Group) -> dict[str, Any]:
+            _check_equal(given, group)
+            return {"order": 1 + max([save.order for save in self._saves().values()], default=0), "score": given}
+
+        return write_checkpoint(self.at(step), state, wait, about, self._remove_old)
 
     def load(self, like: State | Optimizer) -> State | None:
         """Read the newest complete save into `like`, as `zf.load`.
@@ -163,6 +167,17 @@ class _Save(NamedTuple):
     order: int  # of saving; not the step: a run that began again at an earlier step goes on from there
     score: float  # NaN where it has none
     readable: bool = True
+
+
+def _check_equal(score: str | None, group: Group) -> None:
+    """Raise unless all ranks have the same score: the manifest has one, and a mean is meant where they differ."""
+    if group.size == 1:
+        return
+    scores = gather_objects(score, group)
+    if len(set(scores)) > 1:
+        wrong = ", ".join(f"score={x} on rank {rank}" for rank, x in zip(group.ranks, scores, strict=True))
+        right = "dist.all_reduce(loss); saves.save(state, score=loss.item() / dist.get_world_size())"
+        raise ValueError(explain(f"Checkpoints.save(state, {wrong})", "a save has one score, of all ranks", right))
 
 
 def _in_order(saves: dict[int, _Save]) -> list[int]:

@@ -473,17 +473,20 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
         tensor([0., 1., 2.])
     """
     check_flag("save", "wait", wait)
-    return write_checkpoint(directory, state, wait, {})
+    return write_checkpoint(directory, state, wait)
 
 
 def write_checkpoint(
     directory: str | os.PathLike,
     state: State | Optimizer,
     wait: bool,
-    more: dict[str, Any],
+    more: Callable[[Group], dict[str, Any]] = lambda group: {},
     then: Callable[[Group], None] | None = None,
 ) -> Saving | None:
-    """As `save`, with the entries of `more` in the manifest. `then(group)` is called once it is in place."""
+    """As `save`, with the entries of `more(group)` in the manifest.
+
+    `then(group)` is called once the manifest is in place. No rank returns before it has ended on all of them.
+    """
     opt = state if isinstance(state, Optimizer) else None
     # The counter of steps is read before anything else is.
     check = None if opt is None else check_no_step_since(opt._own.writes)
@@ -496,7 +499,7 @@ def write_checkpoint(
     group = checkpoint_group(given.layout.placement, directory)
     buffers = [] if opt is None else buffers_of(opt._own.model)
     header = _header(given, buffers)
-    header |= {"param_groups": groups, "buffers": None if opt is None else [e.key for e in buffers], **more}
+    header |= {"param_groups": groups, "buffers": None if opt is None else [e.key for e in buffers], **more(group)}
     if opt is not None:
         opt._own.agree_on_writes()
         opt._own.averages.refuse("zf.save(directory, opt)")
@@ -518,7 +521,12 @@ def write_checkpoint(
         except OSError as error:
             raise _disk_error(directory, error) from error
         if then is not None:
-            then(group)
+            failure = None
+            try:
+                then(group)
+            except OSError as error:
+                failure = error
+            raise_on_all_ranks(failure, group)
 
     return write() if wait else Saving(directory, write)
 
