@@ -23,6 +23,7 @@ FRAMEWORKS = [
     ("accelerate", "accelerate", 2),
     ("lightning", "lightning", 1),
     ("trainer", "accelerate", 1),
+    ("optax", "optax", 1),
 ]
 
 
@@ -39,13 +40,15 @@ def losses_of(scripts: list[str], folder: str) -> list[list[float]]:
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
     # The rank's group is there already.
     dist.init_process_group = lambda *args, **more: None
-    warnings.simplefilter("ignore")
-    found = []
-    for script in scripts:
-        names: dict = {"__name__": "__main__"}
+    return [here(script) for script in scripts]
+
+
+def here(script: str) -> list[float]:
+    names: dict = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         exec(script, names)
-        found.append(names["losses"])
-    return found
+    return names["losses"]
 
 
 def alone(script: str, folder: Path) -> list[float]:
@@ -62,6 +65,10 @@ def check(page: str, ranks: int, folder: Path) -> None:
         found = [[alone(script, folder) for script in scripts]]
     else:
         found = zf.launch(losses_of, ranks, scripts, str(folder), timeout=limit())
+    compare(found)
+
+
+def compare(found: list[list[list[float]]]) -> None:
     for before, after in found:
         assert after == pytest.approx(before, rel=1e-4) and len(set(before)) == len(before) > 5
 
@@ -69,6 +76,11 @@ def check(page: str, ranks: int, folder: Path) -> None:
 @pytest.mark.parametrize(("page", "ranks"), PLAIN)
 def test_plain_torch(page, ranks, tmp_path):
     check(page, ranks, tmp_path)
+
+
+def test_torchopt():
+    pytest.importorskip("torchopt")
+    compare([[here(script) for script in scripts_of("torchopt")]])
 
 
 @pytest.mark.integrations

@@ -160,7 +160,8 @@ def _check_useful(pipe: Pipeline, grads: Leaves, ctx: Context) -> None:
             explain(
                 "a step in which no parameter has a gradient",
                 "the loss does not depend on the parameters, or no backward ran since the last step",
-                "loss.backward() before opt.step(); a loss_fn that uses its params",
+                "loss.backward() before opt.step(); a loss_fn that uses its params; and if it makes a state of them,\n"
+                "zf.init(tx, params, create_graph=True)",
             )
         )
     if ctx.weight is not None and not pipe.weighted:
