@@ -61,6 +61,21 @@ def test_names_tell_parameters_and_the_report_says_so():
     assert opt.load_state_dict(torch_run(named=False)[1].state_dict()).by == "order"
 
 
+def test_names_and_not_their_order_tell_parameters():
+    """In a dict by names, as torch's functions give it, too."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    opt = attached(model)
+    names = [name for name, _ in model.named_parameters()]
+    state = {
+        name: {"step": torch.tensor(2.0), "exp_avg": torch.full_like(p, i), "exp_avg_sq": torch.full_like(p, -i)}
+        for i, (name, p) in enumerate(model.named_parameters())
+    }
+    opt.load_state_dict({"state": state, "param_groups": [{"lr": RATE, "params": names[::-1]}]})
+    for i, p in enumerate(model.parameters()):
+        assert (opt.state[p]["exp_avg"] == i).all() and (opt.state[p]["exp_avg_sq"] == -i).all()
+    assert int(opt.state.step) == 2
+
+
 @pytest.mark.parametrize("live", [False, True])
 def test_a_parameter_without_a_state_begins_anew(live):
     """As in torch, where one that never had a gradient has none; moments of before are not kept."""
