@@ -3,15 +3,16 @@
 Numbers are those of the same program on a plain model in one process, in float64.
 """
 
-import functools
+import itertools
 
 import pytest
 import torch
+from pairs import cover
+from rank_programs import batch, rank_and_size
+from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from tests.support.rank_programs import batch, rank_and_size
-from tests.support.time_limits import limit
 
 CHAINS = {
     "shard": lambda: [zf.shard()],
@@ -83,39 +84,39 @@ def trained_elsewhere(model, opt, ranks, whole):
 PROGRAMS = [swapped_averages, trained_elsewhere]
 
 
-def on_a_rank(in_backward):
+def on_a_rank(cells):
     found = {}
-    for name, chain in CHAINS.items():
-        for program in PROGRAMS:
-            model = net()
-            opt = zf.attach(model, zf.chain(*chain(), zf.adamw(lr=0.1)), in_backward=in_backward)
-            seen = program(model, opt, [rank_and_size()[0]], lambda x: x.full_tensor().clone())
-            stored = zf.full_params(opt.tx, opt.state)
-            opt.detach()
-            # What is stored is what the model has.
-            assert all(torch.equal(p, stored[path]) for path, p in model.named_parameters())
-            found[name, program.__name__] = [*seen, *(p.detach() for p in model.parameters())]
+    for program, name, in_backward in cells:
+        model = net()
+        opt = zf.attach(model, zf.chain(*CHAINS[name](), zf.adamw(lr=0.1)), in_backward=in_backward)
+        seen = program(model, opt, [rank_and_size()[0]], lambda x: x.full_tensor().clone())
+        stored = zf.full_params(opt.tx, opt.state)
+        opt.detach()
+        # What is stored is what the model has.
+        assert all(torch.equal(p, stored[path]) for path, p in model.named_parameters())
+        found[program.__name__, name, in_backward] = [*seen, *(p.detach() for p in model.parameters())]
     return found
 
 
-@functools.cache
-def on_ranks(size, in_backward):
-    return zf.launch(on_a_rank, size, in_backward, timeout=limit())
+EVERY = list(itertools.product(PROGRAMS, CHAINS, (False, True)))
 
 
 @pytest.mark.parametrize(
-    ("size", "in_backward"), ((2, False), (2, True), pytest.param(3, False, marks=pytest.mark.slow))
+    ("size", "cells"),
+    [(2, cover(EVERY)), pytest.param(2, EVERY, marks=pytest.mark.slow), pytest.param(3, EVERY, marks=pytest.mark.slow)],
+    ids=["2, pairs", "2", "3"],
 )
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
-def test_what_was_kept_is_what_it_was(size, in_backward, program):
-    model = net()
-    opt = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
-    seen = program(model, opt, range(size), lambda x: x.clone())
-    want = [*seen, *(p.detach() for p in model.parameters())]
-    assert abs(want[0] - want[1]) > 0.01
-    for rank in on_ranks(size, in_backward):
-        for name in CHAINS:
+def test_what_was_kept_is_what_it_was(size, cells):
+    want = {}
+    for program in PROGRAMS:
+        model = net()
+        opt = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.01)
+        seen = program(model, opt, range(size), lambda x: x.clone())
+        want[program.__name__] = [*seen, *(p.detach() for p in model.parameters())]
+        assert abs(seen[0] - seen[1]) > 0.01
+    for found in zf.launch(on_a_rank, size, cells, timeout=limit()):
+        for cell, got in found.items():
             # Of other order of sums, which Adam's division carries on; of float32 in the model.
-            tol = 1e-9 if name == "shard" else 1e-4
-            for x, y in zip(rank[name, program.__name__], want, strict=True):
-                torch.testing.assert_close(x, y, rtol=tol, atol=tol)
+            tol = 1e-9 if cell[1] == "shard" else 1e-4
+            near = {"rtol": tol, "atol": tol, "msg": lambda m, at=cell: f"{at}: {m}"}
+            torch.testing.assert_close(got, want[cell[0]], **near)
