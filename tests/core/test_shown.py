@@ -9,7 +9,7 @@ import public_names
 import pytest
 import torch
 from hypothesis import given, settings
-from random_pipelines import pipelines
+from random_programs import pipelines
 
 import zerofn as zf
 from zerofn import schedules

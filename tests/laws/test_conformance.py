@@ -6,7 +6,7 @@ import optree
 import pytest
 import torch
 from hypothesis import given, settings
-from random_pipelines import OPTIMIZERS, loss, pipelines, run
+from random_programs import OPTIMIZERS, loss, pipelines, run
 
 import zerofn as zf
 from zerofn.testing import assert_trees_equal, check_transform, random_like

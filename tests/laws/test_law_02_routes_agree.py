@@ -4,7 +4,7 @@ import optree
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_pipelines import BF16, F16, F32, kinds, module, pipelines, seeds
+from random_programs import BF16, F16, F32, kinds, module, pipelines, seeds
 
 import zerofn as zf
 from zerofn.testing import assert_trees_equal, random_like

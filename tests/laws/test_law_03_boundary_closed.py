@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_pipelines import BF16, F16, F32, F64, kinds, module, seeds
+from random_programs import BF16, F16, F32, F64, kinds, module, seeds
 
 import zerofn as zf
 from zerofn.testing import assert_trees_close, assert_trees_equal, random_like

@@ -4,7 +4,7 @@ import optree
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from random_pipelines import BF16, F16, F32, F64, seeds, trees
+from random_programs import BF16, F16, F32, F64, seeds, trees
 
 import zerofn as zf
 from zerofn.testing import assert_trees_equal, random_like

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_pipelines import F64, OPTIMIZERS, pipelines, run, seeds, trees
+from random_programs import F64, OPTIMIZERS, pipelines, run, seeds, trees
 
 import zerofn as zf
 from zerofn.testing import assert_trees_close, assert_trees_equal, random_like

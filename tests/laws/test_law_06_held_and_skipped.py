@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_pipelines import loss, pipelines, seeds, trees
+from random_programs import loss, pipelines, seeds, trees
 
 import zerofn as zf
 from zerofn.testing import assert_trees_equal, clone, random_like

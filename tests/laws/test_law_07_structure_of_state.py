@@ -3,7 +3,7 @@
 import optree
 import torch
 from hypothesis import given
-from random_pipelines import BF16, F32, pipelines, run, seeds, trees
+from random_programs import BF16, F32, pipelines, run, seeds, trees
 
 import zerofn as zf
 from zerofn.testing import assert_trees_equal, random_like

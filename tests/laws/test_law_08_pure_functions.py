@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_pipelines import loss, pipelines, run, seeds, trees
+from random_programs import loss, pipelines, run, seeds, trees
 
 import zerofn as zf
 from zerofn.testing import assert_trees_equal, clone, random_like

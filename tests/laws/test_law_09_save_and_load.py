@@ -3,7 +3,7 @@
 import tempfile
 
 from hypothesis import given, settings
-from random_pipelines import F32, loss, pipelines, run, seeds, trees
+from random_programs import F32, loss, pipelines, run, seeds, trees
 
 import zerofn as zf
 from zerofn.testing import assert_trees_equal, random_like

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_pipelines import BF16, F32, OPTIMIZERS, seeds, trees
+from random_programs import BF16, F32, OPTIMIZERS, seeds, trees
 
 import zerofn as zf
 from zerofn.testing import assert_trees_equal, random_like

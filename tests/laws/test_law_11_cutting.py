@@ -11,7 +11,7 @@ import torch
 import torchopt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_pipelines import BF16, F16, F32, F64, pipelines, seeds, trees
+from random_programs import BF16, F16, F32, F64, pipelines, seeds, trees
 from refusals import Refusals
 
 import zerofn as zf

@@ -1,0 +1,36 @@
+"""Random programs on ranks, of each kind of `random_events`: the numbers are those of one plain process, none hangs.
+
+`ZEROFN_FUZZ=2000` runs so many of each kind, `ZEROFN_FUZZ_FIRST=500` begins at that seed. A failing program is printed
+as the Python that makes it; `python -m fuzzing`, in tests/support, runs one alone.
+"""
+
+import collections
+import os
+
+import pytest
+from fuzzing import PATIENCE, good, run, told
+from random_programs import draw
+
+COUNT = int(os.environ.get("ZEROFN_FUZZ", "0"))
+FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
+# Kind, ranks (as many as a seed says where None), and how many programs in every run.
+DEFAULT = {("uses", 2): 10, ("promises", 3): 3, ("unusual", None): 10}
+SLOW = {("uses", 1): 10, ("uses", 3): 20, ("uses", 4): 10, ("promises", 3): 2000, ("unusual", None): 60}
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(
+    ("kind", "size", "count"),
+    [
+        *((*which, COUNT or count) for which, count in DEFAULT.items()),
+        *(pytest.param(*which, COUNT or count, marks=pytest.mark.slow) for which, count in SLOW.items()),
+    ],
+)
+def test_ranks_give_the_numbers_of_one_process(kind, size, count, monkeypatch):
+    for name, value in PATIENCE.items():
+        monkeypatch.setenv(name, value)
+    found = run([draw(kind, seed, size) for seed in range(FIRST, FIRST + count)])
+    print(told(found))
+    assert all(good(program, verdict) for program, verdict in found.items()), told(found)
+    # A fuzz of refusals alone would show nothing.
+    assert collections.Counter(v.kind for v in found.values())["right"] > len(found) / 4, told(found)
