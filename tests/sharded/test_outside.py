@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-from contextlib import nullcontext
 
 import pytest
 import rank_programs as P
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from time_limits import limit
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from units_alive import UnitsAlive
 
 import zerofn as zf
@@ -107,7 +105,12 @@ def compiled(model, x):
     def penalty(w):
         return (w * 2).norm() / w.numel() + w.trace() * len(w.shape)
 
-    return model(x).square().mean() + penalty(model.blocks[0].weight)
+    @torch.compile(backend="eager")
+    def tripled(norm):
+        return norm * 3
+
+    w = model.blocks[0].weight
+    return model(x).square().mean() + penalty(w) * tripled(w.data.norm()).item()
 
 
 LOSSES = [norm, squares, norm_of_norms, tied_head, vector, rows_of_it, frozen_too, without_a_call]
@@ -263,19 +266,6 @@ def test_ranks_may_ask_for_different_parameters():
             torch.testing.assert_close(params[path], p.detach(), rtol=1e-11, atol=1e-13)
 
 
-def asked_after_all_have_gone():
-    rank, _ = P.rank_and_size()
-    model = make()
-    zf.attach(model, PIPES["shard"]())
-    if rank == 0:
-        model.gain.norm()
-
-
-def test_a_rank_that_asks_alone_is_told():
-    with pytest.raises(RuntimeError, match="rank 0"):
-        zf.launch(asked_after_all_have_gone, 2, timeout=limit())
-
-
 # -- what looks, writes and copies --------------------------------------------------------------------------
 
 
@@ -351,39 +341,6 @@ def test_a_graph_from_before_a_step(how):
         zf.launch(stale, 2, how, timeout=limit())
 
 
-# Two want other shapes or arguments than the rest.
-INITS = [f for f in dir(nn.init) if f.endswith("_") and f[0] != "_" and f not in ("dirac_", "sparse_")]
-
-
-def filled(inside):
-    """What functions of torch fill, in `with opt.gathered():` or outside, then a step; beside a plain model."""
-    found = []
-    for f in (*INITS, "vector_to_parameters"):
-        model, plain = make(), make()
-        ours, theirs = zf.attach(model, PIPES["shard"]()), torch.optim.SGD(plain.parameters(), 0.05)
-        before = parameters_to_vector(plain.parameters())
-        for m, opt in ((model, ours), (plain, theirs)):
-            with ours.gathered() if m is model and inside else nullcontext():
-                torch.manual_seed(1)
-                if f == "vector_to_parameters":
-                    vector_to_parameters(before * 2, m.parameters())
-                else:
-                    getattr(nn.init, f)(m.blocks[0].weight, *([0.5] if f == "constant_" else []))
-            m(rows(0, 0)).square().mean().backward()
-            opt.step()
-        ours.detach()
-        after, expected = (parameters_to_vector(m.parameters()) for m in (model, plain))
-        torch.testing.assert_close(after - before, expected - before, rtol=1e-10, atol=1e-13)
-        found.append(not torch.equal(before, expected))
-    return found
-
-
-@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_what_functions_of_torch_write_is_right(inside):
-    for found in zf.launch(filled, 2, inside, timeout=limit()):
-        assert all(found)
-
-
 def mistakes():
     """What is said to each, and that nothing has changed."""
     said = {}
@@ -393,14 +350,9 @@ def mistakes():
         opt.detach()
         loss.backward()
 
-    def other_data(model, opt):
-        model.gain.data = torch.ones(3, dtype=torch.float64)
-
     cases = {
         "half": lambda model, opt: model.half(),
-        "data": other_data,
         "deepcopy": lambda model, opt: copy.deepcopy(model),
-        "pickle": lambda model, opt: pickle.dumps(model),
         "after detach": after_detach,
     }
     for name, mistake in cases.items():
@@ -423,9 +375,7 @@ def test_mistakes_are_told_and_change_nothing():
     moved = r"other data for the values of the sharded parameter(.|\n)*rank's rows(.|\n)*opt.detach\(\) before model.to"
     wanted = {
         "half": moved,
-        "data": r"p.data = x of shape \(3,\) for (.|\n)* parameter gain(.|\n)*the whole's shape, \(\)",
         "deepcopy": r"copy.deepcopy\(model\) of an attached sharded model(.|\n)*with opt.gathered\(\): copy.deepcopy",
-        "pickle": r"torch.save\(model, file\) of an attached sharded model(.|\n)*with opt.gathered\(\): torch.save",
         "after detach": r"a graph from before opt.detach\(\)(.|\n)*the forward again after it",
     }
     for said in zf.launch(mistakes, 2, timeout=limit()):

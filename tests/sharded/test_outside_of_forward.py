@@ -5,6 +5,7 @@ the same rows, so that the mean over ranks is the gradient of one.
 """
 
 import io
+import itertools
 import re
 
 import numpy as np
@@ -12,8 +13,10 @@ import pytest
 import torch
 from outside_programs import RIGHT, Both, attached_run, loss_of, make, plain_run
 from rank_programs import rank_and_size
+from shape_programs import PROGRAMS
 from small_parts import said
 from time_limits import limit
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel
 
@@ -23,15 +26,22 @@ import zerofn as zf
 LOOKING = ("numbers_of_parameters", "numbers_of_gradients", "products_of_hessians")
 
 
-def sharded_runs(programs):
-    return {program.__name__: attached_run(program, zf.chain(zf.shard(), zf.sgd(0.1))) for program in programs}
+ALL = {program.__name__: program for program in RIGHT} | PROGRAMS
+
+
+def runs(*first):
+    return {name: attached_run(program, zf.chain(*first, zf.sgd(0.1))) for name, program in ALL.items()}
+
+
+def sharded():
+    return runs(zf.shard())
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_it_is_right(ranks):
     before = [p.detach() for p in make().parameters()]
-    want = {program.__name__: plain_run(program) for program in RIGHT}
-    for found in zf.launch(sharded_runs, ranks, RIGHT, timeout=limit()):
+    want = {name: plain_run(program) for name, program in ALL.items()}
+    for found in zf.launch(sharded, ranks, timeout=limit()):
         for name, (value, after) in found.items():
             # float64, sums over ranks in another order.
             near = {"rtol": 1e-11, "atol": 1e-13, "msg": lambda m, name=name: f"{name}: {m}"}
@@ -115,3 +125,138 @@ def test_the_rest_is_refused_by_path():
         assert found.keys() == REFUSED.keys()
         for name, (_, pattern) in REFUSED.items():
             assert re.search(pattern, found[name]), f"{name}: {found[name]}"
+
+
+# Beside each of these a plain tensor that is as long as this rank's piece, and does not fit the whole.
+LOCAL = [
+    lambda p, g, x: p * x,
+    lambda p, g, x: p.data * x,
+    lambda p, g, x: x + g,
+    lambda p, g, x: p.mul_(x),
+    lambda p, g, x: p.copy_(x),
+    lambda p, g, x: p.data.add_(x),
+    lambda p, g, x: torch._foreach_add_([g], [x]),
+    lambda p, g, x: torch._foreach_mul([g], [x]),
+    lambda p, g, x: x.add_(g),
+    lambda p, g, x: x.copy_(p.data),
+    lambda p, g, x: torch.allclose(x, p.data),
+    lambda p, g, x: setattr(p, "grad", x),
+    lambda p, g, x: setattr(p, "data", x),
+    lambda p, g, x: setattr(g, "data", x),
+]
+
+
+def local():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4).double()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    p, found = model.weight, []
+    before = p.detach().clone()
+    for fn, flat in itertools.product(LOCAL, (False, True)):
+        (g,) = torch.autograd.grad(model(torch.ones(5, 3, dtype=torch.float64)).square().mean(), p)
+        held = g.clone()
+        with torch.no_grad():
+            x = torch.ones_like(p.to_local())
+            x = x.view(-1) if flat else x
+            found.append(str(said(lambda fn=fn, g=g, x=x: fn(p, g, x))))
+        assert torch.equal(g, held) and p.grad is None
+    assert torch.equal(p, before)
+    # Pieces by themselves on both sides, over the same memory.
+    with torch.no_grad():
+        p.to_local().add_(torch.ones_like(g.to_local()))
+    assert torch.equal(p, before + 1)
+    opt.detach()
+    return found
+
+
+def test_a_plain_tensor_of_a_pieces_shape_is_refused():
+    for found in zf.launch(local, 2, timeout=limit()):
+        for message in found:
+            assert "must match the size of" in message or re.search("= [xy] of shape", message), message
+
+
+# -- sizes, and what is made of trees ----------------------------------------
+
+
+def alone():
+    """What one rank asks of sizes and prints, without the others."""
+    rank, size = rank_and_size()
+    model = make()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    loss_of(model).backward()
+    p, gain = model.odd.weight, model.gain
+    found = []
+    if rank == size - 1:
+        found = [repr(p), str(p.grad), f"{gain}", f"{gain.grad}", repr(p.data)]
+        found += [p.numel(), gain.grad.ndim, p.is_contiguous(), tuple(p.to_local().shape), tuple(gain.to_local().shape)]
+        assert p.to_local().data_ptr() == p.data.to_local().data_ptr() and p.to_local().requires_grad
+    opt.step()
+    opt.detach()
+    return found
+
+
+def test_one_rank_may_look_alone():
+    *none, found = zf.launch(alone, 3, timeout=limit())
+    assert none == [[], []]
+    of = r"of the sharded parameter odd.weight, shape=\(3, 2\), S(hard)?\(.*0\), of which this rank has elements 4 to 5"
+    assert re.match(
+        rf"Parameter containing:\nFace\(the values {of}:\ntensor\(\[.*, .*\], dtype=torch.float64\)\)", found[0]
+    ), found[0]
+    assert re.match(rf"Face\(p.grad {of}", found[1]) and re.match(rf"Face\(p.data {of}", found[4]), found
+    assert "shape=()" in found[2] and "this rank has none" in found[2] and "gain" in found[3]
+    assert found[5:] == [6, 0, True, (1, 2), ()]
+
+
+def numbers():
+    """Numbers of one element are printed in a format, which gathers them."""
+    model = make()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    loss_of(model).backward()
+    found = f"{model.gain.grad:.6f}", str(said(lambda: f"{model.gain:.6f}")), str(said(lambda: len(model.gain.grad)))
+    opt.detach()
+    return found
+
+
+def test_a_number_in_a_format():
+    model = make()
+    loss_of(model).backward()
+    for number, of_parameter, length in zf.launch(numbers, 2, timeout=limit()):
+        assert number == f"{model.gain.grad:.6f}"
+        # As of any parameter of torch's.
+        assert of_parameter.startswith("TypeError: unsupported format string")
+        assert length == "TypeError: len() of a 0-d tensor"
+
+
+def by_functions():
+    """Gradients and parameters of an attached model in the functions of trees."""
+    model = make()
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    loss_of(model).backward()
+    of = lambda f: {n: f(p) for n, p in model.named_parameters()}  # noqa: E731
+    trees = [of(lambda p: p.grad), of(lambda p: p.data), of(lambda p: p)]
+    norms = [zf.global_norm(tree, opt.tx, opt.state) for tree in trees]
+    norms += [zf.global_norm(tree) for tree in trees]
+    fulls = [zf.gather(opt.tx, opt.state, tree) for tree in trees]
+    state, _ = zf.update(opt.tx, trees[0], opt.state)
+    after = zf.full_params(opt.tx, state)
+    model.zero_grad()
+    norms[2].backward()
+    fulls.append(of(lambda p: p.grad.full_tensor()))
+    opt.detach()
+    return [x.item() for x in norms], fulls, after
+
+
+def test_functions_of_trees_take_parts():
+    model = make()
+    params = dict(model.named_parameters())
+    loss_of(model).backward()
+    grads = {n: p.grad.clone() for n, p in params.items()}
+    norms = [zf.global_norm(x) for x in (grads, params, params)]
+    model.zero_grad()
+    norms[2].backward()
+    for found, fulls, after in zf.launch(by_functions, 3, timeout=limit()):
+        assert found == pytest.approx([x.item() for x in (*norms, *norms)], rel=1e-13)
+        for full, want in zip(fulls, (grads, params, params, {n: p.grad for n, p in params.items()}), strict=True):
+            torch.testing.assert_close(dict(full), want, rtol=1e-12, atol=1e-14)
+        for n, p in params.items():
+            torch.testing.assert_close(after[n], p.detach() - 0.1 * grads[n], rtol=1e-13, atol=0.0)

@@ -207,11 +207,11 @@ PIPES = {
         *first, zf.precision(param_dtype=torch.float32), zf.scale_loss(64.0), zf.sgd(0.1)
     ),
 }
-CHOSEN = ("clipped", "two_losses", "sharpness", "flat_numbers")
+CHOSEN = {"accumulated": ("clipped", "flat_numbers"), "scaled, in fp32": ("two_losses", "sharpness")}
 
 
 def run(pipe, first):
-    chosen = [program for program in RIGHT if program.__name__ in CHOSEN]
+    chosen = [program for program in RIGHT if program.__name__ in CHOSEN[pipe]]
     return {program.__name__: attached_run(program, PIPES[pipe](*first())) for program in chosen}
 
 
@@ -223,7 +223,7 @@ def test_other_pipelines():
     for found in zf.launch(on_ranks, 2, timeout=limit()):
         for pipe in PIPES:
             want = run(pipe, tuple)
-            for name in CHOSEN:
+            for name in CHOSEN[pipe]:
                 # What was computed in fp32.
                 near = {"rtol": 1e-11, "atol": 1e-13} if pipe == "accumulated" else {"rtol": 1e-4, "atol": 1e-5}
                 torch.testing.assert_close(found[pipe][name], want[name], **near, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,6 +1,8 @@
 """What users do with parameters and gradients outside of forward, for a model in one process and under `shard`."""
 
 import copy
+import io
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -272,9 +274,9 @@ def numbers_of(x):
 
 def numbers_of_gradients(b):
     b.backward()
-    found = [numbers_of(p.grad) for p in b.leaves] + [numbers_of(p.grad.data * 2) for p in b.leaves]
-    found += [numbers_of(p.data) for p in b.leaves] + [numbers_of(p.detach().clone()) for p in b.leaves]
-    found += [numbers_of(g) for g in torch.autograd.grad(loss_of(b.model, 1), b.leaves)]
+    found = [numbers_of(p.grad) for p in b.leaves] + [numbers_of(p.data) for p in b.leaves[:3]]
+    found += [numbers_of(b.w.grad.data * 2), numbers_of(b.w.detach().clone())]
+    found += [numbers_of(torch.autograd.grad(loss_of(b.model, 1), b.leaves)[0])]
     g, v = b.w.grad, b.w.detach()
     found += [g[0], g[1, 2:], g[:, 1], g.T @ v, torch.linalg.matrix_norm(g), F.linear(rows(), g), [x.sum() for x in g]]
     found += [torch.stack([g, v]).sum(), torch.cat([g, v], 1), g.split(1)[1], F.cosine_similarity(g, v), g.topk(2)[0]]
@@ -464,8 +466,9 @@ def noise(b):
 
 def initialised(b):
     torch.manual_seed(4)
-    for f in INITS:
-        getattr(nn.init, f)(b.w, *{"constant_": [0.5], "sparse_": [0.5]}.get(f, []))
+    for i, f in enumerate(INITS):
+        with b.gathered() if i % 2 else nullcontext():
+            getattr(nn.init, f)(b.w, *{"constant_": [0.5], "sparse_": [0.5]}.get(f, []))
         b.backward(b.w.square().sum())
         b.step()
     nn.init.normal_(b.model.odd.weight.data, std=0.1)
@@ -498,6 +501,63 @@ def average_outside(b):
         for average in averages:
             average.update_parameters(b.model)
     return [p.detach() for average in averages for p in average.module.parameters()]
+
+
+ROW = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+
+
+def rows_as_long_as_parts(b):
+    """On two ranks a part of `b.w` is as long as a row: what may be a row is one."""
+    b.backward()
+    p, g = b.w, b.w.grad
+    with torch.no_grad():
+        p.add_(ROW).data.mul_(ROW)
+        torch._foreach_add_([g], [ROW])
+        p.copy_(p + ROW)
+        found = F.mse_loss(p, ROW.expand(2, 4)) + (p * ROW + p.data * ROW + ROW * g).sum()
+        p.copy_(ROW).mul_(ROW.expand(2, 4))
+        p.data.add_(ROW.unsqueeze(0)).mul_(0.1)
+        more = g * ROW.view(1, -1) + p * ROW.view(1, -1)
+        p.mul_(0.1)
+    b.step()
+    return found, more
+
+
+def arguments_by_name(b):
+    """Two of the names are first arguments of other functions."""
+    b.backward()
+    g = b.w.grad
+    assert g.flatten().view_as(other=g).is_same_size(other=g)
+    assert torch.allclose(rtol=1e-5, other=g.clone(), input=g)
+    positive = torch.where(condition=g > 0, input=g, other=torch.zeros_like(g))
+    found = positive.sum() + torch.searchsorted(sorted_sequence=ROW, input=g).sum()
+    # Integers that backends do not send.
+    found = found + (100 * b.w.detach()).short().abs().sum() + (100 * g).abs().to(torch.uint16).double().sum()
+    b.step()
+    return found
+
+
+def logged_norms(b):
+    """A norm is a number to whatever writes, copies or saves it, and a part of the whole to arithmetic."""
+    b.backward()
+    found = []
+    for n in (b.w.grad.norm(), torch._foreach_norm([p.grad for p in b.leaves])[1], b.w.data.norm()):
+        torch.save(n, file := io.BytesIO())
+        file.seek(0)
+        copied = copy.deepcopy(n)
+        assert type(copied) is torch.Tensor and type(whole(n)) is torch.Tensor
+        text = f"{n} {n!r}"
+        assert "Norm" not in text and "Face" not in text
+        found += [float(f"{n:.3f}"), float(f"{n}"), n.item(), (n * 2).tolist(), copied.item(), torch.load(file).item()]
+        found += [torch.clamp(0.5 / (n + 1e-6), max=1.0).item(), torch.zeros((), dtype=n.dtype).add_(n).item()]
+        found += [whole(n).item(), torch.stack([n, n.to("cpu")]).norm().item()]
+    # What is scaled by a norm is a part as before; of what has a graph the norm is as torch gives it.
+    scaled = [b.w.grad / b.w.grad.norm(), b.w.grad.norm() * b.w.grad]
+    assert all(type(x) is type(b.w.grad) for x in scaled)
+    penalty = b.w.norm()
+    assert type(penalty) is torch.Tensor and penalty.requires_grad
+    b.step()
+    return found, scaled
 
 
 # -- graphs of gradients ---------------------------------------------------------------------------------------------
@@ -548,5 +608,6 @@ RIGHT = [
     steps_by_hand, swapped_averages, flat_gradients, gradient_penalty, state_dicts, averaged_model,
     numbers_of_gradients, flat_numbers, clipped, inner_steps, teachers_of_parts, two_losses, sharpness, decays_by_hand,
     wholes_into_parts, written_by_index, noise, initialised, momentum_of_ones_own, average_outside, root_of_a_penalty,
-    products_of_hessians, inner_steps_with_a_graph, numbers_with_a_graph,
+    products_of_hessians, inner_steps_with_a_graph, numbers_with_a_graph, rows_as_long_as_parts, arguments_by_name,
+    logged_norms,
 ]  # fmt: skip

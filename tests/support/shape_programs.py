@@ -3,7 +3,7 @@
 import torch
 from outside_programs import loss_of, make
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 
 def said_of(x):
@@ -136,12 +136,14 @@ def by_torch(make_opt):
     """Steps of an optimizer of torch's over the model's parameters."""
 
     def program(b):
-        opt = make_opt(b.leaves)
+        opt, found = make_opt(b.leaves), []
         for step in range(3):
             opt.zero_grad()
             loss_of(b.model, step).backward()
+            norm = clip_grad_norm_(b.leaves, 0.1)
+            found.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
             opt.step()
-        return [tuple(p.shape) for p in b.leaves]
+        return found, [tuple(p.shape) for p in b.leaves]
 
     return program
 
@@ -149,7 +151,8 @@ def by_torch(make_opt):
 O = torch.optim  # noqa: E741
 OPTIMIZERS = {
     "sgd": lambda ps: O.SGD(ps, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "adamw": lambda ps: O.AdamW(ps, 0.05),
+    "adamw": lambda ps: O.AdamW(ps, 0.05, foreach=False),
+    "adamw, fused": lambda ps: O.AdamW(ps, 0.05, fused=True),
     "adamw, listed": lambda ps: O.AdamW(ps, 0.05, foreach=True),
     "adafactor": lambda ps: O.Adafactor(ps, 0.1),
     "adafactor, listed": lambda ps: O.Adafactor(ps, 0.1, foreach=True),
