@@ -51,11 +51,16 @@ def calls_of(fn):
 def test_a_steady_step_makes_as_many_calls_for_many_leaves_as_for_few(layers):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
     opt = zf.attach(model, zf.adamw(1e-3))
+    before = [dict(leaves) for leaves in opt.state.transforms["adamw"].values() if isinstance(leaves, dict)]
     for _ in range(5):
         model(torch.ones(2, 4)).sum().backward()
         made = calls_of(opt.step)
         opt.zero_grad()
     assert len(made) <= 34, made
+    # No tensor is made for a leaf: moments and counts are written where they are.
+    after = [leaves for leaves in opt.state.transforms["adamw"].values() if isinstance(leaves, dict)]
+    assert len(before) == 3 and all(new[p] is x for old, new in zip(before, after, strict=True) for p, x in old.items())
+    assert {int(count) for count in opt.state.transforms["adamw"]["count"].values()} == {5}
     assert len({name.partition(":")[0] for name in made}) <= 15, made
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -46,6 +47,10 @@ LEAST_BYTES, MOST_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
 # Full bandwidth needs more bytes on GPUs, where 25 MiB is the bucket of DistributedDataParallel; and more with more
 # ranks, since each sends its part of a bucket: 256 KiB of it over gloo, 1 MiB between GPUs.
 GPUS, RANKS_OF_GPUS, RANKS = 25 / 16, 16, 64
+
+
+# Read of every leaf in every step, and so from C.
+_NDIM = attrgetter("ndim")
 
 
 def bucket_bytes(total: int, group: Group | None = None) -> int:
@@ -100,8 +105,11 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
             return {leaf.path: view.view(xs[leaf.path], leaf) for leaf in leaves}
         if into:
             # A caller who says where to write to gives the leaves of one bucket.
-            flat = [x if (x := into[leaf.path]).ndim == 1 else x.view(-1) for leaf in leaves]
-            wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
+            paths = [leaf.path for leaf in leaves]
+            flat = list(map(into.__getitem__, paths))
+            if set(map(_NDIM, flat)) != {1}:
+                flat = [x.view(-1) for x in flat]
+            wire.join_parts(wire.send_parts(list(map(xs.__getitem__, paths)), leaves)[1], leaves, flat)
             return into
         out: Leaves = {}
         for bucket in into_buckets(leaves, {p: x.dtype for p, x in xs.items()}, wire.group):
@@ -142,10 +150,10 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], buckets: Sequence[S
             flat = [g if g is None or g.ndim == 1 else g.reshape(-1) for g in map(gs.get, paths)]
             buffer = wire.pack(flat, bucket, numels, dtype, stored[paths[0]].device)
             found = wire.unpack(wire.send(buffer)[1], bucket, numels, list(map(gs.__contains__, paths)))
-            for path, shape, g in zip(paths, shapes, found, strict=True):
-                if g is not None:
-                    # A shard stays flat.
-                    out[path] = g if wire.cuts else g.reshape(shape)
+            if not wire.cuts:
+                # A shard stays flat.
+                found = [g if g is None else g.reshape(shape) for g, shape in zip(found, shapes, strict=True)]
+            out.update({path: g for path, g in zip(paths, found, strict=True) if g is not None})
         # Buckets are of one dtype each.
         return out if len(buckets) == 1 else {leaf.path: out[leaf.path] for leaf in leaves if leaf.path in out}
 

@@ -426,7 +426,10 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
     """Write a bucket's entries into `into`, over the `old` ones of the whole tree."""
     for name, entry in own.items():
         was = old.get(name)
-        if type(entry) is not dict or type(was) is not dict or set(map(type, entry.values())) != {Tensor}:
+        if entry is was:
+            # Of all leaves, each written in its memory.
+            into[name] = entry
+        elif type(entry) is not dict or type(was) is not dict or set(map(type, entry.values())) != {Tensor}:
             into[name] = overlaid(into.get(name, was), entry)
         elif name not in into and list(entry) == list(was):
             into[name] = entry  # of all leaves, in their order

@@ -159,10 +159,14 @@ def _counted(before: list[Tensor], ctx: Context) -> list[Tensor]:
     return before
 
 
-def counted(counts: Leaves, paths: Collection[str]) -> tuple[Leaves, dict[int, list[str]]]:
-    """Counts of these leaves plus one, and the paths by their new count, where Python can read them.
+def next_counts(counts: Leaves, paths: Collection[str]) -> tuple[dict[int, list[str]], list[int], Tensor | None]:
+    """What follows the counts of these leaves, where Python can read them.
 
     Leaves nearly always step together. Then their counts are all the elements of one tensor, and are read at once.
+
+    Returns:
+        The paths by their count in this update; the counts before it; and the tensor that has all of these as its
+        elements, if there is one.
     """
     before = list(map(counts.__getitem__, paths))
     whole = viewed(before[0]) if before else None
@@ -178,8 +182,7 @@ def counted(counts: Leaves, paths: Collection[str]) -> tuple[Leaves, dict[int, l
     else:
         for path, n in zip(paths, numbers, strict=True):
             groups.setdefault(n + 1, []).append(path)
-    # Never written in place: members of a batch may share the counts of one state.
-    return dict(zip(paths, torch.tensor(numbers, dtype=torch.int64).add_(1).unbind(), strict=True)), groups
+    return groups, numbers, whole
 
 
 def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:
@@ -597,12 +600,22 @@ class _OptimizerUpdate:
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
         kernel, pulled, derived = self.kernel, self.pulled, self.derived
         runs = kernel is not None and not ctx.recorded and not ctx.unread
-        counts, groups = counted(state["count"], grads) if runs else (one_more(state["count"], grads, ctx), {})
+        counts = {} if runs else one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
         slots = dict(zip(self.slots, map(state.__getitem__, self.slots), strict=True))
         given = Given(grads, params, slots, counts, *carry, common, ctx)
         if kernel is not None and runs:
+            groups, before, together = next_counts(state["count"], grads)
             new, own = _in_place(kernel, groups.items(), given)
+            # Behind the kernel: one that refuses its arguments leaves them as they are.
+            whole = together is not None and len(before) == len(state["count"]) and not together.is_inference()
+            if together is not None and whole and ctx.donate:
+                # Of all leaves. A new tensor for each takes longer than the update of a small leaf.
+                together.add_(1)
+                counts = state["count"]
+            else:
+                # In new memory: members of a batch may share the counts of one state.
+                counts = dict(zip(grads, torch.tensor(before, dtype=torch.int64).add_(1).unbind(), strict=True))
         elif ctx.unread:
             new, own = self._on_device(given)
         elif self.in_graph is not None and (groups := _groups(self.in_graph[0], given)) is not None:
@@ -668,6 +681,9 @@ def _in_place(
         kernel(leaves)
         if leaves.norms and given.ctx.norms is not None:
             given.ctx.norms.add(group, leaves.norms)
+        if given.ctx.donate and group == list(given.params) and {len(group)} >= set(map(len, given.slots.values())):
+            # All of them, each in its memory.
+            return given.params, given.slots
         new.update(zip(group, leaves.params, strict=True))
         for slot, tensors in leaves.slots.items():
             own.setdefault(slot, {}).update(zip(group, tensors, strict=True))

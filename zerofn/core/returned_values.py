@@ -203,6 +203,8 @@ class Comparing:
 
 
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
+# A quarter of the time of a device, of which torch makes an object each time.
+_IS_CPU = attrgetter("is_cpu")
 _RECORDED = attrgetter("requires_grad")
 
 PAIR = "return {path: new for each path in grads}, state"
@@ -471,7 +473,10 @@ def check_readable(grads: Leaves, stored: Leaves) -> None:
             # has no memory, and of what torch.func has wrapped, is 0 or an error.
             if (
                 set(map(type, found)) <= {Tensor}
-                and len({*map(_DEVICE, found), *map(_DEVICE, map(stored.__getitem__, grads))}) == 1
+                and (
+                    (all(map(_IS_CPU, found)) and all(map(_IS_CPU, map(stored.__getitem__, grads))))
+                    or len({*map(_DEVICE, found), *map(_DEVICE, map(stored.__getitem__, grads))}) == 1
+                )
                 and all(map(Tensor.data_ptr, found))
             ):
                 return

@@ -157,6 +157,8 @@ class Sharding:
         widths, _, _, sizes, _ = _cuts(leaves, self.group.rank, self.group.size)
         *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
         used = flagged(flags, given)
+        if sizes == widths and all(used):
+            return [*blocks]
         return [
             None if not u else b if n == each else b[:n]
             for b, n, each, u in zip(blocks, sizes, widths, used, strict=True)
@@ -221,4 +223,5 @@ class Averaging:
     ) -> list[Tensor | None]:
         """The mean of every gradient; `None` if no rank had one."""
         *blocks, flags = mine.split_with_sizes([*numels, len(leaves)])
-        return [b if u else None for b, u in zip(blocks, flagged(flags, given), strict=True)]
+        used = flagged(flags, given)
+        return [*blocks] if all(used) else [b if u else None for b, u in zip(blocks, used, strict=True)]

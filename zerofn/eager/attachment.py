@@ -136,8 +136,9 @@ def _cast_back(home: ResidentParams, error: BaseException) -> None:
 # A `Watch` notices that a model has changed since it was attached.
 
 
-# What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters.
-FIXED = attrgetter("shape", "dtype", "device", "requires_grad")
+# What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters. Another
+# device has other addresses; only a leaf without elements has none.
+FIXED = attrgetter("shape", "dtype", "requires_grad")
 FROZEN_AT_ATTACH = "frozen when it was attached, so it has no state; requires_grad became True"
 
 
@@ -162,6 +163,7 @@ class Watch:
         # Of a DTensor the memory is in the plain tensor of its rows.
         self.tensors = [params[path] for path in self.paths]
         self.shown = [shown[path] for path in self.paths]
+        self.devices = [x.device for x in self.shown]
         # Submodules as well: one that is put in later would run and not be trained.
         self.modules = list(modules_of(model))
         self.all = [module for _, module in self.modules]
@@ -191,7 +193,7 @@ class Watch:
         if not bad and not changed:
             # Frozen or unfrozen; or sharded parameters that the user gave other memory, in which they are stored since
             # (`adopted`). Submodules without parameters may have come, which are looked at in each step from here on.
-            self.frozen, self.known = self._frozen(), (*now[:2], self.known[2])
+            self.frozen, self.known = self._frozen(), (*now[:2], *self.known[2:])
         else:
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
             if changed:
@@ -211,21 +213,23 @@ class Watch:
         """Two entries for each module, by its name: its parameters, and its submodules."""
         return [(name, dict.copy(found)) for name, m in self.modules for found in parameters_and_modules(m)]
 
-    def now(self) -> tuple[list[int], list[tuple[Any, ...]], list[list[int]]]:
+    def now(self) -> tuple[list[int], list[tuple[Any, ...]], list[int], list[int]]:
         """What every step compares, by functions of C alone.
 
-        Of each parameter its address and what is `FIXED`; of each module the ids of its parameters and submodules, by
-        the methods of `dict`, since a dict of parameters may give views by its own.
+        Of each parameter its address and what is `FIXED`; of each module how many parameters and submodules it has, and
+        their ids, by the methods of `dict`, since a dict of parameters may give views by its own.
         """
         with torch.DisableTorchFunctionSubclass():
-            values = map(dict.values, chain.from_iterable(map(parameters_and_modules, self.all)))
-            ids = list(map(list, map(functools.partial(map, id), values)))
-            return list(map(Tensor.data_ptr, self.tensors)), list(map(FIXED, self.shown)), ids
+            found = list(chain.from_iterable(map(parameters_and_modules, self.all)))
+            ids = list(map(id, chain.from_iterable(map(dict.values, found))))
+            fixed = list(map(FIXED, self.shown))
+            return list(map(Tensor.data_ptr, self.tensors)), fixed, list(map(dict.__len__, found)), ids
 
     def _reasons(self) -> Iterator[tuple[str, str]]:
         held = set(self.held)
-        for path, p, address, (*fixed, _) in zip(self.paths, self.tensors, *self.known[:2], strict=True):
-            yield path, _reason(p, self.params[path], address, *fixed, held=path in held)
+        known = zip(self.paths, self.tensors, self.devices, *self.known[:2], strict=True)
+        for path, p, device, address, (shape, dtype, _) in known:
+            yield path, _reason(p, self.params[path], address, shape, dtype, device, held=path in held)
 
 
 def _reason(

@@ -6,7 +6,9 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from types import NoneType
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +39,10 @@ from .stored_parameters import StoredParameters
 #
 # Under `reduce_scatter` and `all_reduce` gradients are reduced during backward. With `in_backward=True` each leaf is
 # updated at once. Otherwise gradients stay in `p.grad`.
+
+
+# Read of every gradient in every step, and so from C.
+_DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 
 
 @uncompiled
@@ -89,6 +95,9 @@ class GradientHooks:
         self.stream = self._stream(channels)
         kept = () if self.stream is None else pipe.layout.trainable
         self.forms = {leaf.path: (pipe.dtypes.gradient(leaf), pipe.road.stored_shape(leaf)) for leaf in kept}
+        # Where all of them are flat, as shards are: the number of elements of each.
+        flat = all([len(shape) == 1 for _, shape in self.forms.values()])
+        self.lengths = {path: shape[0] for path, (_, shape) in self.forms.items()} if flat else {}
         if self.stream is None and self.in_backward is None:
             return
         # torch does not show these hooks to the garbage collector: a strong reference would keep a dropped model alive.
@@ -208,6 +217,14 @@ class GradientHooks:
     def _take(self, leaves: Sequence[Leaf], grads: Sequence[Tensor | None]) -> None:
         """Take reduced gradients from the stream; those of several backwards add up."""
         road, reduced = self.pipe.road, self.reduced
+        if self.lengths and self.in_backward is None and NoneType not in set(map(type, grads)):
+            # In one go, by functions of C, if nothing is to be done with any of them.
+            given, paths = cast("Sequence[Tensor]", grads), [leaf.path for leaf in leaves]
+            uncast = road.behind_reduction or set(map(_DTYPE, given)) == {self.forms[path][0] for path in paths}
+            fit = set(map(_NDIM, given)) == {1} and list(map(Tensor.numel, given)) == [self.lengths[p] for p in paths]
+            if fit and uncast and reduced.keys().isdisjoint(paths):
+                reduced.update(zip(paths, given, strict=True))
+                return
         for leaf, g in zip(leaves, grads, strict=True):
             if g is None:
                 continue
@@ -325,10 +342,11 @@ class MicroStep(OwnGradients):
     def _reduced(self, stream: Stream, marks: dict[str, int]) -> Leaves:
         """The gradients that the stream has reduced, once it has compared marks with its last message."""
         hooks, agreement = self.hooks, self.agreement
-        for path, p in hooks.shown.items():
-            if read_grad(p) is not None:
-                # Put there by hand.
-                hooks.hand_over(path, p)
+        if set(map(type, map(read_grad, hooks.shown.values()))) != {NoneType}:
+            for path, p in hooks.shown.items():
+                if read_grad(p) is not None:
+                    # Put there by hand.
+                    hooks.hand_over(path, p)
         wholes = agreement.wholes
         # An update within backward is a write too: there they were asked about before the first one.
         noticed = stream.finish_reductions(marks, wholes is not None and hooks.in_backward is None and wholes.noticed())

@@ -23,6 +23,7 @@ _WIDE = {torch.float32, torch.float64}
 
 # Called on every leaf in every step, so functions in C.
 _DTYPE, _IS_CPU, _DEVICE = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("device")
+_NDIM = attrgetter("ndim")
 
 
 def leaf_norms(leaves: dict[str, Tensor], order: float = 2.0) -> dict[str, Tensor]:
@@ -138,7 +139,7 @@ def squared_norm_unrecorded(leaves: dict[str, Tensor]) -> Tensor:
         # Few elements are joined first: the norm of a small leaf takes longer than its copy.
         dtypes = set(map(_DTYPE, tensors))
         if len(dtypes) == 1 and dtypes <= _WIDE and sum(map(Tensor.numel, tensors)) <= CHUNK:
-            return joined(tensors).norm().square()
+            return (torch.cat if set(map(_NDIM, tensors)) == {1} else joined)(tensors).norm().square()
         return sum_of_squares(leaf_norms(leaves))
     found = _total_on_device(lambda x: x.square(), tensors)
     return sum_of_squares(leaf_norms(leaves)) if found is None else found

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._compat.tensors import foreach_copy_, joined
+from .._compat.tensors import foreach_copy_
 
 # Outside of graphs leaves are written into a buffer in place, in one pass over memory. In a graph that is slow: for
 # each write the compiler copies the buffer, or proves that it need not, so the cost grows with the square of the number
@@ -181,7 +181,7 @@ def rows_to_sum(
     if _divided_at_once(grads, numels, dtype, device):
         if few and not tail and device.type == "cpu" and set(map(type, grads)) == {Tensor}:
             order = _from_leaves(tuple(widths), tuple(numels), size, len(grads))
-            rows = joined([*grads, torch.zeros(1, dtype=dtype, device=device)]).index_select(0, order)  # type: ignore[list-item]
+            rows = torch.cat([*grads, torch.zeros(1, dtype=dtype, device=device)]).index_select(0, order)  # type: ignore[list-item]
             rows = rows.view(size, -1).div_(size)
             _write_flags(rows[:, -len(grads) :], grads)
             return rows

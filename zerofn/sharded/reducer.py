@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any
 
 import torch
@@ -134,6 +134,8 @@ def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None
 
 # Buckets under way at once. Each holds one buffer; many would hold as much as the full gradients.
 IN_FLIGHT = 2
+# Read of every gradient in every backward, and so from C.
+_NDIM, _REQUIRES_GRAD = attrgetter("ndim"), attrgetter("requires_grad")
 # Gradients of one leaf that may wait before backward waits for other ranks.
 DEPTH = 2
 # Seconds that backward waits for a bucket to be reduced before it goes on with more of them under way or waiting. A
@@ -179,8 +181,9 @@ class Stream:
             GradBucket(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
             for bucket in into_buckets(leaves, {p: x.dtype for p, x in like.items()}, wire.group)
         ]
+        self.paths = [[leaf.path for leaf in bucket.leaves] for bucket in self.buckets]
         self.devices = [like[bucket.leaves[0].path].device for bucket in self.buckets]
-        self.home = {leaf.path: (i, j) for i, b in enumerate(self.buckets) for j, leaf in enumerate(b.leaves)}
+        self.home = {path: (i, j) for i, paths in enumerate(self.paths) for j, path in enumerate(paths)}
         self.sizes = [len(bucket.leaves) for bucket in self.buckets]
         self._forget()
         # The bucket to send next, and the rounds that were sent.
@@ -266,16 +269,21 @@ class Stream:
             raise cut_short()
         i = self.next
         leaves, numels, dtype = self.buckets[i]
-        grads = self.waiting[i]
-        self.check({leaf.path: g for leaf, g in zip(leaves, grads, strict=True) if g is not None})
+        grads, arrived = self.waiting[i], dict(zip(self.paths[i], self.waiting[i], strict=True))
+        # Nearly always each leaf has one.
+        every = not self.missing[i]
+        self.check(arrived if every else {path: g for path, g in arrived.items() if g is not None})  # type: ignore[arg-type]
         if not i and not self.rounds:
             self.agreement.begin()
         with ranged(VIEW, self.name):
             with torch.no_grad():
-                flat = [None if g is None else _flat(g) for g in grads]
+                if every and set(map(_NDIM, grads)) == {1} and not any(map(_REQUIRES_GRAD, grads)):
+                    flat = list(grads)
+                else:
+                    flat = [None if g is None else _flat(g) for g in grads]
                 buffer = self.wire.pack(flat, leaves, numels, dtype, self.devices[i])
             given = [g is not None for g in grads]
-            del grads, flat
+            del grads, flat, arrived
             # After packing: a wire that raises sends none.
             self._begin_next_round(i)
             try:
@@ -291,14 +299,14 @@ class Stream:
     def _begin_next_round(self, i: int) -> None:
         """Forget the gradients of a bucket; those of later backwards come next."""
         waiting: list[Tensor | None] = [None] * self.sizes[i]
-        self.waiting[i] = waiting
+        self.waiting[i], self.missing[i] = waiting, len(waiting)
         for j in range(len(waiting)) if self.later else ():
             queue = self.later.get((i, j))
             if queue is not None:
                 waiting[j] = queue.popleft()
+                self.missing[i] -= 1
                 if not queue:
                     del self.later[i, j]
-        self.missing[i] = sum(g is None for g in waiting)
 
     def _hold_back(self) -> None:
         """Wait until few buckets are under way."""

@@ -191,14 +191,17 @@ def unbiased(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _KIND = attrgetter("dtype", "device")
+# Asked of every leaf in every step: torch makes an object of each device.
+_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def _kernel(decoupled: bool, group: LeafList) -> None:
     """torch's fused kernel, called once for each dtype and device."""
-    kinds = set(map(_KIND, group.params))
+    kind_of = _DTYPE if all(map(_IS_CPU, group.params)) else _KIND
+    kinds = set(map(kind_of, group.params))
     if len(kinds) > 1:
         for kind in kinds:
-            _kernel(decoupled, group.where([_KIND(p) == kind for p in group.params]))
+            _kernel(decoupled, group.where([kind_of(p) == kind for p in group.params]))
         return
     numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
     lists = group.params, group.grads, *group.slots.values()
