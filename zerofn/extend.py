@@ -115,6 +115,8 @@ from zerofn.kernels.recording import (
 from zerofn.ranks.group import Group
 
 if _TYPE_CHECKING:
+    from zerofn.core.narrow import codes_of_wire as codes_of_wire
+    from zerofn.core.narrow import narrow_mean as narrow_mean
     from zerofn.core.offload import MASTERS as MASTERS
     from zerofn.core.offload import Conveyor as Conveyor
     from zerofn.core.offload import update_on_host as update_on_host
@@ -129,6 +131,7 @@ if _TYPE_CHECKING:
     from zerofn.kernels.adam import adam_update as adam_update
     from zerofn.kernels.adam import has_kernel as has_kernel
     from zerofn.kernels.adam import implementation_for as implementation_for
+    from zerofn.kernels.codes import BlockDraws as BlockDraws
     from zerofn.kernels.codes import Codes as Codes
     from zerofn.kernels.codes import Draws as Draws
     from zerofn.kernels.rounding import FIRST_FORMAT as FIRST_FORMAT
@@ -146,6 +149,8 @@ if _TYPE_CHECKING:
 
 # What few transforms need is imported when it is asked for, so that one process loads no collectives for `adamw`.
 _LATER = {
+    "codes_of_wire": "zerofn.core.narrow",
+    "narrow_mean": "zerofn.core.narrow",
     "MASTERS": "zerofn.core.offload",
     "Conveyor": "zerofn.core.offload",
     "update_on_host": "zerofn.core.offload",
@@ -160,6 +165,7 @@ _LATER = {
     "adam_update": "zerofn.kernels.adam",
     "has_kernel": "zerofn.kernels.adam",
     "implementation_for": "zerofn.kernels.adam",
+    "BlockDraws": "zerofn.kernels.codes",
     "Codes": "zerofn.kernels.codes",
     "Draws": "zerofn.kernels.codes",
     "FIRST_FORMAT": "zerofn.kernels.rounding",
@@ -204,6 +210,7 @@ __all__ = [
     "TINY",
     "Averaging",
     "AxisPlacement",
+    "BlockDraws",
     "Codes",
     "Context",
     "Conveyor",
@@ -261,6 +268,7 @@ __all__ = [
     "check_lr",
     "check_number",
     "check_seed",
+    "codes_of_wire",
     "concrete",
     "context_of",
     "counter",
@@ -291,6 +299,7 @@ __all__ = [
     "mean_over",
     "misfit",
     "moment_root",
+    "narrow_mean",
     "no_state",
     "no_view",
     "no_weight",

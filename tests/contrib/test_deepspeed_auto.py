@@ -174,7 +174,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any] | None, list[str]]] = {
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8}},
         None,
         [
-            "zero_quantized_weights: not supported; use precision",
+            "zero_quantized_weights: not supported; use zf.shard(wire='int8')",
             "zero_hpz_partition_size: not supported; use zf.shard",
         ],
     ),

@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         {},
         [
             "zero_optimization.zero_hpz_partition_size: not supported; use zf.shard(mesh['node'])",
-            "zero_optimization.zero_quantized_weights: not supported; use precision(",
+            "zero_optimization.zero_quantized_weights: not supported; use zf.shard(wire='int8')",
         ],
     ),
     "a chosen few updated on the host": (

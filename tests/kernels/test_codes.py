@@ -8,8 +8,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zerofn.extend import Codes, Draws
+from zerofn.extend import BlockDraws, Codes, Draws
 from zerofn.kernels import codes as module  # inside: from which size on C is called
+from zerofn.kernels.codes import Float8  # inside: a public name asks for it as `wire="fp8"`
 
 SHAPES = [(1, 1), (1, 7), (3, 8), (5, 9), (2, 3, 5), (0, 4), (4, 0), (6, 1, 1)]
 KINDS = st.builds(Codes, st.sampled_from([8, 4]), st.integers(1, 9), st.booleans())
@@ -148,13 +149,13 @@ def test_in_a_graph_and_along_a_batch():
 
 
 @pytest.mark.parametrize("row", [2048, 129, 77, 1])
-@pytest.mark.parametrize("companded", [True, False])
+@pytest.mark.parametrize(("companded", "signed"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_kernel_gives_the_bits_of_torch(bits, companded, row, monkeypatch):
-    codes, x = Codes(bits, 33, companded), drawn((9000 // row, row), 1)
+def test_the_kernel_gives_the_bits_of_torch(bits, companded, signed, row, monkeypatch):
+    codes, x = Codes(bits, 33, companded, signed), drawn((9000 // row, row), 1)
     x[1, 0], x[2, -1], x[3] = torch.nan, torch.inf, -0.0 * x[3]
-    assert module._library(bits, companded) is not None
-    for at in (None, draw(3), draw(3, 2**32 - 9100), draw(3, 2**32 - 5000)):
+    assert module._library(bits, companded, signed) is not None
+    for at in (None, draw(3), draw(3, 2**32 - 9100), draw(3, 2**32 - 5000), BlockDraws(3)):
         found = codes.encode(x, at)
         back = codes.decode(*found, x.shape)
         with monkeypatch.context() as patch:
@@ -162,6 +163,37 @@ def test_the_kernel_gives_the_bits_of_torch(bits, companded, row, monkeypatch):
             want = codes.encode(x, at)
             assert all(map(same, found, want))
             assert same(back, codes.decode(*want, x.shape))
+
+
+def test_random_bits_of_a_block_follow_from_the_block_alone():
+    torch.manual_seed(0)
+    x, codes = torch.randn(3, 96), Codes(8, 32, False, True)
+    found = codes.encode(x, BlockDraws(1))[0]
+    # Elsewhere in a tensor, and beside others, a block has the same codes.
+    for row in range(3):
+        for i in range(0, 96, 32):
+            assert torch.equal(codes.encode(x[row : row + 1, i : i + 32], BlockDraws(1))[0][0], found[row, i : i + 32])
+    # One bit of one number, and a seed, change about as many codes as numbers lie between two codes.
+    near = x.clone()
+    near[0, 0] = torch.nextafter(x[0, 0], torch.tensor(9.0))
+    for other in (codes.encode(near, BlockDraws(1))[0][0, 1:32], codes.encode(x, BlockDraws(2))[0][0, 1:32]):
+        assert 3 < (other != found[0, 1:32]).sum() < 28
+
+
+@pytest.mark.parametrize("exponent", [-30, 0, 30])
+def test_floats_of_8_bits_are_within_their_bound(exponent):
+    x = drawn((40, 300), 5) * 10.0**exponent
+    x[3], x[4, :128] = 0.0, 0.0
+    x[5, 0], x[6, 299] = torch.nan, torch.inf
+    how = Float8(128)
+    codes, scales = how.encode(x)
+    found = how.decode(codes, scales, x.shape)
+    assert codes.dtype == torch.uint8 and codes.shape == x.shape and scales.shape == (40, 3)
+    assert found[5, :128].isnan().all() and found[6, 256:].isnan().all()
+    x[5, :128] = x[6, 256:] = found[5, :128] = found[6, 256:] = 0.0
+    most = torch.cat([b.abs().amax(1, keepdim=True).expand_as(b) for b in x.split(128, 1)], 1).double()
+    assert ((found.double() - x.double()).abs() <= (x.double().abs() / 16).maximum(most / 450_000) * (1 + 1e-5)).all()
+    assert (found[3] == 0).all()
 
 
 def same(a, b):

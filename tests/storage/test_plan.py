@@ -30,6 +30,8 @@ CHAINS = {
         zf.sgd(0.1, momentum=0.9),
     ],
     "ZeRO-3 in bf16": lambda: [zf.shard(), zf.precision(param_dtype=BF16), zf.accumulate(WINDOW), zf.adamw(1e-3)],
+    "ZeRO-1 in int8": lambda: [zf.accumulate(WINDOW), zf.reduce_scatter(wire="int8"), zf.adamw(1e-3)],
+    "ZeRO-3 in int8": lambda: [zf.shard(wire="fp8", reduce_wire="int8"), zf.accumulate(WINDOW), zf.adamw(1e-3)],
     "owners": lambda: [zf.shard(), zf.partition({"matrix": zf.muon(lr=0.1), "rest": zf.adamw(1e-3)}, label)],
     "owners of gradients": lambda: [
         zf.reduce_scatter(),
@@ -40,12 +42,16 @@ CHAINS = {
 # By hand, for 1608 parameters and no leaf that is padded: the stage; bytes of gradients; and what one of two ranks
 # sends in a window: half of a buffer for a scatter or a gather, all of it for an all-reduce.
 WHOLE, HALF = 4 * 1608, 4 * 804
+# In codes the halves of 64 x 16, 64, 8 x 64 and 8, each in whole blocks of 128 with a scale of four bytes.
+CODED = (4 + 1 + 2 + 1) * (128 + 4)
 EXPECTED = {
     "all_reduce": (0, WHOLE, {"all_reduce": WHOLE}),
     "ZeRO-1": (1, WHOLE, {"reduce_scatter": HALF, "all_gather": HALF}),
     "ZeRO-2": (2, HALF, {"reduce_scatter": WINDOW * HALF, "all_gather": HALF}),
     "ZeRO-2 in bf16": (2, HALF, {"reduce_scatter": HALF, "all_gather": HALF // 2}),
     "ZeRO-3 in bf16": (3, HALF, {"reduce_scatter": WINDOW * HALF // 2, "all_gather": WINDOW * HALF}),
+    "ZeRO-1 in int8": (1, WHOLE, {"reduce_scatter": CODED, "all_gather": HALF}),
+    "ZeRO-3 in int8": (3, HALF, {"reduce_scatter": WINDOW * CODED, "all_gather": 2 * WINDOW * CODED}),
     # The owner of 64 x 16 sends the other half of it, and its own half of 8 x 64 twice, as gradient and as parameter.
     "owners": (3, HALF, {"reduce_scatter": HALF, "all_gather": 2 * HALF, "all_to_all": 4 * 512 + 2 * 4 * 256}),
     "owners of gradients": (2, HALF, {"reduce_scatter": HALF, "all_gather": HALF, "all_to_all": 4 * 512 + 2 * 4 * 256}),

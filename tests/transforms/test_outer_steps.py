@@ -135,13 +135,34 @@ def bytes_of_updates(wire):
 
 
 def test_bytes_are_sent_in_outer_updates_alone():
-    wires = (None, torch.bfloat16)
+    wires = (None, torch.bfloat16, "int8")
     for found in zf.launch(bytes_by_wire, 2, wires, timeout=limit(60)):
         for wire, (sent, w) in zip(wires, found, strict=True):
-            each = 128 * (4 if wire is None else 2)
+            # An all-reduce between two ranks sends each number once; each leaf travels in whole blocks of 128 codes.
+            each = {None: 128 * 4, torch.bfloat16: 128 * 2, "int8": 2 * (128 + 4)}[wire]
             assert sent == [0, 0, each, 0, 0, each]
             # Of the gradients 1 and 2 the mean goes seven tenths of the way, twice.
             assert w == pytest.approx(-2 * 0.7 * 3 * 0.1 * 1.5, rel=1e-6 if wire is None else 2e-2)
+
+
+def means_of_codes():
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    moved = {"w": torch.randn(3, 200), "b": torch.randn(5), "none": torch.zeros(0, 4), "half": torch.randn(9).half()}
+    tx = zf.chain(zf.local(), zf.sgd(1.0), zf.every(1, zf.sgd(1.0), wire="int8"))
+    state = zf.init(tx, {path: torch.zeros_like(x) for path, x in moved.items()})
+    return moved, zf.update(tx, moved, state)[0].params
+
+
+def test_differences_as_codes_are_within_their_bound_and_equal_on_all_ranks():
+    (a, first), (b, second) = zf.launch(means_of_codes, 2, timeout=limit(60))
+    for path, x in a.items():
+        assert torch.equal(first[path], second[path])
+        mean = (x.double() + b[path].double()) / 2
+        # A 127th of the largest magnitude on each rank, and of their mean once more; fp16 adds a 2048th.
+        most = (x.abs().sum() and x.abs().max()) / 2 + (x.abs().sum() and b[path].abs().max()) / 2
+        assert ((first[path].double() + mean).abs() <= 2 * float(most) / 127 + (1e-3 if path == "half" else 0)).all()
+        assert not x.numel() or not torch.equal(first[path], -mean.to(x.dtype)), path
 
 
 ROWS = Refusals()
@@ -150,6 +171,7 @@ ROWS.rows(
     (lambda: zf.every(2, zf.clip_by_value(1.0)), re.compile(r"every\(2, clip_by_value\(...\)\)")),
     (lambda: zf.every(2, zf.muon()), re.compile(r"every\(2, muon\(...\)\)")),
     (lambda: zf.every(0, zf.sgd(0.1)), re.compile("updates")),
+    (lambda: zf.every(2, zf.sgd(0.1), wire="fp8"), re.compile("wire is one of 'int8', or None")),
     (lambda: zf.chain(zf.every(2, zf.sgd(0.1)), zf.sgd(0.1)), re.compile("every")),
     (
         lambda: zf.attach(Regression(), zf.chain(zf.sgd(0.1), zf.every(2, zf.sgd(0.1))), in_backward=True),

@@ -170,6 +170,11 @@ def groups_of(stages: Sequence[View]) -> tuple[Group, ...]:
     return tuple([view.wire.group for view in stages if view.wire is not None])
 
 
+def at_model(stages: Sequence[View]) -> tuple[View, ...]:
+    """The views through which the model sees its parameters."""
+    return tuple([stage.at_model for stage in stages])
+
+
 @dataclass(frozen=True)
 class Road:
     """The views between the model and storage.
@@ -460,10 +465,12 @@ def on_ranks(view: View, cutting: Sequence[Wire], reduce_dtype: torch.dtype | No
     """The view of a wire with sums in `reduce_dtype`, over shards where other wires have cut leaves before."""
     assert view.wire is not None
     wire, given = view.wire.on(view.wire.group, reduce_dtype), view.given
+    of_model = view.model_wire and view.model_wire.on(view.wire.group, reduce_dtype)
     if cutting and wire.cuts:
+        of_model = of_model and ShardsOfShards(cutting[-1], of_model)
         wire = shards = ShardsOfShards(cutting[-1], wire)
         given = lambda leaf: replace(leaf, shape=torch.Size([shards.given(leaf).numel]))  # noqa: E731
-    return replace(over_ranks(wire, view.resident, view.traceable), name=view.name, given=given)
+    return replace(over_ranks(wire, view.resident, view.traceable, of_model), name=view.name, given=given)
 
 
 def check_axes(reduced: Sequence[tuple[str, Group]]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._errors import bad_leaves, explain, kind_of
 from ..ranks.group import Group
 from ..ranks.process_groups import group_for
-from .bucketed_views import Road, check_axes, groups_of, on_ranks
+from .bucketed_views import Road, at_model, check_axes, groups_of, on_ranks
 from .chain import as_transform, replace_innermost
 from .context import Context, Norms, OneProcess, Prepared, Reduction, check_prepared
 from .executor import GRAD_NORM, Stretch, stretches
@@ -186,12 +186,12 @@ class Pipeline:
     @cached_property
     def leaf_views(self) -> dict[str, LeafView]:
         """By path: the view of each leaf from storage; from the resident form where the reduction is late."""
-        return self.road.composed(self.road.pulled, self.dtypes.gradient)
+        return self.road.composed(at_model(self.road.pulled), self.dtypes.gradient)
 
     @cached_property
     def views_at_use(self) -> dict[str, LeafView]:
         """By path: the view of each resident parameter in an attached model."""
-        return self.road.composed(self.road.at_use, self.road.resident_grad_dtype)
+        return self.road.composed(at_model(self.road.at_use), self.road.resident_grad_dtype)
 
     @cached_property
     def updates(self) -> tuple[Transform, ...]:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .layout import AxisPlacement, Flat, Partial, Replicate, Shard, rows_between
+
+if TYPE_CHECKING:
+    from ..kernels.codes import Codes, Float8
 
 # Placements in which each rank has a tensor of the leaf's own shape.
 UNCUT = frozenset({Replicate, Partial})
@@ -58,6 +61,8 @@ class Spec:
         shape: the full shape of the leaf, over all ranks that the chain knows of.
         dtype: of the elements.
         sum_dtype: the default dtype of sums over ranks. A gradient cast from bf16 has its digits, and is sent in bf16.
+        sent_as: the codes in which the transform `here` sends gradients; `None` if it sends them in `sum_dtype`.
+        gathered_as: the codes in which it sends parameters to the model, if it does.
         stored_dtype: of the leaf in the state.
         mesh: how many ranks there are along each axis of a reduction, in the order of the chain.
         placements: along each of these axes, how it lies on the ranks.
@@ -80,6 +85,8 @@ class Spec:
     shape: tuple[int, ...] | None = None
     dtype: torch.dtype | None = None
     sum_dtype: torch.dtype | None = None
+    sent_as: Codes | None = None
+    gathered_as: Codes | Float8 | None = None
     stored_dtype: torch.dtype | None = None
     mesh: tuple[int, ...] = ()
     placements: tuple[AxisPlacement, ...] = ()
@@ -126,6 +133,10 @@ class Spec:
         if self.axis is None or self.shape is None:
             return self
         return self.placed(Shard(0) if self.shape and rows_between(self.shape, *self.range) is not None else Flat())
+
+    def coded(self, gradients: Codes | None, parameters: Codes | Float8 | None = None) -> Spec:
+        """The same `Spec`, sent in these codes by the transform `here`; unchanged if it sends nothing."""
+        return self if self.axis is None else replace(self, sent_as=gradients, gathered_as=parameters)
 
     def to(self, dtype: torch.dtype | None) -> Spec:
         """The same `Spec` in another dtype; unchanged if that is `None` or no leaf is known."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of
@@ -181,7 +182,8 @@ def survey(
         handed: dict[str, Spec] = {}
         wrong: dict[str, str] = {}
         for leaf in leaves:
-            before = replace(specs[leaf.path], here=part.name, axis=None if wire is None else axis)
+            at = None if wire is None else axis
+            before = replace(specs[leaf.path], here=part.name, axis=at, sent_as=None, gathered_as=None)
             if first_update:
                 # To the first update half it is handed cast and unscaled.
                 before = replace(before, dtype=dtypes.gradient(leaf), scaled_by=())
@@ -344,7 +346,10 @@ def check_views(views: Sequence[View | None], layout: Layout) -> None:
     """
     there = [view for view in views if view is not None]
     _check_dtypes([view.name for view in there if view.dtypes is not None])
+    asked = next(((view.name, view.dtypes.reduce_dtype) for view in there if view.dtypes is not None), None)
     for view in there:
+        if view.wire is not None and asked is not None:
+            _check_sums(view.name, view.wire.reduce_dtype, *asked)
         if view.wire is not None and view.wire.group.size > 1:
             _check_all_touched(view, layout)
             _check_spans(view, view.wire, layout)
@@ -356,6 +361,14 @@ def _check_dtypes(names: Sequence[str]) -> None:
     wrong = f"chain({', '.join(f'..., {name}' for name in names)}, ...), each with View(dtypes=...)"
     why = f"parameters have one set of dtypes; those of {names[0]} would be taken, and those of {names[1]} ignored"
     raise ValueError(explain(wrong, why, "one of them, as zf.precision(param_dtype=..., store_dtype=...)"))
+
+
+def _check_sums(name: str, own: torch.dtype | None, caster: str, asked: torch.dtype | None) -> None:
+    """Refuse a wire that sums in a dtype of its own where another one is asked for."""
+    if asked is not None and own not in (None, asked):
+        why = f"the wire of {name} sums in {own}, so the other dtype would have no effect"
+        right = f"{caster}(...) without reduce_dtype, or a wire that sums in any dtype"
+        raise ValueError(explain(f"chain({name}(...), {caster}(reduce_dtype={asked}), ...)", why, right))
 
 
 def _check_all_touched(view: View, layout: Layout) -> None:

@@ -197,6 +197,8 @@ class View:
         changes: whether the view changes a leaf; other leaves are stored as they are seen. A view with a wire changes
             all leaves.
         wire: how leaves travel between ranks, if they do; the three functions above are then the wire's.
+        model_wire: the wire by which the model gets its parameters, if that is another one: it may round them. Whoever
+            else asks for whole parameters gets them by `wire`.
         resident: whether its result stays in an attached model between steps, and is made once after an update.
         dtypes: of a view that only casts.
         name: of its transform, for profilers.
@@ -219,6 +221,7 @@ class View:
     store: OnLeaf = same_tensor
     changes: Callable[[Leaf], bool] = lambda leaf: True
     wire: Wire | None = None
+    model_wire: Wire | None = None
     resident: bool = False
     dtypes: Dtypes | None = None
     name: str = ""
@@ -240,6 +243,12 @@ class View:
         """The same view, whose functions change only the leaves of these paths."""
         view, pull, store = (_only_on(touched, fn) for fn in (self.view, self.pull, self.store))
         return replace(self, view=view, pull=pull, store=store)
+
+    @property
+    def at_model(self) -> View:
+        """The view through which the model sees its parameters."""
+        wire = self.model_wire
+        return self if wire is None else replace(self, view=wire.view, wire=wire, model_wire=None)
 
     @property
     def of_leaves(self) -> bool:
@@ -281,7 +290,7 @@ class IncompleteWire(TypeError):
         self.kind, self.missing = kind, missing
 
 
-def over_ranks(wire: Wire, resident: bool, traceable: bool = False) -> View:
+def over_ranks(wire: Wire, resident: bool, traceable: bool = False, model_wire: Wire | None = None) -> View:
     """The view of a wire.
 
     Args:
@@ -289,6 +298,7 @@ def over_ranks(wire: Wire, resident: bool, traceable: bool = False) -> View:
         resident: whether the model keeps full leaves between steps (`reduce_scatter`), instead of gathering on use
             (`shard`).
         traceable: whether the compiler may trace the wire: it branches on no number.
+        model_wire: see `View`.
 
     Raises:
         IncompleteWire: the wire lacks a function.
@@ -301,7 +311,8 @@ def over_ranks(wire: Wire, resident: bool, traceable: bool = False) -> View:
         # The wire casts to a dtype that is asked for, in a pass that it makes anyway.
         return wire.pull(g if wire.reduce_dtype is not None else g.to(summable(g.dtype)), leaf)
 
-    return View(wire.view, pull, wire.store, wire=wire, resident=resident, traceable=traceable)
+    known_by = dict(wire=wire, model_wire=model_wire, resident=resident, traceable=traceable)
+    return View(wire.view, pull, wire.store, **known_by)  # type: ignore[arg-type]
 
 
 # Opens the group of a mesh, or of all ranks, for the function that is named in messages.

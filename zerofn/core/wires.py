@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.codes import BlockDraws, Codes
 from ..kernels.packing import (
     FEW,
     divided_by_ranks,
@@ -20,10 +21,11 @@ from ..kernels.packing import (
     rows_to_sum,
     wholes_of,
 )
-from ..ranks.collectives import all_gather_into, all_reduce_, reduce_scatter_into
+from ..ranks.collectives import all_gather_into, all_reduce_, all_to_all_into, reduce_scatter_into
 from ..ranks.differentiable import check_batch
 from ..ranks.group import Group
 from .layout import Leaf, span, width
+from .narrow import AnyCodes, coded_rows, gather_codes, summed_rows
 from .view import same_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,14 +72,18 @@ class Sharding:
     Attributes:
         group: the ranks that share a leaf.
         reduce_dtype: dtype in which gradients are summed; by default their own.
+        codes: how gradients are coded on the way; they are summed in fp32 then. By default they are sent as numbers.
+        gathered: how shards are coded on the way, rounded to nearest. Every rank decodes the same codes, its own too.
     """
 
     group: Group
     reduce_dtype: torch.dtype | None = None
+    codes: Codes | None = None
+    gathered: AnyCodes | None = None
     cuts: ClassVar[bool] = True
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
-        return replace(self, group=group, reduce_dtype=reduce_dtype)
+        return replace(self, group=group, reduce_dtype=reduce_dtype if self.codes is None else torch.float32)
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
         return _cuts((leaf,), self.group.rank, self.group.size).spans[0]
@@ -91,6 +97,11 @@ class Sharding:
         if batch:
             check_batch(batch, leaf.path, self.group, x.reshape(batch.numel(), x.shape[-1]))
         rows = x.movedim(-1, 0).reshape(x.shape[-1], batch.numel())
+        if self.gathered is not None:
+            # As in `pull`.
+            leaves = [leaf] * batch.numel()
+            fulls = self.join_parts(self.send_parts(list(rows.unbind(1)), leaves)[1], leaves)
+            return torch.stack(fulls).reshape(*batch, *leaf.shape)
         (full,) = self.join_parts(self.send_parts([rows], [leaf])[1], [leaf])
         return full.reshape(leaf.numel, *batch).movedim(0, -1).reshape((*batch, *leaf.shape))
 
@@ -99,6 +110,12 @@ class Sharding:
         if batch:
             check_batch(batch, leaf.path, self.group)
         rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, batch.numel())
+        if self.codes is not None:
+            # Codes are of one gradient: those of a batch travel as so many leaves.
+            count, device = batch.numel(), g.device
+            buffer = self.pack(list(rows.unbind(1)), [leaf] * count, [leaf.numel] * count, torch.float32, device)
+            found = self.unpack(self.send(buffer)[1], [leaf] * count, [leaf.numel] * count, [True] * count)
+            return torch.stack([x for x in found if x is not None]).reshape(*batch, -1)
         buffer = self.pack([rows], [leaf], [leaf.numel], self.reduce_dtype or g.dtype, g.device)
         (mine,) = self.unpack(self.send(buffer)[1], [leaf], [leaf.numel], [True])
         assert mine is not None
@@ -115,6 +132,9 @@ class Sharding:
         # Each rank's row has its range of every leaf, so a leaf is a block of columns over all rows.
         tail, widths = parts[0].shape[1:], _cuts(leaves, self.group.rank, self.group.size).widths
         rank, size, each = self.group.rank, self.group.size, sum(widths)
+        if self.gathered is not None:
+            work, rows = gather_codes(parts, widths, self.gathered, self.group)
+            return work if async_op else work.wait() and None, rows
         every = parts[0].new_empty((size * each, *tail))
         mine = row_of(parts, widths, every[rank * each : (rank + 1) * each])
         return all_gather_into(every, mine, self.group, async_op), every.reshape(size, each, *tail)
@@ -143,10 +163,16 @@ class Sharding:
         A leaf without a gradient is sent as zeros. One flag per leaf tells whether any rank has a gradient.
         """
         cuts = _cuts(leaves, self.group.rank, self.group.size)
-        return rows_to_sum(grads, cuts.widths, cuts.numels, self.group.size, dtype, device, cuts.few)
+        summed = dtype if self.codes is None else torch.float32
+        rows = rows_to_sum(grads, cuts.widths, cuts.numels, self.group.size, summed, device, cuts.few)
+        # By their ranks, equal gradients are rounded by other random bits.
+        return rows if self.codes is None else coded_rows(rows, cuts.widths, self.codes, BlockDraws(self.group.rank))
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
-        """Reduce-scatter the rows: (work handle, this rank's row of the sum)."""
+        """Reduce-scatter the rows: (work handle, this rank's row of the sum; of codes the rows to be summed)."""
+        if self.codes is not None:
+            received = torch.empty_like(buffer)
+            return all_to_all_into(received, buffer, self.group, async_op, "reduce_scatter"), received
         mine = buffer.new_empty(buffer.shape[1:])
         return reduce_scatter_into(mine, buffer.reshape(-1, *buffer.shape[2:]), self.group, async_op), mine
 
@@ -155,7 +181,10 @@ class Sharding:
     ) -> list[Tensor | None]:
         """This rank's shard of every gradient; `None` if no rank had one."""
         widths, _, _, sizes, _ = _cuts(leaves, self.group.rank, self.group.size)
-        *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
+        if self.codes is None:
+            *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
+        else:
+            blocks, flags = summed_rows(mine, widths, self.codes)
         used = flagged(flags, given)
         if sizes == widths and all(used):
             return [*blocks]

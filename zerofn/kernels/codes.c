@@ -1,6 +1,7 @@
 /* Rows of floats as codes of 8 or 4 bits, and back: the formulas of zerofn/kernels/codes.py, bit for bit.
  *
- * Built by it on first use: -DZF_BITS= 8 or 4, -DZF_COMPANDED= 1 or 0, -DZF_STRIDE= of counters (rounding.py).
+ * Built by it on first use: -DZF_BITS= 8 or 4, -DZF_COMPANDED= 1 or 0, -DZF_SIGNED= 1 or 0, -DZF_STRIDE= of counters
+ * (rounding.py).
  */
 #include <math.h>
 #include <string.h>
@@ -16,7 +17,7 @@ typedef struct {
     uint8_t *codes;
     float *scales;
     int64_t row, block; /* numbers in a row, and in a block */
-    int random;
+    int random; /* 1: by counters; 2: by counters that follow from the numbers of a block */
     uint32_t k0, k1; /* the counter of the first number */
 } job;
 
@@ -109,7 +110,7 @@ static void encode(const void *what, int64_t first, int64_t last) {
                 most = size > most ? size : most;
                 signs |= bits;
             }
-            int is_signed = signs >> 31, finite = most < 0x7f800000u;
+            int is_signed = ZF_SIGNED || signs >> 31, finite = most < 0x7f800000u;
             float scale;
             memcpy(&scale, &most, 4);
             scale = finite ? scale : NAN;
@@ -120,6 +121,14 @@ static void encode(const void *what, int64_t first, int64_t last) {
                 continue;
             }
             uint32_t counter = j->k0 + (uint32_t)(r * j->row + at) * ZF_STRIDE;
+            if (j->random == 2) {
+                uint32_t sum = 0;
+                for (int64_t i = 0; i < n; i++) {
+                    memcpy(&bits, x + i, 4);
+                    sum += bits;
+                }
+                counter = draw(sum, j->k0);
+            }
             if (is_signed && j->random) encode_block(j, x, row, at, n, scale, 1, 1, counter);
             else if (is_signed) encode_block(j, x, row, at, n, scale, 1, 0, counter);
             else if (j->random) encode_block(j, x, row, at, n, scale, 0, 1, counter);

@@ -17,6 +17,9 @@ Sources: blocks with a scale of their own and more codes for small numbers (Dett
 Block-wise Quantization", ICLR 2022); no zero among the codes of second moments (Li et al., "Memory Efficient Optimizers
 with 4-bit States", NeurIPS 2023); the two functions (FlashOptim, 2026). Other than there, rounding is stochastic, by
 bits from a counter (`rounding.py`): to nearest, a second moment that changes by a thousandth would stay.
+
+Gradients that are sent have codes that are evenly spaced and signed in every block (`Codes(signed=True)`), and are
+rounded by random bits that follow from the numbers of the block (`BlockDraws`).
 """
 
 from __future__ import annotations
@@ -27,16 +30,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._compat.functorch import reinterpret
 from . import native
 from .recording import concrete, number, where
-from .rounding import FORMAT, as_int32, random_bits, stream_key, stride_of
+from .rounding import FORMAT, as_int32, draw, random_bits, stream_key, stride_of
 
+# Of float8_e4m3fn.
+LARGEST = 448.0
 # Elements that are coded at once, so that temporary tensors stay in a CPU's cache.
 AT_ONCE = 1 << 17
 
@@ -64,6 +70,28 @@ class Draws:
 
 
 @dataclass(frozen=True)
+class BlockDraws:
+    """Random bits for numbers that have no step and no place: they follow from the numbers of the block, and a seed.
+
+    So the codes of a block are a function of the block alone. Another bit in one number of it gives other random bits
+    for all of them. Blocks that are equal, bit for bit, are rounded equally.
+
+    Attributes:
+        seed: an int of 64 bits.
+    """
+
+    seed: int
+
+    def bits(self, blocks: Tensor) -> Tensor:
+        """Those of numbers in fp32, int32 of the same shape (rows, blocks, numbers)."""
+        k0, k1 = stream_key(self.seed, 0, 0)
+        total = reinterpret(blocks, torch.int32).sum(-1, keepdim=True)
+        counter = draw(as_int32(total), as_int32(k0))
+        places = torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device) * as_int32(stride_of(FORMAT))
+        return draw(counter + places, as_int32(k1))
+
+
+@dataclass(frozen=True)
 class Codes:
     """How numbers become codes, and codes numbers.
 
@@ -71,6 +99,8 @@ class Codes:
         bits: of a code, 8 or 4; two codes of 4 bits share a byte.
         block: numbers of a row that share a scale.
         companded: whether small magnitudes get more codes than large ones; if not, codes are evenly spaced.
+        signed: whether a block without a negative number gets the codes of one with. Then every number may become zero,
+            and stochastic rounding is right on average for all of them.
 
     Examples:
         >>> codes, scales = Codes(8, 4).encode(torch.tensor([[-0.5, 0.25, 0.0, 1.0, 3.0]]))
@@ -83,6 +113,15 @@ class Codes:
     bits: int = 8
     block: int = 128
     companded: bool = True
+    signed: bool = False
+
+    def nbytes(self, numel: int, itemsize: int = 4) -> int:
+        """Bytes of the codes of a row, and of its scales.
+
+        >>> Codes().nbytes(128), Codes(4).nbytes(129)
+        (132, 73)
+        """
+        return -(-numel * self.bits // 8) + -(-numel // self.block) * itemsize
 
     def shrinks(self, x: Tensor) -> bool:
         """Whether codes and scales of a tensor take fewer bytes than the tensor.
@@ -91,9 +130,9 @@ class Codes:
         [False, False, False, True]
         """
         row = prod(x.shape[1:])
-        return -(-row * self.bits // 8) + -(-row // self.block) * x.itemsize < row * x.itemsize
+        return self.nbytes(row, x.itemsize) < row * x.itemsize
 
-    def encode(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    def encode(self, x: Tensor, draws: Draws | BlockDraws | None = None) -> tuple[Tensor, Tensor]:
         """The codes of a tensor with at least one dimension, and their scales.
 
         A block with an infinity or a NaN gets the scale NaN, and is NaN when it is decoded.
@@ -109,12 +148,12 @@ class Codes:
         """
         row = prod(x.shape[1:])
         rows = x.reshape(x.shape[0], row)
-        if (kernel := self._kernel(x)) is not None and (draws is None or _of_one_key(draws, x.numel())):
+        if (kernel := self._kernel(x)) is not None and (not isinstance(draws, Draws) or _of_one_key(draws, x.numel())):
             codes, scales = _encode(kernel, rows.contiguous(), self, draws)
             return codes.reshape(x.shape) if self.bits == 8 else codes, scales
         each = max(1, AT_ONCE // max(row, 1)) if x.is_cpu and concrete(x) else max(1, len(rows))
         parts = [
-            self._encoded(part, draws and draws.bits(low * row, (low + len(part)) * row, x.device))
+            self._encoded(part, self._bits(draws, part, low * row))
             for low, part in zip(range(0, max(1, len(rows)), each), rows.split(each), strict=True)
         ]
         codes, scales = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
@@ -140,24 +179,32 @@ class Codes:
         numel = x.numel() if shape is None else prod(shape)
         if numel < LARGE or type(x) not in _PLAIN or not x.is_cpu or x.dtype != torch.float32 or not concrete(x):
             return None
-        return _library(self.bits, self.companded)
+        return _library(self.bits, self.companded, self.signed)
+
+    def _bits(self, draws: Draws | BlockDraws | None, rows: Tensor, low: int) -> Tensor | None:
+        """Random bits of these rows, by block; `low` is the place of their first number in the tensor."""
+        if draws is None:
+            return None
+        if isinstance(draws, BlockDraws):
+            return draws.bits(self._blocks(rows).to(torch.float32))
+        return self._blocks(draws.bits(low, low + rows.numel(), rows.device).view(rows.shape))
 
     def _encoded(self, rows: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(rows.dtype, torch.float32)
         x = self._blocks(rows).to(wide)
         scale = x.abs().amax(-1, keepdim=True)
-        negative = x.signbit().any(-1, keepdim=True)
+        negative = torch.ones_like(scale, dtype=torch.bool) if self.signed else x.signbit().any(-1, keepdim=True)
         # An infinity minus itself is NaN.
         scale = scale + (scale - scale)
         y = x / torch.where(scale > 0, scale, torch.inf)
-        signed, (n, m) = _one_kind(negative), self._ends
+        signed, (n, m) = self.signed or _one_kind(negative), self._ends
         t = where(signed, lambda: 2 * y / (1 + y.abs()), lambda: y.sqrt()) if self.companded else y
         code = where(signed, lambda: t * n, lambda: t * m)
         # A second moment other than zero gets a code other than zero.
         least = where(signed, lambda: torch.full_like(y, -n), lambda: (y > 0).to(wide))
         code = code.round().maximum(least)
         if bits is not None:
-            u = (self._blocks(bits.view(rows.shape)) >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
+            u = (bits >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
             here = self._numbers(code, scale, signed, rows.dtype)
             off = x - here
             # The code on the other side of `x`, or the same one if `x` has a code.
@@ -194,11 +241,51 @@ class Codes:
         return 2 ** (self.bits - 1) - 1, 2**self.bits - 1
 
     def _blocks(self, rows: Tensor) -> Tensor:
-        """Rows as `(rows, blocks, numbers)`, with zeros behind the last block."""
-        row = rows.shape[1]
-        blocks = -(-row // self.block)
-        rows = pad(rows, (0, blocks * self.block - row)) if row % self.block else rows
-        return rows.reshape(rows.shape[0], blocks, self.block)
+        return _blocks(rows, self.block)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Numbers as floats of 8 bits, of which 3 are of the mantissa (e4m3), to nearest: small numbers keep their digits.
+
+    Attributes:
+        block: numbers of a row that share a scale, their largest magnitude.
+
+    Examples:
+        >>> x = torch.tensor([[1.0, 0.01, -0.003, 0.0]])
+        >>> Float8().decode(*Float8().encode(x), (1, 4))
+        tensor([[ 1.0000,  0.0100, -0.0031,  0.0000]])
+    """
+
+    block: int = 128
+    bits: ClassVar[int] = 8
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of the codes of a row, and of its scales."""
+        return numel + -(-numel // self.block) * 4
+
+    def encode(self, x: Tensor, draws: None = None) -> tuple[Tensor, Tensor]:
+        """Codes, uint8 in the shape of `x` (rows, numbers), and scales (rows, blocks), fp32."""
+        blocks = _blocks(x.to(torch.float32), self.block)
+        scale = blocks.abs().amax(-1, keepdim=True)
+        # An infinity minus itself is NaN.
+        scale = scale + (scale - scale)
+        y = blocks / torch.where(scale == 0, torch.inf, scale) * LARGEST
+        codes = reinterpret(y.to(torch.float8_e4m3fn), torch.uint8)
+        return codes.flatten(1)[:, : x.shape[1]], scale.squeeze(-1)
+
+    def decode(self, codes: Tensor, scales: Tensor, shape: Sequence[int]) -> Tensor:
+        """The numbers of codes, fp32."""
+        y = reinterpret(_blocks(codes, self.block), torch.float8_e4m3fn).to(torch.float32)
+        return (y / LARGEST * scales.unsqueeze(-1)).flatten(1)[:, : shape[1]].reshape(tuple(shape))
+
+
+def _blocks(rows: Tensor, block: int) -> Tensor:
+    """Rows as `(rows, blocks, numbers)`, with zeros behind the last block."""
+    row = rows.shape[1]
+    blocks = -(-row // block)
+    rows = pad(rows, (0, blocks * block - row)) if row % block else rows
+    return rows.reshape(rows.shape[0], blocks, block)
 
 
 def _one_kind(signed: Tensor) -> bool | Tensor:
@@ -255,43 +342,47 @@ def _of_one_key(draws: Draws, numel: int) -> bool:
     return concrete(draws.step) and draws.offset >> 32 == (draws.offset + numel - 1) >> 32
 
 
-def _encode(kernel: Any, rows: Tensor, how: Codes, draws: Draws | None) -> tuple[Tensor, Tensor]:
-    k0 = k1 = 0
-    if draws is not None:
+def _encode(kernel: Any, rows: Tensor, how: Codes, draws: Draws | BlockDraws | None) -> tuple[Tensor, Tensor]:
+    k0 = k1 = random = 0
+    if isinstance(draws, BlockDraws):
+        (k0, k1), random = stream_key(draws.seed, 0, 0), 2
+    elif draws is not None:
+        random = 1
         key: Any = stream_key(draws.seed, number(draws.step), draws.key, block=draws.offset >> 32)
         k0, k1 = key[0] + (draws.offset & 0xFFFFFFFF) * stride_of(FORMAT), key[1]
     count, row = rows.shape
     codes = torch.empty((count, row if how.bits == 8 else -(-row // 2)), dtype=torch.uint8)
     scales = torch.empty((count, -(-row // how.block)))
     addresses = rows.data_ptr(), codes.data_ptr(), scales.data_ptr()
-    job = _Job(*addresses, row, how.block, draws is not None, as_int32(k0), as_int32(k1))
+    job = _Job(*addresses, row, how.block, random, as_int32(k0), as_int32(k1))
     kernel.zerofn_encode(ctypes.byref(job), count, torch.get_num_threads(), native.parallel())
     return codes, scales
 
 
 def _decode(kernel: Any, codes: Tensor, scales: Tensor, how: Codes, row: int) -> Tensor:
     x = torch.empty((len(scales), row))
-    job = _Job(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), row, how.block, False, 0, 0)
+    job = _Job(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), row, how.block, 0, 0, 0)
     kernel.zerofn_decode(ctypes.byref(job), len(scales), torch.get_num_threads(), native.parallel())
     return x
 
 
 @functools.cache
-def _library(bits: int, companded: bool) -> Any:
+def _library(bits: int, companded: bool, signed: bool = False) -> Any:
     """The C library, after a check that it gives the bits of torch on a sample; else ``None``."""
     command = native.quiet_compiler()
     if command is None:
         return None
-    defines = [f"-DZF_BITS={bits}", f"-DZF_COMPANDED={int(companded)}", f"-DZF_STRIDE={stride_of(FORMAT)}u"]
+    defines = [f"-DZF_BITS={bits}", f"-DZF_COMPANDED={int(companded)}", f"-DZF_SIGNED={int(signed)}"]
+    defines += [f"-DZF_STRIDE={stride_of(FORMAT)}u"]
     try:
         library = native.library(command, _FILES, defines, _declared)
     except (OSError, AttributeError):
         return None
-    how, draws = Codes(bits, 37, companded), Draws(1, torch.tensor(2), 3, 4)
+    how, draws = Codes(bits, 37, companded, signed), Draws(1, torch.tensor(2), 3, 4)
     x = torch.cat([one.reshape(-1, 90) for (one,) in native.sample(90 * 5)]).nan_to_num(0.0)
-    for given in (None, draws):
+    for given in (None, draws, BlockDraws(5)):
         mine = _encode(library, x, how, given)
-        codes, scales = how._encoded(x, given and given.bits(0, x.numel(), x.device))
+        codes, scales = how._encoded(x, how._bits(given, x, 0))
         theirs = codes if bits == 8 else _paired(codes), scales
         back = _decode(library, *mine, how, 90), how._decoded(codes, scales)
         if not all(map(torch.equal, (*mine, back[0]), (*theirs, back[1]))):

@@ -14,7 +14,7 @@ from .._compat.functorch import constant, is_function, is_wrapped, levels, uncom
 from .._errors import bad_leaves, explain
 from .._profiler_ranges import PHASE, ranged
 from ..core.arguments import check_function, check_positional
-from ..core.bucketed_views import view_all
+from ..core.bucketed_views import at_model, view_all
 from ..core.given_numbers import check_given
 from ..core.layout import Leaf, Leaves, check_own_memory, make_layout
 from ..core.number_graphs import RECORDED
@@ -327,7 +327,7 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     scale = pipe.scale_of(state.arriving)
     # All views, from storage on. `pipe.leaf_views` would begin at gathered parameters if `accumulate` comes before the
     # reduction.
-    views = pipe.road.composed(pipe.stages, pipe.dtypes.gradient)
+    views = pipe.road.composed(at_model(pipe.stages), pipe.dtypes.gradient)
     if pipe.road.late and pipe.weighted:
         views = {p: ForwardOnlyView(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
 

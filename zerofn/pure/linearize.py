@@ -18,6 +18,7 @@ from zerofn._compat.functorch import NO_LEVEL, forward_level, functorch_active
 from zerofn._compat.tensors import version
 from zerofn._errors import explain
 from zerofn.core.arguments import check_flag
+from zerofn.core.bucketed_views import at_model
 from zerofn.core.executor import passed
 from zerofn.core.layout import Leaf, Leaves
 from zerofn.core.pipeline import Pipeline
@@ -171,7 +172,7 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
     paths = pipe.layout.trained
     views, stages, together = pipe.leaf_views, pipe.road.pulled, only_compiled(resident.values())
     alone = {} if together else {p: view(resident[p], None) for p, view in views.items()}
-    seen = pipe.road.see(stages, resident) if together else alone
+    seen = pipe.road.see(at_model(stages), resident) if together else alone
     fixed = {p: x for p, x in seen.items() if p not in paths}
     # The compiler traces torch.autograd.grad only if a setting allows it, so it gets torch.func.vjp.
     ran = _func_vjp if functorch_active() or torch.compiler.is_compiling() else _graph_vjp

@@ -289,6 +289,22 @@ def _scatter_in_graph(out: Tensor, inp: Tensor, group: Group) -> None:
     out.copy_(received.reshape(group.size, *out.shape).sum(0, dtype=out.dtype))
 
 
+def all_to_all_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False, what: str = "all_to_all") -> Any:
+    """Send row r of `inp` (size, n) to rank r, and receive row r of `out` from it, both contiguous.
+
+    `what` is its name in traffic, profiles and errors. Returns a work handle if `async_op`.
+    """
+    if group.size == 1:
+        out.copy_(inp)
+    if group.size == 1 or not out.numel():
+        return DONE if async_op else None
+    if torch.compiler.is_compiling():
+        raw.all_to_all_single(out, inp, group=group.pg)
+        return DONE if async_op else None
+    work = Work(what, (group.size - 1) * inp.nbytes // group.size, group, raw.all_to_all_single, out, inp)
+    return work if async_op else work.wait() and None
+
+
 def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], group: Group) -> None:
     """Send `ins[r]` elements of `inp` to rank r of several, in turn; `outs[r]` come from it. Both are flat."""
     if inp.element_size() == 1:

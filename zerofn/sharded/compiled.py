@@ -64,7 +64,7 @@ def gathered(plans: UnitPlans, unit: Sequence[Leaf]) -> Callable[..., Any]:
         plans: the views on both sides of the all-gather.
         unit: the leaves, which travel together.
     """
-    plan, wire = plans.plan_of(unit), plans.wire
+    plan, wire = plans.plan_of(unit), plans.model_wire
     trained = any(leaf.trainable for leaf in unit)
 
     def unsharded(*given: Tensor) -> tuple[Tensor, ...]:

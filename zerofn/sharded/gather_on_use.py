@@ -85,7 +85,8 @@ class Units:
         self.shown, self.faces = params if shown is None else shown, faces
         self.inputs = [[self.shown[leaf.path] for leaf in unit] for unit in plans.units]
         self.pipe, self.params = pipe, params
-        forward_writes = ForwardWrites(params, plans.wire.span, pipe.road.exact)
+        exact = pipe.road.exact and plans.model_wire is plans.wire
+        forward_writes = ForwardWrites(params, plans.wire.span, exact)
         units = [Unit(plans, i, params, scale, forward_writes) for i in range(len(plans.units))]
         data = plans.wire.group
         self.schedule = Schedule(units, forward_writes, control, data, accept, prefetch, sums_by_themselves)

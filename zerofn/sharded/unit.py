@@ -75,7 +75,8 @@ class Unit:
 
     def gather(self, parts: Sequence[Tensor | None]) -> Callable[[], list[Tensor]]:
         """Begin an all-gather of tensors that are laid out like the shards; `None` is zeros."""
-        plan, wire = self.plans.plan(self.i), self.plans.wire
+        plan = self.plans.plan(self.i)
+        wire = self.plans.model_wire if self.i < self.plans.blocks else self.plans.wire
         mine = [torch.zeros_like(own) if x is None else x for own, x in zip(self.shards, parts, strict=True)]
         with ranged(VIEW, self.plans.name):
             # All are packed before the first is sent: if a view raises, no other rank waits for the rest.

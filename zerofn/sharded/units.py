@@ -63,6 +63,7 @@ class UnitPlans:
         blocks: how many of them the model sees.
         place: by path, the unit of a leaf that the model sees, and the place in it.
         alone: by path, the unit of the leaf by itself.
+        model_wire: the wire that gathers what the model sees; the same one, or one that rounds.
         full_stages: views that full gradients are pulled back through, in this order.
         shard_stages: views of shards, from the model to storage.
         pull_stages: those of them that do more than change the dtype.
@@ -77,6 +78,9 @@ class UnitPlans:
         stages = road.at_use
         at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
         self.name = stages[at].name
+        # By itself a leaf is gathered as it is stored.
+        of_model = stages[at].model_wire
+        self.model_wire = wire if of_model is None else of_model.on(wire.group, wire.reduce_dtype)
         # From the model to storage, on both sides of the all-gather.
         self.full_stages, self.shard_stages = stages[:at], stages[at + 1 :]
         self.pull_stages = [stage for stage in self.shard_stages if stage.dtypes is None]

@@ -25,6 +25,7 @@ from ..core.layout import (
     make_layout,
     not_a_parameter,
     parameters_of,
+    width,
 )
 from ..core.pipeline import Pipeline, first_state, pipeline
 from ..core.rank_agreement import unreduced
@@ -215,15 +216,24 @@ def _sent_by_wire(
     assert view.wire is not None
     size, before, after = view.wire.group.size, at.handed[leaf.path], at.gives[leaf.path]
     assert after.sum_dtype is not None and after.stored_dtype is not None
-    ring = before.numel * (size - 1) / size
+    ring, row = before.numel * (size - 1) / size, width(view.given(leaf).shape, size)
+
+    def coded(codes: Any) -> int:
+        # Leaves travel in whole blocks.
+        return (size - 1) * -(-row // codes.block) * codes.nbytes(codes.block)
+
     if leaf.trainable:
-        times = (1 if view.wire.cuts else 2) * reached
-        yield "reduce_scatter" if view.wire.cuts else "all_reduce", round(ring * after.sum_dtype.itemsize * times)
+        if after.sent_as is not None:
+            yield "reduce_scatter", coded(after.sent_as) * reached
+        else:
+            times = (1 if view.wire.cuts else 2) * reached
+            yield "reduce_scatter" if view.wire.cuts else "all_reduce", round(ring * after.sum_dtype.itemsize * times)
     if view.wire.cuts:
         behind = pipe.stages[next(i for i, own in enumerate(pipe.stages) if own is view) :]
         cast = any(own.dtypes is not None for own in behind)
-        dtype = pipe.dtypes.seen(leaf) if cast else after.stored_dtype
-        yield "all_gather", round(ring * dtype.itemsize * (1 if view.resident else 2 * window))
+        dtype, times = pipe.dtypes.seen(leaf) if cast else after.stored_dtype, 1 if view.resident else 2 * window
+        each = ring * dtype.itemsize if after.gathered_as is None else coded(after.gathered_as)
+        yield "all_gather", round(each * times)
 
 
 def _sent_for_owners(handed: Spec, gives: Spec, optimizes: bool, pipe: Pipeline) -> int:

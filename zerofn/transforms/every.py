@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._errors import explain
 from ..extend import (
+    Codes,
     Context,
     Facts,
     Group,
@@ -25,8 +26,10 @@ from ..extend import (
     as_transform,
     check_count,
     check_dtype,
+    codes_of_wire,
     counter,
     mean_over,
+    narrow_mean,
     transform,
     wide_copy,
 )
@@ -39,7 +42,7 @@ WIRES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @transform
-def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | None = None) -> Transform:
+def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | str | None = None) -> Transform:
     """Run an outer optimizer once in so many updates, on the mean over ranks of what these have changed (DiLoCo).
 
     It stands behind the optimizer, whose updates are local to each rank, or group of ranks, along `mesh`. After each
@@ -54,7 +57,9 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
         updates: of the optimizer, for one of the outer one.
         outer: an optimizer that treats elements alone.
         mesh: a one-dimensional `DeviceMesh` along which gradients are not reduced; by default all ranks.
-        wire: the dtype in which differences are sent; by default the anchor's.
+        wire: the dtype in which differences are sent; by default the anchor's. With `"int8"` they are sent as codes of
+            8 bits with a scale for each block of 128, in two hops: each rank rounds its differences, stochastically,
+            and sums them for its share of the leaves; their mean is rounded once more. See `reduce_scatter`.
 
     Raises:
         ValueError: `updates` is not positive, or `outer` is no such optimizer; at an update, in a graph or a batch in
@@ -76,7 +81,9 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
         others in the outer step.
     """
     check_count("every", "updates", updates, "updates")
-    check_dtype("every", "wire", wire, WIRES)
+    codes = codes_of_wire("every", wire) if isinstance(wire, str) else None
+    if codes is None:
+        check_dtype("every", "wire", wire, WIRES)
     inner = as_transform(outer)
     if not inner.facts.optimizes or inner.needs != "element" or inner.scope is not Scope.LEAF or inner.facts.wants:
         why, right = "the outer step is one of an optimizer that treats elements alone", "sgd(0.7, 0.9, nesterov=True)"
@@ -105,7 +112,7 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
             return new, {}
         anchor = {path: state["anchor"][path] for path in new}
         moved = {path: x - new[path].to(x.dtype) for path, x in anchor.items()}
-        out, own = inner.update_fn(_mean(moved, group, wire), _outer(state), anchor, carry[0], _inside(ctx))
+        out, own = inner.update_fn(_mean(moved, group, codes or wire), _outer(state), anchor, carry[0], _inside(ctx))
         back = {path: ctx.copied(x, out[path]) for path, x in new.items()}
         return back, {"anchor": out, **{OUTER + slot: x for slot, x in own.items()}}
 
@@ -126,7 +133,7 @@ def _inside(ctx: Context) -> Context:
     return replace(ctx.inside("every"), metrics={}, norms=None)
 
 
-def _mean(leaves: Leaves, group: Group | None, wire: torch.dtype | None) -> Leaves:
+def _mean(leaves: Leaves, group: Group | None, wire: Any) -> Leaves:
     """The mean of each leaf over the group; several leaves in one message."""
     if group is None or group.size == 1:
         return leaves
@@ -136,9 +143,12 @@ def _mean(leaves: Leaves, group: Group | None, wire: torch.dtype | None) -> Leav
         together.append(path)
         if i < len(leaves) and sum([leaves[path].numel() for path in together]) < TOGETHER:
             continue
-        wide = leaves[together[0]].dtype
-        row = torch.cat([leaves[path].reshape(-1).to(wire or wide) for path in together])
-        parts = mean_over((group,), row).split([leaves[path].numel() for path in together])
+        flat = [leaves[path].reshape(-1) for path in together]
+        if isinstance(wire, Codes):
+            parts = narrow_mean(flat, group, wire)
+        else:
+            row = torch.cat([x.to(wire or flat[0].dtype) for x in flat])
+            parts = mean_over((group,), row).split([x.numel() for x in flat])
         found |= {p: x.reshape(leaves[p].shape).to(leaves[p].dtype) for p, x in zip(together, parts, strict=True)}
         together = []
     return found

@@ -5,13 +5,17 @@ Their wires, which send, are in `core/wires.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ..extend import (
     NOT_REDUCED,
     OF_ITS_OWN,
     ONE_OF_TWO,
     Averaging,
+    Codes,
     Layout,
     Ranks,
     Replicate,
@@ -21,13 +25,14 @@ from ..extend import (
     Transform,
     View,
     ViewOf,
+    codes_of_wire,
     over_ranks,
     transform,
 )
 
 
 @transform
-def shard(mesh: Any = None) -> Transform:
+def shard(mesh: Any = None, wire: str | None = None, reduce_wire: str | None = None) -> Transform:
     """ZeRO-3: parameters, gradients and optimizer states live as shards; parameters are all-gathered on use.
 
     As FSDP2's `fully_shard` (Rajbhandari et al., 2020). A block of the model is all-gathered when one of its parameters
@@ -39,11 +44,23 @@ def shard(mesh: Any = None) -> Transform:
     writes parameters (a momentum encoder), evaluate on every rank instead: some ranks may have written their shards by
     then and others not, and that call would see a mixture.
 
+    With `wire` the model is given parameters that travel in 8 bits (the qwZ of ZeRO++: Wang et al., 2023): rounded to
+    nearest, with a scale for each block of 128, and the same on all ranks, since each rank decodes the same codes.
+    State, checkpoints, `zf.full_params`, `opt.gathered()` and what is computed with a parameter outside of the model
+    have the stored numbers. A forward that writes into parameters is refused. With `reduce_wire` gradients travel in 8
+    bits (qgZ): see `reduce_scatter`. Derivatives take rounding for the identity. In one process nothing is sent, and
+    nothing is rounded.
+
     Args:
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["shard"]`; by default all ranks.
+        wire: how parameters are all-gathered: `"fp8"`, floats with 3 bits of mantissa (e4m3), whose error is at most a
+            16th of the number, or a 450,000th of the largest magnitude in the block; `"int8"`, whose error is at most a
+            254th of that magnitude; or `None`: in the dtype of the model.
+        reduce_wire: how gradients are reduce-scattered: `"int8"`, or `None`: in the dtype of the sum.
 
     Raises:
-        ValueError: when the chain is built, something before it must come after it; names an order that works.
+        ValueError: when the chain is built, something before it must come after it; names an order that works. With
+            `reduce_wire`, `precision(reduce_dtype=...)` asks for another dtype than fp32.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -52,13 +69,18 @@ def shard(mesh: Any = None) -> Transform:
         >>> state.params["w"].shape, zf.full_params(tx, state)["w"].shape
         (torch.Size([2, 2]), torch.Size([2, 2]))
     """
+    gathered = codes_of_wire("shard", wire, ("fp8", "int8"))
+    codes = codes_of_wire("shard", reduce_wire, name="reduce_wire")
     return Transform(
-        "shard", needs="element", view_fn=_view("shard", mesh, Sharding, resident=False), through=_to_shards
+        "shard",
+        needs="element",
+        view_fn=_sharding("shard", mesh, codes, gathered, resident=False),
+        through=_to_shards(codes, gathered),
     )
 
 
 @transform
-def reduce_scatter(mesh: Any = None) -> Transform:
+def reduce_scatter(mesh: Any = None, wire: str | None = None) -> Transform:
     """ZeRO-1 or ZeRO-2: gradients are reduce-scattered, and each rank keeps the optimizer states of its shard.
 
     Full parameters stay on every rank, and are all-gathered once after each update. Before `accumulate` (ZeRO-2) each
@@ -70,19 +92,31 @@ def reduce_scatter(mesh: Any = None) -> Transform:
     lie over all ranks, and nodes talk once per window: `chain(shard(mesh["node"]), accumulate(4),
     reduce_scatter(mesh["nodes"]), ...)`.
 
+    With `wire="int8"` gradients travel as codes of 8 bits with a scale for each block of 128, and are summed in fp32
+    where they arrive (the qgZ of ZeRO++: Wang et al., 2023). Rounding is stochastic: each rank's error in a number is
+    less than a 127th of the largest magnitude in its block, and zero on average. Random bits follow from the numbers of
+    the block, so a step is a function of its inputs; gradients that repeat bit for bit are rounded equally. A block
+    with an infinity or a NaN is NaN as a whole. In one process nothing is sent, and nothing is rounded.
+
     Args:
         mesh: a one-dimensional `DeviceMesh`; by default all ranks.
+        wire: `"int8"`, or `None`: gradients are sent in the dtype of the sum.
 
     Raises:
-        ValueError: after `shard` without a mesh or over the same ranks, or after a transform that it must come before.
+        ValueError: after `shard` without a mesh or over the same ranks, or after a transform that it must come before;
+            with a wire, `precision(reduce_dtype=...)` asks for another dtype than fp32.
 
     Examples:
         >>> import torch, zerofn as zf
-        >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(), zf.sgd(1.0)).parts[1]
-        reduce_scatter()
+        >>> zf.chain(zf.accumulate(2), zf.reduce_scatter(wire="int8"), zf.sgd(1.0)).parts[1]
+        reduce_scatter(wire='int8')
     """
+    codes = codes_of_wire("reduce_scatter", wire)
     return Transform(
-        "reduce_scatter", needs="element", view_fn=_view("reduce_scatter", mesh, Sharding), through=_scattered(mesh)
+        "reduce_scatter",
+        needs="element",
+        view_fn=_sharding("reduce_scatter", mesh, codes),
+        through=_scattered(mesh, codes),
     )
 
 
@@ -104,7 +138,11 @@ def all_reduce(mesh: Any = None) -> Transform:
         >>> zf.chain(zf.all_reduce(), zf.sgd(1.0)).parts[0]
         all_reduce()
     """
-    return Transform("all_reduce", needs="element", view_fn=_view("all_reduce", mesh, Averaging), through=_averaged)
+
+    def view(layout: Layout, ranks: Ranks) -> View:
+        return over_ranks(Averaging(ranks("all_reduce", mesh)), resident=True, traceable=True)
+
+    return Transform("all_reduce", needs="element", view_fn=view, through=_averaged)
 
 
 @transform
@@ -129,11 +167,13 @@ def local() -> Transform:
     return Transform("local", needs="element", through=_kept)
 
 
-def _view(function: str, mesh: Any, wire: type[Sharding] | type[Averaging], resident: bool = True) -> ViewOf:
+def _sharding(function: str, mesh: Any, codes: Codes | None, gathered: Any = None, resident: bool = True) -> ViewOf:
     """The view of a wire. Its process group is opened when a pipeline is made, not when the transform is built."""
 
     def view(layout: Layout, ranks: Ranks) -> View:
-        return over_ranks(wire(ranks(function, mesh)), resident, traceable=True)
+        wire = Sharding(ranks(function, mesh), None if codes is None else torch.float32, codes)
+        of_model = None if gathered is None else replace(wire, gathered=gathered)
+        return over_ranks(wire, resident, traceable=True, model_wire=of_model)
 
     return view
 
@@ -143,21 +183,24 @@ BOTH_CUT = "both cut the parameters over the ranks: shard is ZeRO-3, reduce_scat
 ALONG_TWO = "; along two axes of a mesh: shard(mesh['node']), ..., reduce_scatter(mesh['nodes'])"
 
 
-def _to_shards(spec: Spec) -> Spec:
-    spec.refuse("local_by", NOT_REDUCED, ONE_OF_TWO)
-    spec.refuse("scattered_by", BOTH_CUT, ONE_OF_TWO)
-    spec.refuse("sharded_by", "parameters are cut once", spec.once)
-    spec.refuse("changed_by", OF_ITS_OWN)
-    spec.refuse("summed_by", "under shard no rank ever holds a full gradient that could be accumulated")
-    spec.refuse("unscaled_by", "gradients would be unscaled before they are reduced, in the compute dtype")
-    spec.refuse(
-        "cast_by", "full parameters would be gathered in the storage dtype and cast afterwards, so both copies live"
-    )
-    spec.refuse("averaged_by", FULL_FIRST)
-    return spec.after("sharded_by").by_rows()
+def _to_shards(codes: Codes | None, gathered: Any) -> Through:
+    def through(spec: Spec) -> Spec:
+        spec.refuse("local_by", NOT_REDUCED, ONE_OF_TWO)
+        spec.refuse("scattered_by", BOTH_CUT, ONE_OF_TWO)
+        spec.refuse("sharded_by", "parameters are cut once", spec.once)
+        spec.refuse("changed_by", OF_ITS_OWN)
+        spec.refuse("summed_by", "under shard no rank ever holds a full gradient that could be accumulated")
+        spec.refuse("unscaled_by", "gradients would be unscaled before they are reduced, in the compute dtype")
+        spec.refuse(
+            "cast_by", "full parameters would be gathered in the storage dtype and cast afterwards, so both copies live"
+        )
+        spec.refuse("averaged_by", FULL_FIRST)
+        return spec.after("sharded_by").by_rows().coded(codes, gathered)
+
+    return through
 
 
-def _scattered(mesh: Any) -> Through:
+def _scattered(mesh: Any, codes: Codes | None) -> Through:
     def through(spec: Spec) -> Spec:
         spec.refuse("local_by", NOT_REDUCED, ONE_OF_TWO)
         if mesh is None:
@@ -165,7 +208,7 @@ def _scattered(mesh: Any) -> Through:
         spec.refuse("scattered_by", "gradients are cut once", spec.once)
         spec.refuse("changed_by", OF_ITS_OWN)
         spec.refuse("averaged_by", FULL_FIRST)
-        return spec.after("scattered_by").by_rows()
+        return spec.after("scattered_by").by_rows().coded(codes)
 
     return through
 
