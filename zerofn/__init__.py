@@ -84,6 +84,7 @@ if _TYPE_CHECKING:
     from .transforms.loss_scale import scale_loss as scale_loss
     from .transforms.low_precision_adam import low_precision_adam as low_precision_adam
     from .transforms.mars import mars as mars
+    from .transforms.momo import scale_by_momo as scale_by_momo
     from .transforms.muon import muon as muon
     from .transforms.nadam import nadam as nadam
     from .transforms.offload import offload as offload
@@ -200,6 +201,7 @@ _LATER = {
     "qk_clip": "transforms.qk_clip",
     "every": "transforms.every",
     "sam": "transforms.sam",
+    "scale_by_momo": "transforms.momo",
     "scale_by_polyak": "transforms.polyak",
     "reduce_on_plateau": "transforms.reduce_on_plateau",
     "apply_if": "transforms.apply_if",

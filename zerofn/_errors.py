@@ -51,6 +51,7 @@ _LEAF = "a function of one tensor by @zf.leafwise: docs/writing-a-transform.md"
 _STEP = "any function of the step: zf.adamw(lr=lambda step: ...)"
 _LOSS = "the loss of torch.nn.functional"
 _PER_EXAMPLE = "torch.func.vmap(torch.func.grad(loss)): examples/research/dp_sgd.py"
+_SEARCH = "torch.optim.LBFGS(params, line_search_fn='strong_wolfe') and its step(closure), on one process"
 _RECORD = "zf.Transform, a record of functions: docs/extend/tree-numbers.md"
 OTHER_NAMES = {
     # Chains and steps.
@@ -119,7 +120,7 @@ OTHER_NAMES = {
     "amsgrad": "zf.from_torch(torch.optim.Adam, lr=1e-3, amsgrad=True)",
     "nadamw": "zf.nadam(2e-3, decoupled_weight_decay=True)",
     "rprop": "zf.from_torch(torch.optim.Rprop, lr=1e-2)",
-    "lbfgs": "torch.optim.LBFGS(model.parameters()), on one process",
+    "lbfgs": _SEARCH,
     "sign_sgd": _FORMULA,
     "signum": _FORMULA,
     "fromage": _FORMULA,
@@ -129,6 +130,7 @@ OTHER_NAMES = {
     "optimistic_adam": _FORMULA,
     "optimistic_adam_v2": _FORMULA,
     "optimistic_gradient_descent": _FORMULA,
+    "momo": "zf.chain(zf.scale_by_momo(), zf.sgd(1.0))",
     "polyak_sgd": "zf.chain(zf.scale_by_polyak(), zf.sgd(1.0))",
     "noisy_sgd": "zf.chain(zf.add_noise(0.01), zf.sgd(0.1))",
     "scale_by_adadelta": "zf.from_torch(torch.optim.Adadelta, lr=1.0)",
@@ -149,9 +151,9 @@ OTHER_NAMES = {
     "scale_by_sm3": _FORMULA,
     "scale_by_optimistic_gradient": _FORMULA,
     "scale_by_distance_over_gradients": _FORMULA,
-    "scale_by_lbfgs": "torch.optim.LBFGS(model.parameters()), on one process",
-    "scale_by_backtracking_linesearch": "torch.optim.LBFGS(model.parameters()), on one process",
-    "scale_by_zoom_linesearch": "torch.optim.LBFGS(model.parameters()), on one process",
+    "scale_by_lbfgs": _SEARCH,
+    "scale_by_backtracking_linesearch": "zf.update again with a smaller rate, until the loss falls: docs/optimizers.md",
+    "scale_by_zoom_linesearch": _SEARCH,
     "LookaheadParams": "zf.lookahead(tx)",
     # Schedules.
     "constant_schedule": "zf.schedules.constant(1e-3)",

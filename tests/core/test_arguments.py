@@ -189,6 +189,11 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         {"updates": Count(), "outer": None, "mesh": None, "wire": None},
         {"outer": zf.sgd(0.1)},
     ),
+    "scale_by_momo": (
+        zf.scale_by_momo,
+        {"beta": Number(high=1.0), "lower_bound": None, "max_learning_rate": POSITIVE},
+        {},
+    ),
     "scale_by_polyak": (
         zf.scale_by_polyak,
         {"f_min": None, "max_learning_rate": POSITIVE, "eps": Number()},

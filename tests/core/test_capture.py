@@ -46,6 +46,7 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
     "numbers of leaves": lambda: zf.schedule_free_adamw(zf.schedules.warmup(1e-2, 3)),
     "count of leaves": lambda: zf.lookahead(zf.adopt(1e-2), 2),
     "loss": lambda: zf.chain(zf.accumulate(2), zf.scale_by_polyak(), zf.reduce_on_plateau(zf.adamw(1e-2), 0.5, 1)),
+    "model of the loss": lambda: zf.chain(zf.scale_by_momo(), zf.sgd(1.0)),
     "schedule free": lambda: zf.schedule_free(zf.sgd(zf.schedules.warmup(1e-2, 3)), weight_decay_at_y=0.1),
     "partition": lambda: zf.partition({"a": zf.adamw(1e-2), "b": zf.sgd(1e-2, momentum=0.9)}, first_is_a),
 }

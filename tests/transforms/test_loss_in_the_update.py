@@ -41,6 +41,7 @@ def plateau(lr=LR):
 CHAINS = {
     "polyak": (lambda: [zf.scale_by_polyak(0.1, 0.4, 1e-3), zf.sgd(LR)]),
     "polyak of members": (lambda: [zf.scale_by_polyak(0.1, 0.4), zf.partition({"all": plateau()}, everything)]),
+    "momo": (lambda: [zf.scale_by_momo(0.8, 0.1, 3.0), zf.sgd(LR)]),
     "plateau": (lambda: [plateau(zf.schedules.linear(LR, 0.1, 9))]),
     "plateau, clip": (lambda: [zf.clip_by_value(0.5), plateau()]),
 }
@@ -51,6 +52,7 @@ def by_hand(name, updates, window, ranks, weights):
     model = Regression()
     params = dict(model.named_parameters())
     scale, best, waited, cooling, seen, moment = 1.0, float("inf"), 0, 0, [], {}
+    product, steps = 0.0, []
     for t in range(updates):
         total, loss = sum(weights(t * window + i, r) for i in range(window) for r in ranks), 0.0
         for p in params.values():
@@ -67,7 +69,15 @@ def by_hand(name, updates, window, ranks, weights):
             g = {k: x * min((loss - 0.1) / square, 0.4) for k, x in g.items()}
         if "clip" in name:
             g = {k: x.clamp(-0.5, 0.5) for k, x in g.items()}
-        if name != "polyak":
+        if name == "momo":
+            b = 0.8 if t else 0.0
+            moment = {k: b * moment[k] + (1 - b) * x if t else x for k, x in g.items()}
+            seen = [b * seen[0] + (1 - b) * loss if t else loss]
+            product = b * product + (1 - b) * sum(float((x * params[k].detach()).sum()) for k, x in g.items())
+            gap = seen[0] - 0.1 + sum(float((x * params[k].detach()).sum()) for k, x in moment.items()) - product
+            steps.append(min(max(gap, 0) / sum(float(x.square().sum()) for x in moment.values()), 3.0))
+            g = {k: x * steps[-1] for k, x in moment.items()}
+        if name not in ("momo", "polyak"):
             rate = LR + (0.1 - LR) * t / 9 if name == "plateau" else LR
             seen.append(loss)
             if len(seen) == 2:
@@ -83,6 +93,7 @@ def by_hand(name, updates, window, ranks, weights):
         with torch.no_grad():
             for k, p in params.items():
                 p -= rate * scale * g[k]
+    assert len(ranks) > 1 or not steps or 0 < min(steps) < 3.0, "no step is that of the model"
     return {k: p.detach().clone() for k, p in params.items()}, scale
 
 

@@ -128,6 +128,7 @@ CASES = {
     "shampoo": zf.shampoo(0.1, 0.5, eps=1.0, max_precond_dim=4),
     "lookahead": zf.lookahead(zf.adamw(0.1), 2),
     "the loss": zf.chain(zf.accumulate(2), zf.scale_by_polyak(), zf.reduce_on_plateau(zf.adamw(0.1), 0.5, patience=1)),
+    "momo": zf.chain(zf.scale_by_momo(0.5), zf.sgd(1.0)),
     "apply_if": zf.apply_if(zf.adamw(0.1), not_first),
     "cautious": zf.chain(zf.cautious(zf.scale_by_adam()), zf.scale_by_lr(0.1)),
     "cautious optimizer": zf.cautious(zf.adafactor(0.1)),
@@ -180,6 +181,7 @@ SLOW = (
     "schedule_free_adamw",
     "lookahead",
     "the loss",
+    "momo",
     "schedule_free",
     "cautious optimizer",
 )
