@@ -24,7 +24,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 @pytest.fixture
 def example(monkeypatch):
     """The examples as modules, found as Python finds them when it runs one."""
-    for folder in ("ddp", "research", ""):
+    for folder in ("ddp", "optimizers", "research", ""):
         monkeypatch.syspath_prepend(str(EXAMPLES / folder))
     return importlib.import_module
 
@@ -108,6 +108,31 @@ def test_update_ratios(example, tmp_path):
     assert (tmp_path / "ratios.png").read_bytes()[:4] == b"\x89PNG"
     median = {name: sorted(values)[2] for name, values in seen.items()}
     assert min(median, key=median.get) == "blocks.1.up" and max(median, key=median.get) == "blocks.0.up"
+
+
+def test_optimizers_side_by_side(example, tmp_path, capsys):
+    """AdamW is torch's, in 8 bits it learns the same with a third of the state, and the others learn otherwise."""
+    module = example("compare")
+    found = module.main(["--steps", "10", "--width", "16", "--out", str(tmp_path / "losses.png")])
+    assert (tmp_path / "losses.png").read_bytes()[:4] == b"\x89PNG"
+    last = {name: runs[0][10] for name, runs in found.items()}
+    torch.manual_seed(1)
+    model, text = module.GPT(16, layers=2, heads=2, seq=module.SEQ), module.Text.split(module.read_text(None), 64)
+    rate, rate_at = module.RATES["AdamW"], zf.schedules.warmup_cosine(module.RATES["AdamW"], 1, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), rate, (0.9, 0.99), weight_decay=0.1)
+    for step in range(1, 11):
+        x, y = text.batch(1, step, 16, 64)
+        module.next_byte_loss(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate_at(step - 1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert last["AdamW"] == pytest.approx(module.validate(model, text), rel=1e-5)
+    assert last["8-bit AdamW"] == pytest.approx(last["AdamW"], abs=0.02) and len(set(last.values())) == 5
+    state = [float(line.split()[-2]) for line in capsys.readouterr().out.splitlines()[1:]]
+    # Two moments, in codes; three numbers; two, or one in the blocks; two, and two squares for each side of a matrix.
+    assert state[0] == pytest.approx(8, abs=0.1) and state[1] < 3.2 and state[2] == pytest.approx(12, abs=0.1)
+    assert 4 < state[3] < 8 < 12 < state[4]
 
 
 def test_fine_tuning(example):
