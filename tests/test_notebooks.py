@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -117,25 +118,41 @@ def smaller(notebook, name):
             cell.source = cell.source.replace(old, new)
 
 
-def cells_run(sources, folder):
-    """In a rank, which has imported torch; an interpreter of its own takes longer than most notebooks."""
+def cells_run(codes, folder):
+    """What is raised by name of a notebook.
+
+    All run in one rank, which has imported torch: an interpreter of its own takes longer than most notebooks, and
+    imports of theirs take a second.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "`torch.jit")
-    os.chdir(folder)
-    notebook = sys.modules["notebook"] = ModuleType("notebook")  # where pickle looks for functions
-    for source in sources:
-        exec(source, vars(notebook))
+    raised = {}
+    for name, cells in codes.items():
+        os.mkdir(os.path.join(folder, name))
+        os.chdir(os.path.join(folder, name))
+        notebook = sys.modules["notebook"] = ModuleType("notebook")  # where pickle looks for functions
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "`torch.jit")
+            try:
+                for cell in cells:
+                    exec(cell, vars(notebook))
+            except Exception:
+                raised[name] = traceback.format_exc()
+    return raised
 
 
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.name != RANKS_OF_ITS_OWN], ids=lambda p: p.name)
-def test_cells_of_a_notebook_run(path, tmp_path):
-    notebook = nbformat.read(path, as_version=4)
-    smaller(notebook, path.name)
-    code = [re.sub(r"(?m)^( *)%.*", r"\1pass", c.source) for c in notebook.cells if c.cell_type == "code"]
-    zf.launch(cells_run, 1, code, str(tmp_path), timeout=limit())
+def test_cells_of_notebooks_run(tmp_path):
+    codes = {}
+    for path in NOTEBOOKS:
+        if path.name != RANKS_OF_ITS_OWN:
+            notebook = nbformat.read(path, as_version=4)
+            smaller(notebook, path.name)
+            cells = [c.source for c in notebook.cells if c.cell_type == "code"]
+            codes[path.name] = [re.sub(r"(?m)^( *)%.*", r"\1pass", cell) for cell in cells]
+    (raised,) = zf.launch(cells_run, 1, codes, str(tmp_path), timeout=limit())
+    assert not raised, "\n".join(f"{name}: {error}" for name, error in raised.items())
 
 
 @pytest.mark.filterwarnings("ignore")

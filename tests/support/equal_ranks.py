@@ -69,7 +69,7 @@ def start(ranks: int) -> None:
 
 # ---------------------------------------------------------------- a step of one of them
 
-BLOCKS = 12
+BLOCKS = 6
 
 
 class Block(nn.Module):

@@ -186,7 +186,8 @@ ROUTES = {"attached": _attached, "pure": _pure}
 def replayed(route: str, pipeline: str) -> tuple[list[str], list[str]]:
     """What differs after replays of a captured step from as many steps; and what that asked of the host."""
     torch.manual_seed(0)
-    here, of_here, _ = ROUTES[route](pipeline, False)
+    with virtual_steps.formulas_by_torch():
+        here, of_here, _ = ROUTES[route](pipeline, False)
     torch.manual_seed(0)
     there, of_there, graph = ROUTES[route](pipeline, True)
     assert graph is not None and here.keys() == there.keys() and here["step"] > 0

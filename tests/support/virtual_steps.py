@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import list_programs
@@ -141,7 +141,7 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
 }
 
 
-def attached(pipeline: str, leaves: int = 10, steps: int = 3, **how: Any) -> list[Row]:
+def attached(pipeline: str, leaves: int = 10, steps: int = 2, **how: Any) -> list[Row]:
     """What one step asks, from the first operator of forward to the end of `step`; after others, which may build."""
     torch.manual_seed(0)
     model = Many(leaves).cuda()
@@ -158,7 +158,7 @@ def attached(pipeline: str, leaves: int = 10, steps: int = 3, **how: Any) -> lis
     return _own(found)
 
 
-def pure(pipeline: str, leaves: int = 10, steps: int = 3, donate: bool = True) -> list[Row]:
+def pure(pipeline: str, leaves: int = 10, steps: int = 2, donate: bool = True) -> list[Row]:
     """What one call of a step function asks, those of the model's operators included that it asks for itself."""
     torch.manual_seed(0)
     model = Many(leaves).cuda()
@@ -269,10 +269,15 @@ def _tensors(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
     return [row for key, value in x.items() for row in _tensors(value, f"{path}.{key}")] if isinstance(x, dict) else []
 
 
-def compare(pipeline: str, apart: bool = False) -> list[str]:
-    """What differs from the same steps on the CPU; with `apart`, of leaves of which some stay there."""
+def compare(pipeline: str, apart: bool = False, interpreted: bool = False) -> list[str]:
+    """What differs from the same steps on the CPU; with `apart`, of leaves of which some stay there.
+
+    With `interpreted` formulas are kernels of Triton's under its interpreter, which take a second each.
+    """
     kind = Apart if apart else Many
-    here, there = _trained(pipeline, "cpu", kind), _trained(pipeline, "cuda", kind)
+    here = _trained(pipeline, "cpu", kind)
+    with nullcontext() if interpreted else formulas_by_torch():
+        there = _trained(pipeline, "cuda", kind)
     assert here.keys() == there.keys()
     if pipeline == "rmsprop":
         # A kernel rounds roots to nearest, torch on the CPU in some builds not.
@@ -427,6 +432,12 @@ OWN: dict[str, Callable[[], zf.Transform]] = {
 def own_transform(name: str) -> tuple[int, list[str]]:
     """Launches of an update by a transform of the user's, of 20 leaves of two dtypes; and wrong bits."""
     found, make = [], OWN[name]
+    # One is interpreted, which takes seconds.
+    with nullcontext() if name == "leafwise" else formulas_by_torch():
+        return _own_transform(make, found)
+
+
+def _own_transform(make: Callable[[], zf.Transform], found: list[dict[str, Tensor]]) -> tuple[int, list[str]]:
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         params = {f"p{i}": torch.randn(4, dtype=BF16 if i % 3 else torch.float32, device="cpu") for i in range(20)}
@@ -607,7 +618,7 @@ def without_a_compiler() -> tuple[list[str], list[str]]:
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            wrong = compare("low precision, stochastic")
+            wrong = compare("low precision, stochastic", interpreted=True)
     finally:
         triton_lists.launch = _launch
         adam.triton_kernel.cache_clear()

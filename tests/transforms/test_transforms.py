@@ -34,14 +34,14 @@ def gradients(step, dtype=F32, missing=()):
     return {k: None if k in missing and step % 3 == 1 else g for k, g in grads.items()}
 
 
-def train(tx, params, steps=100, missing=(), dtype=F32):
+def train(tx, params, steps=40, missing=(), dtype=F32):
     state = zf.init(tx, params)
     for i in range(steps):
         state, _ = zf.update(tx, gradients(i, dtype, missing), state)
     return state
 
 
-def torch_train(make, params, steps=100, missing=(), dtype=F32):
+def torch_train(make, params, steps=40, missing=(), dtype=F32):
     leaves = {k: x.clone().requires_grad_() for k, x in params.items()}
     opt = make(list(leaves.values()))
     for i in range(steps):
@@ -168,8 +168,12 @@ CASES = {
 }
 
 
-# The whole of laws for windows of other lengths, beside "accumulate 3", and for formulas of elements, beside "adam".
+# The whole of laws for windows of other lengths, beside "accumulate 3", for formulas of elements, beside "adam", and
+# for other options of what stands in another case.
 SLOW = (
+    *("sgd", "adamw schedule", "low_precision_adam nearest", "accumulate 1", "scale_loss static", "precision"),
+    *("masked", "masked ema", "partition frozen", "offload", "offload partition", "quantize 4 bits", "named"),
+    *("user's own", "parts"),
     "accumulate twice",
     "accumulate weighted",
     "lars",
@@ -349,12 +353,12 @@ def test_backward_notices_that_a_moment_it_has_saved_was_written(slot):
 @pytest.mark.parametrize("options", ADAMS)
 @pytest.mark.parametrize(("ours", "theirs"), [(zf.adam, torch.optim.Adam), (zf.adamw, torch.optim.AdamW)])
 def test_adam_is_near_torch_default(ours, theirs, options):
-    """The default loop rounds each operation: at most 2 roundings in each of 100 updates, of |p| <= 4."""
+    """The default loop rounds each operation: at most 2 roundings in each of 40 updates, of |p| <= 4."""
     options = {"lr": 1e-2, **options}
     params = tree()
     state = train(ours(**options), params)
     expected = torch_train(lambda ps: theirs(ps, foreach=False, fused=False, **options), params)[0]
-    assert_trees_close(state.params, expected, ulps=200, floor=1.0)
+    assert_trees_close(state.params, expected, ulps=80, floor=1.0)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(zf.adam, torch.optim.Adam), (zf.adamw, torch.optim.AdamW)])
@@ -395,8 +399,8 @@ def test_sgd_is_near_torch_foreach_and_fused():
     expected = train(zf.sgd(1e-2, momentum=0.9, weight_decay=0.1), tree()).params
     for how in ({"foreach": True}, {"fused": True}):
         make = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1, **how)
-        # One rounding per operation against a fused one: two in an update, 100 updates, |p| <= 4.
-        assert_trees_close(torch_train(make, tree())[0], expected, ulps=200, floor=1.0)
+        # One rounding per operation against a fused one: two in an update, 40 updates, |p| <= 4.
+        assert_trees_close(torch_train(make, tree())[0], expected, ulps=80, floor=1.0)
 
 
 @pytest.mark.parametrize("optimizer", [zf.sgd, zf.adam, zf.adamw, zf.low_precision_adam])
@@ -703,7 +707,7 @@ def chains_in_chains(draw, members):
     return pickle.loads(pickle.dumps(tx)) if draw(st.booleans()) else tx
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(MEMBERS), min_size=3, max_size=6), st.data())
 def test_names_depend_on_the_members_alone(members, data):
     members = [*members, zf.sgd(0.1)]
