@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -47,10 +46,6 @@ LEAST_BYTES, MOST_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
 # Full bandwidth needs more bytes on GPUs, where 25 MiB is the bucket of DistributedDataParallel; and more with more
 # ranks, since each sends its part of a bucket: 256 KiB of it over gloo, 1 MiB between GPUs.
 GPUS, RANKS_OF_GPUS, RANKS = 25 / 16, 16, 64
-
-
-# Read of every leaf in every step, and so from C.
-_NDIM = attrgetter("ndim")
 
 
 def bucket_bytes(total: int, group: Group | None = None) -> int:
@@ -105,11 +100,8 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
             return {leaf.path: view.view(xs[leaf.path], leaf) for leaf in leaves}
         if into:
             # A caller who says where to write to gives the leaves of one bucket.
-            paths = [leaf.path for leaf in leaves]
-            flat = list(map(into.__getitem__, paths))
-            if set(map(_NDIM, flat)) != {1}:
-                flat = [x.view(-1) for x in flat]
-            wire.join_parts(wire.send_parts(list(map(xs.__getitem__, paths)), leaves)[1], leaves, flat)
+            flat = [into[x.path] if len(x.shape) == 1 else into[x.path].view(-1) for x in leaves]
+            wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
             return into
         out: Leaves = {}
         for bucket in into_buckets(leaves, {p: x.dtype for p, x in xs.items()}, wire.group):

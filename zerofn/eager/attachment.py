@@ -641,7 +641,8 @@ class Attachment:
             **lost,
         )
         try:
-            new, metrics = apply(self.pipe, grads, old, ctx)
+            checked = self.home.reduces and not pipe.road.behind_reduction
+            new, metrics = apply(pipe, grads, old, ctx, checked)
             if any(map(is_not, new.leaves.values(), old.leaves.values())):
                 _store(new.leaves, old.leaves, ctx)
             current.state = new

@@ -73,6 +73,8 @@ class GradientHooks:
         units: gathers sharded parameters on use; set once it is made.
         stream: reduces gradients as they arrive; `None` where they stay, or are used, without a reduction.
         forms: dtype and shape of reduced gradients by path.
+        flat: for each bucket of the stream, the numbers of elements of its reduced gradients if all are flat, as shards
+            are, and of one dtype; else `None`.
     """
 
     def __init__(
@@ -95,9 +97,7 @@ class GradientHooks:
         self.stream = self._stream(channels)
         kept = () if self.stream is None else pipe.layout.trainable
         self.forms = {leaf.path: (pipe.dtypes.gradient(leaf), pipe.road.stored_shape(leaf)) for leaf in kept}
-        # Where all of them are flat, as shards are: the number of elements of each.
-        flat = all([len(shape) == 1 for _, shape in self.forms.values()])
-        self.lengths = {path: shape[0] for path, (_, shape) in self.forms.items()} if flat else {}
+        self.flat = [self._lengths(paths) for paths in (() if self.stream is None else self.stream.paths)]
         if self.stream is None and self.in_backward is None:
             return
         # torch does not show these hooks to the garbage collector: a strong reference would keep a dropped model alive.
@@ -126,6 +126,11 @@ class GradientHooks:
         on = wire.on(group, wire.reduce_dtype)
         check = functools.partial(check_readable, stored=self.params)
         return Stream(on, channels.more, leaves, like, check, self._take, MARKS, view.name)
+
+    def _lengths(self, paths: Sequence[str]) -> list[int] | None:
+        forms = [self.forms[path] for path in paths]
+        alike = len({dtype for dtype, _ in forms}) == 1 and all([len(shape) == 1 for _, shape in forms])
+        return [shape[0] for _, shape in forms] if alike else None
 
     def left(self) -> bool:
         """Whether gradients of this micro-step have been taken out of `p.grad` to be reduced."""
@@ -214,15 +219,16 @@ class GradientHooks:
         old = self.held.get(path)
         self.held[path] = grad if old is None else old.add_(grad)
 
-    def _take(self, leaves: Sequence[Leaf], grads: Sequence[Tensor | None]) -> None:
-        """Take reduced gradients from the stream; those of several backwards add up."""
-        road, reduced = self.pipe.road, self.reduced
-        if self.lengths and self.in_backward is None and NoneType not in set(map(type, grads)):
-            # In one go, by functions of C, if nothing is to be done with any of them.
-            given, paths = cast("Sequence[Tensor]", grads), [leaf.path for leaf in leaves]
-            uncast = road.behind_reduction or set(map(_DTYPE, given)) == {self.forms[path][0] for path in paths}
-            fit = set(map(_NDIM, given)) == {1} and list(map(Tensor.numel, given)) == [self.lengths[p] for p in paths]
-            if fit and uncast and reduced.keys().isdisjoint(paths):
+    def _take(self, i: int, grads: Sequence[Tensor | None]) -> None:
+        """Take the reduced gradients of a bucket from the stream; those of several backwards add up."""
+        assert self.stream is not None
+        road, reduced, leaves, paths = self.pipe.road, self.reduced, self.stream.buckets[i].leaves, self.stream.paths[i]
+        lengths = self.flat[i] if self.in_backward is None else None
+        if lengths is not None and NoneType not in set(map(type, grads)) and reduced.keys().isdisjoint(paths):
+            # By functions of C, if nothing is to be done with any of them.
+            given = cast("Sequence[Tensor]", grads)
+            uncast = road.behind_reduction or set(map(_DTYPE, given)) == {self.forms[paths[0]][0]}
+            if uncast and set(map(_NDIM, given)) == {1} and list(map(Tensor.numel, given)) == lengths:
                 reduced.update(zip(paths, given, strict=True))
                 return
         for leaf, g in zip(leaves, grads, strict=True):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._compat.tensors import foreach_copy_
+from .._compat.tensors import foreach_copy_, split_into
 
 # Outside of graphs leaves are written into a buffer in place, in one pass over memory. In a graph that is slow: for
 # each write the compiler copies the buffer, or proves that it need not, so the cost grows with the square of the number
@@ -117,7 +117,10 @@ def wholes_of(
     size, tail = rows.shape[0], rows.shape[2:]
     if few and into and not tail and type(rows) is Tensor and rows.is_cpu:
         flat = rows.reshape(-1).index_select(0, _in_rows(tuple(widths), tuple(numels), size, 0))
-        foreach_copy_(list(into), flat.split_with_sizes(list(numels)))
+        if into[0].dtype == rows.dtype:
+            split_into(flat, list(numels), out=list(into))
+        else:
+            foreach_copy_(list(into), flat.split_with_sizes(list(numels)))
         return list(into)
     blocks = rows.split_with_sizes(list(widths), dim=1)
     if into is None and torch.compiler.is_compiling():

@@ -153,11 +153,13 @@ class Stream:
         leaves: trainable leaves, in the order in which backward is expected to reach them.
         like: by path, shape, dtype and device of gradients.
         check: raises for gradients of a bucket that cannot be packed.
-        done: takes the reduced gradients of a bucket; called in a fixed order.
+        done: takes the reduced gradients of a bucket, by its number; called in a fixed order.
         marks: names of the numbers that `finish_reductions` compares.
         name: of the transform that reduces, for profilers.
 
     Attributes:
+        buckets: the leaves of each bucket.
+        paths: of these leaves.
         home: by path, the bucket of a leaf and its place in it.
         waiting: by bucket and place, the gradients that wait for their bucket to be sent.
         missing: how many leaves of each bucket have none.
@@ -171,7 +173,7 @@ class Stream:
         leaves: Sequence[Leaf],
         like: dict[str, Like],
         check: Callable[[Leaves], None],
-        done: Callable[[Sequence[Leaf], Sequence[Tensor | None]], None],
+        done: Callable[[int, Sequence[Tensor | None]], None],
         marks: tuple[str, ...],
         name: str,
     ):
@@ -323,7 +325,7 @@ class Stream:
         if not self.dropping:
             with torch.no_grad():
                 # Views of the bucket's buffer.
-                self.done(leaves, self.wire.unpack(out, leaves, numels, given))
+                self.done(i, self.wire.unpack(out, leaves, numels, given))
 
     def finish_reductions(self, marks: dict[str, int], noticed: bool = False) -> bool:
         """Send all remaining buckets, in as many rounds on every rank, and wait for all of them.
