@@ -1,4 +1,7 @@
-"""Configurations as projects publish them: each becomes its chain, or each refused key is told what to write."""
+"""Configurations as projects publish them, with "auto" where a Trainer or the caller fills values in.
+
+Each becomes its chain, or each refused key is told what to write.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,9 @@ def quiet(config: dict[str, Any], **given: Any) -> zf.Transform:
 CLIP, MIXED = zf.clip_by_global_norm(1.0), zf.precision(param_dtype=BF16, store_dtype=F32)
 HALF = zf.precision(param_dtype=F16, store_dtype=F32)
 SCALE = {"growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0}
+MINE = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+RATES = {f"optimizer.params.{k}": v for k, v in MINE.items()}
+AUTO_TOLD = "'auto' is filled in by the Hugging Face Trainer; here you write its value"
 WARM = {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 10}
 # By where it is from: a configuration, what else is given, and the chain that one would write.
 TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[zf.Transform]]] = {
@@ -216,6 +222,30 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[zf.Transform]]] = {
         {"optimizer": zf.adamw},
         [zf.all_reduce(), CLIP, zf.adamw()],
     ),
+    # Values by path, as a dict, where there is no Trainer.
+    "values by path, and no clipping": (
+        {"zero_optimization": ZERO3, "optimizer": OPTIMIZER, "gradient_clipping": AUTO, "fp16": FP16}
+        | {"bf16": {"enabled": AUTO}},
+        {"values": {**RATES, "gradient_clipping": 0, "fp16.enabled": True, "bf16.enabled": False}},
+        [zf.shard(), HALF, zf.scale_loss("dynamic", init_scale=2.0**16, **SCALE), zf.adamw(**MINE)],
+    ),
+    "nested values": (
+        {"zero_optimization": ZERO3, "optimizer": OPTIMIZER, "gradient_clipping": 1.0},
+        {"values": {"optimizer": {"params": MINE}}},
+        [zf.shard(), CLIP, zf.adamw(**MINE)],
+    ),
+    "batch sizes that say how many micro-batches": (
+        {**SIZES, "optimizer": OPTIMIZER, "gradient_clipping": 1.0},
+        {"values": {**RATES, "train_batch_size": 24, "train_micro_batch_size_per_gpu": 8}},
+        [zf.accumulate(3), zf.all_reduce(), CLIP, zf.adamw(**MINE)],
+    ),
+    "what is switched off": (
+        {"optimizer": OPTIMIZER, "gradient_clipping": 1.0, "elasticity": {"enabled": False}}
+        | {"flops_profiler": {"enabled": False, "profile_step": 1}, "comms_logger": {"enabled": False, "verbose": True}}
+        | {"curriculum_learning": {"enabled": False, "max_difficulty": 7}, "tensorboard": {"enabled": False}},
+        {"values": RATES},
+        [zf.all_reduce(), CLIP, zf.adamw(**MINE)],
+    ),
     "stage 3 without the prefix, and switched-off parts": (
         {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True, "prefetch_bucket_size": 1e7}}
         | {"tensor_parallel": {"autotp_size": 1}, "amp": {"enabled": False, "opt_level": "O1"}}
@@ -235,6 +265,30 @@ def test_what_is_published_is_taken_as_it_is_meant(name: str):
 NO_SCHEDULE = "scheduler: needs an optimizer to set the lr of: from_deepspeed(config, optimizer=zf.adamw)"
 # By where it is from: a configuration, what else is given, and every line of the refusal, by its beginning.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
+    **{
+        f"an auto without a value, {kind['type']}": (
+            {"gradient_clipping": AUTO, "optimizer": OPTIMIZER, "scheduler": kind, "gradient_accumulation_steps": AUTO},
+            {},
+            sorted(
+                f"{path}: {AUTO_TOLD}"
+                for path in (
+                    *("gradient_accumulation_steps", "gradient_clipping", *RATES),
+                    *(f"scheduler.params.{k}" for k in kind["params"]),
+                )
+            ),
+        )
+        for kind in (WARMUP, DECAY)
+    },
+    "a value for nothing": (
+        {"gradient_clipping": 1.0},
+        {"values": {"gradient_clipping": 2.0}},
+        ["gradient_clipping: values={'gradient_clipping': ...}, but the configuration has no 'auto' there"],
+    ),
+    "bad values for auto": (
+        {"gradient_clipping": AUTO, "gradient_accumulation_steps": AUTO},
+        {"values": {"gradient_clipping": -1.0, "gradient_accumulation_steps": 0}},
+        ["gradient_accumulation_steps: 0 is no positive int", "gradient_clipping: -1.0"],
+    ),
     "a scheduler, and no optimizer": (
         {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": -1, **WARM}}, "fp16": {"enabled": True}},
         {},
@@ -377,6 +431,23 @@ def test_what_has_no_pipeline_is_told_key_by_key(name: str):
     lines = sorted(line.strip() for line in str(error.value).splitlines()[1:-1])
     assert len(lines) == len(told), "\n".join(lines)
     assert all(line.startswith(want) for line, want in zip(lines, told, strict=True)), "\n".join(lines)
+
+
+def test_only_what_is_asked_for_is_in_the_remedy():
+    with pytest.raises(ValueError) as error:
+        quiet({"gradient_clipping": AUTO})
+    assert str(error.value).rstrip().endswith("write: from_deepspeed(config, values={'gradient_clipping': ...})")
+
+
+@pytest.mark.parametrize("kind", [WARMUP, DECAY], ids=["warmup", "decay"])
+def test_schedules_are_filled_in(kind: dict[str, Any]):
+    more = {"total_num_steps": 20} if kind is DECAY else {}
+    values = {f"scheduler.params.{k}": v for k, v in (WARM | {"warmup_max_lr": 3e-4} | more).items()}
+    tx = quiet({"optimizer": OPTIMIZER, "scheduler": kind, "gradient_clipping": 0}, values={**RATES, **values})
+    wanted = schedule({**kind, "params": WARM | {"warmup_max_lr": 3e-4} | more}, 3e-4)
+    assert tx.parts[-1].config["lr"] == wanted
+    rates = [wanted(i) for i in (0, 5, 11, 20)]
+    assert rates[2] == 3e-4 and len(set(rates)) > 2
 
 
 def test_one_warning_names_what_changes_no_number():

@@ -194,7 +194,8 @@ def on_ranks():
             model, tokens = gpt()
             measured = route(model, pipeline(stage), tokens)
             names = set()
-            if stage in ("ZeRO-2", "ZeRO-3"):
+            # The events of a profiler take as long as the rest, and both routes have the ranges of a stage.
+            if (stage, route) in (("ZeRO-2", of_model), ("ZeRO-3", of_step)):
                 model, tokens = gpt()
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as shown:
                     route(model, pipeline(stage), tokens, flops=False)
@@ -229,7 +230,7 @@ def test_bytes_sent_and_held_at_each_stage():
             assert min(found.waited[op] for op in SENT[stage]) > 0
             reduces = "shard" if stage == "ZeRO-3" else "reduce_scatter"
             assert not shown or {"zerofn::update", "zerofn::adamw", f"zerofn::{reduces}"} <= shown
-            assert bool(shown) == (stage in ("ZeRO-2", "ZeRO-3"))
+            assert bool(shown) == ((stage, route) in (("ZeRO-2", "of_model"), ("ZeRO-3", "of_step")))
             assert found.flops["forward"][""] == PRODUCTS + SCORES
 
 

@@ -47,7 +47,7 @@ def agree(got, want):
         assert b.abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("every", [1, 3, 7, 9])
+@pytest.mark.parametrize("every", [3, 9, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 7))])
 def test_derivatives_are_those_of_the_steps(every):
     ours = lambda *a: unrolled(*a, every=every)  # noqa: E731
     assert unrolled(RATE, W, X, every) == one_by_one(RATE, W, X)
@@ -217,7 +217,11 @@ TAKEN = {
 RATES = torch.stack([RATE, RATE / 3])
 
 
-@pytest.mark.parametrize("how", TAKEN)
+# The others are of two of these.
+SLOW = ("jacfwd of jacfwd", "third in forward mode", "vmap of vmap", "forward over vmap", "vmap of forward")
+
+
+@pytest.mark.parametrize("how", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in TAKEN])
 def test_transforms_of_torch_func_in_any_order(how):
     agree(TAKEN[how](lambda rate: unrolled(rate, W, X)), TAKEN[how](lambda rate: one_by_one(rate, W, X)))
 
@@ -239,7 +243,10 @@ def epochs(rate, xs):
     return state.leaves["w"].square().sum() + losses.mean() / 2
 
 
-@pytest.mark.parametrize("how", ["grad", "vmap of grad", "second", "forward over forward"])
+@pytest.mark.parametrize(
+    "how",
+    ["vmap of grad", "forward over forward", *(pytest.param(x, marks=pytest.mark.slow) for x in ("grad", "second"))],
+)
 def test_a_step_may_itself_be_an_unrolled_run(how):
     how = {"grad": lambda fn: grad(fn)(RATE), "second": lambda fn: grad(grad(fn))(RATE), **TAKEN}[how]
     rows = torch.stack([y for x in X[:4] for y in (x, x.flip(0))])

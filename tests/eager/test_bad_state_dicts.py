@@ -192,8 +192,9 @@ def of_meshes(stages: list[str]) -> list[str]:
         "in another order": DeviceMesh("cpu", [1, 0, *range(2, size)]),
     }
     for stage in stages:
-        for name, mesh in meshes.items():
-            for how in PLACEMENTS:
+        for i, (name, mesh) in enumerate(meshes.items()):
+            # Each placement on the mesh of all ranks, and two on each other one, unless all stages are asked for.
+            for how in list(PLACEMENTS) if not i or len(stages) > 1 else list(PLACEMENTS)[i % 2 :: 2]:
                 given = copy.deepcopy(good)
                 for own in given["state"].values():
                     own |= {k: placed(own[k], mesh, how) for k in ADAM}

@@ -171,11 +171,11 @@ def test_a_grad_scaler_on_one_process():
         torch.testing.assert_close(g - b, w - b, rtol=0, atol=0)
 
 
-def with_evaluation(who: int | None) -> dict[int, Any]:
+def with_evaluation(who: int | None, stages: tuple[int, ...]) -> dict[int, Any]:
     """By stage: parameters after five steps, and what one rank saw in evaluations of its own in between."""
     rank, _ = P.rank_and_size()
     found = {}
-    for stage in P.STAGES:
+    for stage in stages:
         model = P.make()
         opt = zf.attach(model, pipe(stage))
         seen: list[torch.Tensor] = []
@@ -198,10 +198,14 @@ def with_evaluation(who: int | None) -> dict[int, Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "who"), [(2, 0), pytest.param(3, 1, marks=pytest.mark.slow)])
-def test_an_evaluation_on_one_rank_between_steps(size: int, who: int):
-    plain, found = (zf.launch(with_evaluation, size, w, timeout=limit()) for w in (None, who))
-    for stage in P.STAGES:
+@pytest.mark.parametrize(
+    ("size", "who", "stages"),
+    [(2, 0, (0, 3)), *(pytest.param(*x, P.STAGES, marks=pytest.mark.slow) for x in ((2, 0), (3, 1)))],
+)
+def test_an_evaluation_on_one_rank_between_steps(size: int, who: int, stages: tuple[int, ...]):
+    """Ranks that gather nothing, and those that gather for every call."""
+    plain, found = (zf.launch(with_evaluation, size, w, stages, timeout=limit()) for w in (None, who))
+    for stage in stages:
         outputs = found[who][stage][1]
         assert len(outputs) == 10 and torch.equal(outputs[0], outputs[2])
         # Those of stage 0, which gathers nothing.

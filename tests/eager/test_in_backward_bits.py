@@ -81,16 +81,23 @@ def train(stage: Any, last: str, in_backward: bool, differing: bool) -> tuple[di
     return stored, state, left
 
 
-def both(stage: Any, differing: bool) -> dict[str, Any]:
-    return {last: (train(stage, last, False, differing), train(stage, last, True, differing)) for last in LAST}
+def both(stage: Any, differing: bool, lasts: tuple[str, ...]) -> dict[str, Any]:
+    return {last: (train(stage, last, False, differing), train(stage, last, True, differing)) for last in lasts}
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks"),
-    [(2, 2), (3, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0, 2), (1, 2), (3, 3), ("hybrid", 4)))],
+    ("stage", "ranks", "lasts"),
+    [
+        (2, 2, ("adamw", "bf16, stochastic")),
+        (3, 2, ("bf16, stochastic", "partition")),
+        *(
+            pytest.param(*x, tuple(LAST), marks=pytest.mark.slow)
+            for x in ((0, 2), (1, 2), (2, 2), (3, 3), ("hybrid", 4))
+        ),
+    ],
 )
-def test_equals_the_update_after_backward_bit_for_bit(stage: Any, ranks: int):
-    for rank, found in enumerate(zf.launch(both, ranks, stage, stage not in (3, "hybrid"), timeout=limit())):
+def test_equals_the_update_after_backward_bit_for_bit(stage: Any, ranks: int, lasts: tuple[str, ...]):
+    for rank, found in enumerate(zf.launch(both, ranks, stage, stage not in (3, "hybrid"), lasts, timeout=limit())):
         for last, ((after, states, _), (during, mine, left)) in found.items():
             where = f"rank {rank}, {last}"
             assert not any(left), f"{where}: a gradient was kept"

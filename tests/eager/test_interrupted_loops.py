@@ -115,7 +115,7 @@ def run(name: str, how_many: int | None) -> None:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_state_is_that_of_the_step_before_or_after(name):
-    run(name, 60)
+    run(name, 40)
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def run_in_backward(name: str, how_many: int | None) -> None:
 
 @pytest.mark.parametrize("name", IN_BACKWARD)
 def test_within_backward_each_leaf_is_that_of_the_step_before_or_after(name):
-    run_in_backward(name, 60)
+    run_in_backward(name, 40)
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ EVERY = [*((name, False) for name in CHAINS), *((name, True) for name in IN_BACK
 )
 def test_a_second_interrupt_while_the_first_is_handled(name, in_backward, patience, monkeypatch):
     monkeypatch.setattr(_interrupts, "PATIENCE", PATIENCE[patience])
-    run_twice(name, in_backward, patience, 40)
+    run_twice(name, in_backward, patience, 30)
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_what_else_writes_a_state(name):
                 pass
 
     reached = set()
-    for n in moments(write, 60):
+    for n in moments(write, 40):
         opt.load_state_dict(saved)
         interrupted(n, write)
         now = values(model, opt)
@@ -342,7 +342,7 @@ def test_full_parameters_that_were_interrupted(name):
         with opt.gathered():
             pass
 
-    for n in moments(enter, 40):
+    for n in moments(enter, 25):
         iteration(model, opt)
         iteration(other, reference)
         where = interrupted(n, enter)

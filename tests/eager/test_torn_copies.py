@@ -138,7 +138,7 @@ def interrupted_loads(stage: str, every: int) -> list[str]:
 @pytest.mark.parametrize(
     ("stage", "every"),
     [
-        ("masters, reduce_scatter", 11),
+        ("masters, reduce_scatter", 23),
         pytest.param("masters, all_reduce", 1, marks=pytest.mark.slow),
         pytest.param("masters, reduce_scatter", 1, marks=pytest.mark.slow),
     ],

@@ -133,7 +133,7 @@ def on_one_process(size: int) -> list[dict[str, Tensor]]:
     return steps
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_is_refused_on_ranks(size):
     ranks = zf.launch(all_cells, size, timeout=limit(60))
     want = on_one_process(size)

@@ -5,7 +5,6 @@ import functools
 import pytest
 import rank_programs as P
 import torch
-from pairs import cover
 from stages import STAGES, around
 from time_limits import limit
 
@@ -46,6 +45,16 @@ CELLS = [
 ]
 
 
+# Each stage in one mode, and by both routes. Both pipelines of which bits are compared have one mode.
+OFTEN = [
+    cell
+    for cell in CELLS
+    for at in (list(ORDERS).index(cell[0]) + 1,)
+    if (cell[1:] == ("sgd", MODES[at // 2 % 4], "eager"))
+    or (cell[3] == "pure" and cell[1:3] == (("adamw", "diff"), ("sgd", "a"), ("sgd", "diff"))[at // 2 % 3])
+]
+
+
 def exact(cells):
     out = {}
     for stage, optimizer, mode, route in cells:
@@ -63,7 +72,7 @@ def wanted(size, optimizer, mode, every, clip):
 
 
 @pytest.mark.parametrize(
-    ("size", "cells"), [(2, cover(CELLS)), *[pytest.param(n, CELLS, marks=pytest.mark.slow) for n in (1, 2, 3, 4)]]
+    ("size", "cells"), [(2, OFTEN), *[pytest.param(n, CELLS, marks=pytest.mark.slow) for n in (1, 2, 3, 4)]]
 )
 def test_every_stage_trains_as_one_process(size, cells):
     ranks = zf.launch(exact, size, cells, timeout=limit())

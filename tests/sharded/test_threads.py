@@ -7,11 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
+from one_launch import one_launch
 from stages import around
-from time_limits import limit
 from torch import Tensor, nn
 
 import zerofn as zf
@@ -36,6 +35,7 @@ def in_threads(what: Callable[[int], Any]) -> list[Any]:
 
 def train(stage: Any, calls: bool, backwards: bool) -> dict[str, Tensor]:
     """How parameters change in a few steps, with threads that are switched as often as Python can."""
+    switched = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     model = net()
     begun = {path: p.detach().clone() for path, p in model.named_parameters()}
@@ -53,8 +53,9 @@ def train(stage: Any, calls: bool, backwards: bool) -> dict[str, Tensor]:
             sum(losses).backward()
         opt.step()
         opt.zero_grad()
-    with opt.gathered():
-        return {path: p.detach() - begun[path] for path, p in model.named_parameters()}
+    sys.setswitchinterval(switched)
+    opt.detach()
+    return {path: p.detach() - begun[path] for path, p in model.named_parameters()}
 
 
 def by_torch(ranks: int) -> dict[str, Tensor]:
@@ -71,14 +72,14 @@ def by_torch(ranks: int) -> dict[str, Tensor]:
 
 
 # Where gradients leave in hooks, at stages 0 to 2, backwards are run one after the other.
-@pytest.mark.parametrize(
-    ("stage", "calls", "backwards"),
-    [(0, True, False), (2, True, False), (3, True, False), (3, False, True), (3, True, True)],
-)
-def test_threads_of_each_rank_add_up_as_one_does(stage: int, calls: bool, backwards: bool):
+ROWS = [(0, True, False), (2, True, False), (3, True, False), (3, False, True), (3, True, True)]
+
+
+def test_threads_of_each_rank_add_up_as_one_does():
     want = by_torch(2)
-    for found in zf.launch(train, 2, stage, calls, backwards, timeout=limit()):
-        for path, x in want.items():
-            # Gradients are added in another order.
-            torch.testing.assert_close(found[path], x, rtol=1e-10, atol=1e-13)
-            assert x.abs().max() > 1e-4
+    for row, ranks in one_launch(2, train, ROWS).items():
+        for found in ranks:
+            for path, x in want.items():
+                # Gradients are added in another order.
+                torch.testing.assert_close(found[path], x, rtol=1e-10, atol=1e-13, msg=lambda m, at=row: f"{at}: {m}")
+                assert x.abs().max() > 1e-4

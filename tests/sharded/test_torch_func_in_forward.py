@@ -59,7 +59,7 @@ def functional(name, fn, make_opt, data):
     return {n: p.detach() - before[n] for n, p in model.named_parameters()}
 
 
-def functional_everywhere():
+def functional_everywhere(every):
     rank, size = P.rank_and_size()
     scale = zf.scale_loss(64.0)
     data = (lambda step: rows(step, rank)) if size > 1 else all_rows
@@ -69,8 +69,9 @@ def functional_everywhere():
                 n, f, lambda m: zf.attach(m, zf.chain(zf.shard(), *middle, zf.sgd(0.1))), data
             )
         )
-        for name, fn in RIGHT.items()
+        for i, (name, fn) in enumerate(RIGHT.items())
         for scaled, middle in ((False, ()), (True, (scale,)))
+        if every or scaled == bool(i % 2)
     }
 
 
@@ -78,11 +79,13 @@ def all_rows(step):
     return torch.cat([rows(step, 0), rows(step, 1)])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_transforms_of_torch_func_inside_of_forward(ranks):
+@pytest.mark.parametrize(
+    ("ranks", "every"), [(2, False), *[pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2)]]
+)
+def test_transforms_of_torch_func_inside_of_forward(ranks, every):
     sgd = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
     want = {name: functional(name, fn, sgd, all_rows) for name, fn in RIGHT.items()}
-    for found in zf.launch(functional_everywhere, ranks, timeout=limit()):
+    for found in zf.launch(functional_everywhere, ranks, every, timeout=limit()):
         for (name, scaled), got in found.items():
             assert not isinstance(got, str), f"{name} {scaled}: {got}"
             for n, x in want[name].items():

@@ -7,7 +7,6 @@ import torch.distributed.checkpoint as dcp
 from time_limits import limit
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn as zf
 
@@ -128,34 +127,3 @@ def test_they_are_whole_and_cut_as_torch_cuts(size, tmp_path):
     dcp.load(read, checkpoint_id=tmp_path / "shard", no_dist=True)
     set_model_state_dict(plain, read["model"])
     assert same(plain.state_dict(), want)
-
-
-def with_fsdp2(folder):
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    # FSDP2 takes no 0-d parameters.
-    torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-    theirs = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
-    opt = zf.attach(ours, CHAINS["shard"]())
-    fully_shard(theirs, mesh=mesh)
-    want = whole(ours, opt)
-    set_model_state_dict(theirs, get_model_state_dict(ours))
-    assert same(get_model_state_dict(theirs, options=FULL), want)
-    with torch.no_grad():
-        for p in theirs.parameters():
-            p.mul_(2.0)
-    set_model_state_dict(ours, get_model_state_dict(theirs))
-    assert same(whole(ours, opt), {k: 2 * x for k, x in want.items()})
-    dcp.save({"model": get_model_state_dict(theirs)}, checkpoint_id=folder)
-    set_model_state_dict(ours, dict(want), options=FULL)
-    read = {"model": get_model_state_dict(ours)}
-    dcp.load(read, checkpoint_id=folder)
-    set_model_state_dict(ours, read["model"])
-    assert same(whole(ours, opt), {k: 2 * x for k, x in want.items()})
-    return True
-
-
-def test_to_fsdp2_and_back(tmp_path):
-    assert zf.launch(with_fsdp2, 2, str(tmp_path), timeout=limit(90)) == [True, True]

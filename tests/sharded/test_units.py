@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from time_limits import limit
+from one_launch import one_launch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -112,11 +112,13 @@ def trained(kind):
         reference.zero_grad()
     found = {path: p.full_tensor().detach() for path, p in model.named_parameters()}
     for path, p in alone.named_parameters():
-        torch.testing.assert_close(found[path], p.detach(), rtol=1e-10, atol=1e-12, msg=path)
-    return len(opt._own.home.units.plans.units) - len(found)
+        torch.testing.assert_close(found[path], p.detach(), rtol=1e-10, atol=1e-12, msg=f"{kind}: {path}")
+    shares = len(opt._own.home.units.plans.units) - len(found)
+    opt.detach()
+    return shares
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_units_of_several_blocks_train_as_one_process_does(kind):
+def test_units_of_several_blocks_train_as_one_process_does():
     # Behind the units of blocks is one for each leaf alone.
-    assert zf.launch(trained, 2, kind, timeout=limit()) == [SHARES] * 2
+    for row, found in one_launch(2, trained, [(kind,) for kind in KINDS]).items():
+        assert found == [SHARES] * 2, row

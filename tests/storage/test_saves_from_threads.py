@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from one_launch import one_launch
 from time_limits import limit
 from torch import nn
 
@@ -74,26 +75,25 @@ def work(stage, directory, wait, early):
     old = all(torch.equal(x, first[k]) for k, x in there.items())
     in_thread(told)
     writing._Writer.write_data = write
+    opt.detach()
     return told, middle, old
 
 
-@pytest.mark.parametrize(("stage", "size"), [(None, 1), (zf.all_reduce, 2), (zf.reduce_scatter, 2), (zf.shard, 2)])
-def test_a_save_beside_a_step_is_refused_on_all_ranks(tmp_path, stage, size):
-    for told, middle, old in zf.launch(work, size, stage, tmp_path, True, False, timeout=limit(60)):
-        assert SAID in told[0] and told[1:] == ["saved"] and old
-        # Begun and ended within one step.
-        assert stage or (SAID in middle[0] and len(middle) == 1)
+def test_a_save_beside_a_step_is_refused_on_all_ranks(tmp_path):
+    """Updates in backward are writes too."""
+    stages = [(zf.all_reduce, False), (zf.reduce_scatter, False), (zf.shard, False), (zf.shard, True)]
+    rows = [(stage, tmp_path / str(i), True, early) for i, (stage, early) in enumerate(stages)]
+    for row, ranks in one_launch(2, work, rows).items():
+        for told, _, old in ranks:
+            assert SAID in told[0] and told[1:] == ["saved"] and old, row
 
 
-def test_one_that_is_copied_first_is_refused_for_what_was_written_while_it_copied(tmp_path):
-    ((told, middle, old),) = zf.launch(work, 1, None, tmp_path, False, False, timeout=limit(60))
-    # A step after the copies is no harm.
-    assert told == ["saved", "saved"] and SAID in middle[0] and old
-
-
-def test_updates_in_backward_are_writes_too(tmp_path):
-    for told, _, old in zf.launch(work, 2, zf.shard, tmp_path, True, True, timeout=limit(60)):
-        assert SAID in told[0] and told[1:] == ["saved"] and old
+def test_on_one_process_also_where_it_is_begun_and_ended_within_one_step(tmp_path):
+    rows = [(None, tmp_path / str(wait), wait, False) for wait in (True, False)]
+    for row, ((told, middle, old),) in one_launch(1, work, rows).items():
+        assert SAID in middle[0] and len(middle) == 1 and told[1:] == ["saved"] and old
+        # A step after the copies is no harm to one that is copied first.
+        assert (SAID in told[0]) if row[2] else told[0] == "saved"
 
 
 def within_a_backward(stage, directory, wait):
@@ -126,13 +126,15 @@ def within_a_backward(stage, directory, wait):
     opt.step()
     save(opt, directory, wait, told)
     opt.state_dict()
+    opt.detach()
     return told, same
 
 
 @pytest.mark.parametrize(("stage", "size"), [(None, 1), (zf.shard, 2)])
-@pytest.mark.parametrize("wait", [True, False])
-def test_no_save_of_half_a_step_within_backward(tmp_path, stage, size, wait):
-    for told, same in zf.launch(within_a_backward, size, stage, tmp_path, wait, timeout=limit(60)):
-        first, *half, last = told
-        assert first == last == "saved" and same
-        assert len(half) == (1 if stage else 2) and all(HALF in said for said in half), half
+def test_no_save_of_half_a_step_within_backward(tmp_path, stage, size):
+    rows = [(stage, tmp_path / str(wait), wait) for wait in (True, False)]
+    for row, ranks in one_launch(size, within_a_backward, rows).items():
+        for told, same in ranks:
+            first, *half, last = told
+            assert first == last == "saved" and same, row
+            assert len(half) == (1 if stage else 2) and all(HALF in said for said in half), half

@@ -542,6 +542,8 @@ def logged_norms(b):
     b.backward()
     found = []
     for n in (b.w.grad.norm(), torch._foreach_norm([p.grad for p in b.leaves])[1], b.w.data.norm()):
+        # As under FSDP2.
+        assert hasattr(n, "full_tensor") == hasattr(b.w, "full_tensor")
         torch.save(n, file := io.BytesIO())
         file.seek(0)
         copied = copy.deepcopy(n)
