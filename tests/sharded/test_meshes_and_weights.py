@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import re
 
 import pytest
 import rank_programs as P
@@ -298,14 +297,6 @@ def weighted(stage, route):
     return dict(zf.full_params(tx, state))
 
 
-def refused_weights(stage):
-    try:
-        weighted(stage, "eager")
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
 def weighted_reference(size):
     torch.manual_seed(0)
     model = nn.Linear(5, 3).double()
@@ -328,9 +319,10 @@ def test_weights_count_over_ranks_too():
                 torch.testing.assert_close(got[n], x, rtol=1e-12, atol=1e-12, msg=lambda m, at=row: f"{at}: {m}")
 
 
-def test_unequal_weights_after_the_reduction_are_refused():
-    for row, told in one_launch(3, refused_weights, [("ZeRO-2",), ("ZeRO-3",), ("data parallel",)]).items():
-        assert all(re.search(r"(?s)accumulate.*before.*reduc", said) for said in told), (row, told)
+@pytest.mark.parametrize("stage", ["ZeRO-2", "ZeRO-3", "data parallel"])
+def test_unequal_weights_after_the_reduction_are_refused(stage):
+    with pytest.raises(zf.RankError, match=r"accumulate.*before.*reduc"):
+        zf.launch(weighted, 3, stage, "eager", timeout=limit())
 
 
 # -------------------------------------------------------------------------------------------- functional

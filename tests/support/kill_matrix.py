@@ -316,7 +316,8 @@ def ranks(bench: Checkpoints, kind: str, number: int, victims: list[int], act: C
             bench.positions["rank 0", only], bench.positions["rank 1", only] = steps
         at_step = {v: instruction(bench, bench.positions[f"rank {v}", only]) for v in victims}
         children = pair(bench, {v: partial(at.stop_at, step, act, only) for v, step in at_step.items()})
-    told = [child.end(limit(3)) for child in children]
+    # Who waits for a rank that is gone is killed as well: that is a moment like any other.
+    told = [child.end(limit(0.6)) for child in children]
     bench.judge(kind, bench.n + 1, bench.read(), told)
 
 
