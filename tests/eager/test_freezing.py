@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from one_launch import one_launch
 from pairs import cover
 from stages import STAGES, around
 from time_limits import limit
@@ -210,52 +207,6 @@ def test_a_frozen_leaf_is_one_without_a_gradient_on_ranks(stage, holds):
                 near = {"rtol": 0.0, "atol": 1e-3} if name == "masters" else {"rtol": 1e-5, "atol": 3e-6}
                 for a, b in zip(mine, expected[name], strict=True):
                     torch.testing.assert_close(a, b, **near, msg=lambda m, name=name: f"{name}: {m}")
-
-
-# -- ranks that differ ---------------------------------------------------------------------------------------
-
-
-def differ(stage: str) -> list[tuple[str, list[str], list[Tensor]]]:
-    """Rank 0 alone freezes, unfreezes, or freezes behind backward, in the second of four steps."""
-    rank, found = dist.get_rank(), []
-    for early in (False, True):
-        for what in ("freezes", "unfreezes", "freezes late"):
-            model, said = net(), []
-            if what == "unfreezes":
-                freeze(model, (0,))
-            opt = zf.attach(model, zf.chain(*fronts(stage, 1), zf.adamw(RATE)), in_backward=early, hold_frozen=True)
-            for i in range(4):
-                if i == 1 and rank == 0 and what != "freezes late":
-                    freeze(model, (0,) if what == "freezes" else ())
-                try:
-                    model(batch(rank, i)).square().mean().backward()
-                    if i == 1 and rank == 0 and what == "freezes late":
-                        freeze(model, (0,))
-                    opt.step()
-                except RuntimeError as error:
-                    said.append(f"step {i}: {error}")
-                    # All alike again: the step is given up.
-                    freeze(model, (0,))
-                opt.zero_grad()
-            opt.detach()
-            found.append((f"{what}, in backward {early}", said, [p.detach().clone() for p in model.parameters()]))
-    return found
-
-
-@functools.cache
-def all_differ():
-    return one_launch(2, differ, [(stage,) for stage in STAGES])
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_leaf_that_one_rank_alone_freezes_is_named(stage):
-    for (what, *first), (_, *second) in zip(*all_differ()[stage,], strict=True):
-        for said, _ in (first, second):
-            assert len(said) == 1 and said[0].startswith("step 1: ranks disagree on"), (what, said)
-            assert "which leaves are frozen" in said[0] and re.search(r"\(rank 0: \d+, rank 1: \d+\)", said[0])
-        # The rank that has frozen leaves tells which they are.
-        assert ["frozen: 0.weight 0.bias" in said[0] for said, _ in (first, second)].count(True) == 1, what
-        assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True)), what
 
 
 # -- what has no state ---------------------------------------------------------------------------------------
