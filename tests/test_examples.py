@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -220,6 +223,17 @@ def test_data_order_is_a_function_of_seed_and_step(train_lm):
     assert sum(len(x) for x, _ in text.validation(4, 8)) == (len(text.held_out) - 9) // 8 + 1
 
 
+def run_in_a_rank(script, args):
+    """Exit code and output of a script, in a process that has imported torch."""
+    sys.argv[1:], out, code = args, io.StringIO(), 0
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue()
+
+
 def on_a_rank(options):
     sys.path.insert(0, str(EXAMPLES))
     import train_lm
@@ -325,8 +339,8 @@ def test_overhead_benchmark_runs():
 )
 def test_what_a_gpu_is_asked_runs_without_one(sections, checks):
     """`bits`, `routes` and `offload` are compared with the CPU, here with itself."""
-    process = run("benchmarks/gpu.py", "--device", "cpu", "--tiny", *(["--only", *sections] if sections else []))
-    out, err = process.communicate(timeout=limit())
-    assert process.returncode == 0, out + err
+    args = ["--device", "cpu", "--tiny", *(["--only", *sections] if sections else [])]
+    ((code, out),) = zf.launch(run_in_a_rank, 1, "benchmarks/gpu.py", args, init=False, timeout=limit())
+    assert code == 0, out
     assert len(re.findall(r"^ok +\S", out, re.M)) > checks, out
     assert set(re.findall(r"^skip +(.*?)  ", out, re.M)) >= {"nccl", "capture"}, out

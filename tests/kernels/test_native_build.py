@@ -53,8 +53,7 @@ def test_without_a_usable_compiler_eager_runs_after_one_warning(fresh_kernels, m
     ("cc", "why"),
     [
         ("no-such-compiler -O1", "names no program that can be run"),
-        ('"', "names no program that can be run"),
-        ("/", "names no program that can be run"),
+        *(pytest.param(cc, "names no program that can be run", marks=pytest.mark.slow) for cc in ('"', "/")),
         ("false", "builds no kernel.*false failed on native.c: exit status 1"),
         ("true", "builds no kernel.*too short"),
     ],

@@ -142,7 +142,7 @@ def serial(seed, form):
         yield z.max().item(), name, int(z.argmax()) + 1
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
 def test_draws_have_no_serial_correlation(seed):
     worst = max(serial(seed, form=2))
     print(f"seed {seed}: the largest |z| of {DRAWS} draws at lags 1 to {LAGS} is {worst}")

@@ -258,8 +258,7 @@ BUILT_IN = [
     zf.low_precision_adam(0.1, betas=(0.99, 0.999), seed=3),
     *(
         zf.chain(zf.precision(store_dtype=dtype, grad_dtype=grad), zf.low_precision_adam(0.1, rounding=rounding))
-        for dtype in (BF16, F16)
-        for grad in (None, F32)
+        for dtype, grad in ((BF16, None), (F16, F32))
         for rounding in ("stochastic", "nearest", "kahan")
     ),
     zf.clip_by_value(0.5),

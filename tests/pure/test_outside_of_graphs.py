@@ -145,7 +145,7 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=pytest.mark.slow if x in ("both", "unroll", "vjp", "jvp") else ()) for x in TRANSFORMED],
+    [pytest.param(x, marks=() if x == "grad" else pytest.mark.slow) for x in TRANSFORMED],
 )
 def test_torch_func_over_a_compiled_step_runs_it_uncompiled_or_is_refused_by_name(name):
     torch._dynamo.reset()

@@ -255,7 +255,10 @@ def talking(after, steps=TRUSTED + 6):
     return counts, [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("after", [("forward",), ("backward",), ("forward", "backward")])
+@pytest.mark.parametrize(
+    "after",
+    [("forward", "backward"), *(pytest.param((x,), marks=pytest.mark.slow) for x in ("forward", "backward"))],
+)
 def test_ranks_wait_for_each_other_where_the_user_communicates(after):
     """A rest in front of a collective of the user's stays a message: a rank joins there what another one needs more."""
     found = zf.launch(talking, 2, after, timeout=limit())

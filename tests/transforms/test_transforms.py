@@ -173,7 +173,7 @@ CASES = {
 SLOW = (
     *("sgd", "adamw schedule", "low_precision_adam nearest", "accumulate 1", "scale_loss static", "precision"),
     *("masked", "masked ema", "partition frozen", "offload", "offload partition", "quantize 4 bits", "named"),
-    *("user's own", "parts"),
+    *("user's own", "parts", "torchopt"),
     "accumulate twice",
     "accumulate weighted",
     "lars",
