@@ -70,7 +70,9 @@ def test_a_dict_of_ones_own_is_given_or_refused_without_the_other_rank():
     rows = [(kind, "ends", rank) for kind in BY_ITSELF for rank in (0, 1)]
     for (kind, _, rank), found in one_launch(2, alone, rows).items():
         if "open window" in kind:
-            assert found[rank].startswith("opt.state_dict() in the middle of a window whose sums are each rank's own\n")
+            assert found[rank].startswith(
+                "opt.state_dict() with sums, or errors, of gradients that are each rank's own\n"
+            )
             assert all(x in found[rank] for x in ("accumulate", "opt.is_boundary", "zf.save(directory, opt)"))
         else:
             assert found[rank] == "", kind

@@ -30,7 +30,11 @@ CHAINS = {
         zf.sgd(0.1, momentum=0.9),
     ],
     "ZeRO-3 in bf16": lambda: [zf.shard(), zf.precision(param_dtype=BF16), zf.accumulate(WINDOW), zf.adamw(1e-3)],
-    "ZeRO-1 in int8": lambda: [zf.accumulate(WINDOW), zf.reduce_scatter(wire="int8"), zf.adamw(1e-3)],
+    "ZeRO-1 in int8": lambda: [
+        zf.accumulate(WINDOW),
+        zf.reduce_scatter(wire="int8", error_feedback=True),
+        zf.adamw(1e-3),
+    ],
     "ZeRO-3 in int8": lambda: [zf.shard(wire="fp8", reduce_wire="int8"), zf.accumulate(WINDOW), zf.adamw(1e-3)],
     "owners": lambda: [zf.shard(), zf.partition({"matrix": zf.muon(lr=0.1), "rest": zf.adamw(1e-3)}, label)],
     "owners of gradients": lambda: [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -297,6 +297,8 @@ class Road:
         self, view: View, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
     ) -> tuple[Leaves, TransformState]:
         """The update half of a reduction that runs once for each window: gradients through the transpose of `view`."""
+        if view.corrects is not None:
+            grads, state = view.corrects(grads, state, ctx)
         together = not ctx.recorded or only_compiled(grads.values())
         return (self.pull if together else self.pull_recorded)((view,), grads, params), state
 
@@ -458,11 +460,14 @@ def on_ranks(view: View, cutting: Sequence[Wire], reduce_dtype: torch.dtype | No
     assert view.wire is not None
     wire, given = view.wire.on(view.wire.group, reduce_dtype), view.given
     of_model = view.model_wire and view.model_wire.on(view.wire.group, reduce_dtype)
+    cut: Callable[[Leaf], Leaf] = given
     if cutting and wire.cuts:
         of_model = of_model and ShardsOfShards(cutting[-1], of_model)
         wire = shards = ShardsOfShards(cutting[-1], wire)
+        cut = shards.given
         given = lambda leaf: replace(leaf, shape=torch.Size([shards.given(leaf).numel]))  # noqa: E731
-    return replace(over_ranks(wire, view.resident, view.traceable, of_model), name=view.name, given=given)
+    made = over_ranks(wire, view.resident, view.traceable, of_model)
+    return replace(made, name=view.name, given=given, corrects=view.corrects and partial(view.corrects, cut))
 
 
 def check_axes(reduced: Sequence[tuple[str, Group]]) -> None:

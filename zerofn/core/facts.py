@@ -57,6 +57,8 @@ class Facts:
             loss once more. The gradient there goes through the chain in the place of the first one. It gets true,
             reduced gradients, and stored parameters, which it does not write.
         constant: entries of its state that never change. They stay on the host where its counters are on the device.
+        owes: its state is of gradients that are not reduced yet, and each rank's own, as the sums of an accumulation
+            are: it adds them to gradients in front of a reduction that runs once a window.
         holds: it keeps gradients for a later micro-step.
     """
 
@@ -83,6 +85,7 @@ class Facts:
     constant: tuple[str, ...] = ()
     wants: tuple[str, ...] = ()
     wants_largest: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    owes: bool = False
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:

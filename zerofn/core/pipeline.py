@@ -347,7 +347,7 @@ def init_transforms(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]
     leaves = {path: stored[path] for path in pipe.layout.trained}
     sums = {leaf.path: _like_gradient(pipe, leaf, leaves[leaf.path]) for leaf in pipe.layout.trainable}
     # Sums have the dtype of gradients, and before a late reduction also their shape.
-    states = {p.name: p.init_fn(sums if p.facts.holds else leaves, pipe.layout) for p in pipe.parts}
+    states = {p.name: p.init_fn(sums if p.facts.holds or p.facts.owes else leaves, pipe.layout) for p in pipe.parts}
     for name, factor in pipe.factors:
         check_factor(name, factor, states[name])
     if pipe.reads:
@@ -539,7 +539,8 @@ def pipeline(
     check_cut_views(parts, views, stations, layout)
     road = Road(layout.leaves, stages, dtypes, _held(parts, views), at_views(stations, views))
     _check_second(parts, road)
-    placement = with_model_ranks(_placement(road), model)
+    _check_owing(parts)
+    placement = with_model_ranks(_placement(road, parts), model)
     # A transform that contains others needs as much as any of them.
     if cutting and any([part.needs not in OF_PIECES for part in parts]):
         parts, placement = _with_owners(parts, layout, placement, cutting)
@@ -571,6 +572,14 @@ def _check_second(parts: Sequence[Transform], road: Road) -> None:
         why = "gradients are reduced once a window there: each rank would move by its own gradient"
         right = f"chain(reduce_scatter(), {asking[0]}(), accumulate(4), ...), or shard() in front"
         raise ValueError(explain(f"chain(accumulate(4), reduce_scatter(), ..., {asking[0]}(), ...)", why, right))
+
+
+def _check_owing(parts: Sequence[Transform]) -> None:
+    """Refuse what each rank adds to its gradients where they are reduced during backward."""
+    for i, part in enumerate(parts):
+        if part.facts.owes and not any(before.facts.holds for before in parts[:i]):
+            why = f"gradients are reduced during backward there; {part.name} adds a state to those of a whole window"
+            raise ValueError(explain(f"chain({part!r}, ...)", why, f"chain(accumulate(2), {part!r}, ...)"))
 
 
 def _asks_inside(t: Transform) -> bool:
@@ -731,7 +740,7 @@ def _with_owners(
     return tuple([part for part, _ in found]), replace(placement, owners=owners)
 
 
-def _placement(road: Road) -> Placement:
+def _placement(road: Road, parts: Sequence[Transform]) -> Placement:
     """How stored leaves lie over ranks, and gradient sums that are not yet reduced."""
     seen_by = tuple([view.name for view in road.stages if view.renumbers])
     placement = replace(_behind(road, len(road.stages)), seen_by=seen_by)
@@ -739,7 +748,8 @@ def _placement(road: Road) -> Placement:
         return placement
     copy, copies = place_in([view.wire for view in road.after_update if view.wire is not None])
     unreduced = _behind(road, len(road.at_use))
-    return replace(placement, apart=road.held, copy=copy, copies=copies, unreduced=unreduced)
+    apart = (*road.held, *[part.name for part in parts if part.facts.owes])
+    return replace(placement, apart=apart, copy=copy, copies=copies, unreduced=unreduced)
 
 
 def _behind(road: Road, stages: int) -> Placement:

@@ -199,6 +199,8 @@ class View:
         wire: how leaves travel between ranks, if they do; the three functions above are then the wire's.
         model_wire: the wire by which the model gets its parameters, if that is another one: it may round them. Whoever
             else asks for whole parameters gets them by `wire`.
+        corrects: a function `(given, gradients, state, ctx) -> (gradients, state)` of the transform, which runs in
+            front of a reduction that is made once a window. `given` returns the leaf that the wire cuts.
         resident: whether its result stays in an attached model between steps, and is made once after an update.
         dtypes: of a view that only casts.
         name: of its transform, for profilers.
@@ -222,6 +224,7 @@ class View:
     changes: Callable[[Leaf], bool] = lambda leaf: True
     wire: Wire | None = None
     model_wire: Wire | None = None
+    corrects: Callable[..., tuple[Any, Any]] | None = None
     resident: bool = False
     dtypes: Dtypes | None = None
     name: str = ""

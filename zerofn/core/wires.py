@@ -25,7 +25,7 @@ from ..ranks.collectives import all_gather_into, all_reduce_, all_to_all_into, r
 from ..ranks.differentiable import check_batch
 from ..ranks.group import Group
 from .layout import Leaf, span, width
-from .narrow import AnyCodes, coded_rows, gather_codes, summed_rows
+from .narrow import AnyCodes, coded_rows, decoded_rows, gather_codes, summed_rows
 from .view import same_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,6 +167,14 @@ class Sharding:
         rows = rows_to_sum(grads, cuts.widths, cuts.numels, self.group.size, summed, device, cuts.few)
         # By their ranks, equal gradients are rounded by other random bits.
         return rows if self.codes is None else coded_rows(rows, cuts.widths, self.codes, BlockDraws(self.group.rank))
+
+    def rounded(self, g: Tensor, leaf: Leaf) -> Tensor:
+        """What the ranks decode, all together, of a flat gradient that this rank sends as codes; fp32."""
+        assert self.codes is not None
+        widths = _cuts([leaf], self.group.rank, self.group.size).widths
+        message = self.pack([g], [leaf], [leaf.numel], torch.float32, g.device)
+        (full,) = wholes_of(decoded_rows(message, widths, self.codes)[0][:, : widths[0]], widths, [leaf.numel])
+        return full * self.group.size
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
         """Reduce-scatter the rows: (work handle, this rank's row of the sum; of codes the rows to be summed)."""

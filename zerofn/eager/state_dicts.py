@@ -76,9 +76,11 @@ class StateDicts:
         """What `opt.state_dict()` returns."""
         state = self.home.state_now()
         if held := open_windows(state):
-            wrong = "opt.state_dict() in the middle of a window whose sums are each rank's own"
-            why = f"{', '.join(held)} is before the reduction, and one dict for all ranks has no place for them"
-            right = "opt.state_dict() after a step that ends a window (opt.is_boundary); zf.save(directory, opt)"
+            wrong = "opt.state_dict() with sums, or errors, of gradients that are each rank's own"
+            why = f"those of {', '.join(held)} are not reduced, and one dict for all ranks has no place for them"
+            right = (
+                "zf.save(directory, opt); of sums, opt.state_dict() after a step that ends a window (opt.is_boundary)"
+            )
             raise RuntimeError(explain(wrong, why, right))
         if self.pipe.road.cutting:
             # What one rank has is a part: a file of it alone could be loaded by no other.

@@ -285,9 +285,9 @@ class _Reading:
         return pieces
 
     def check_windows(self) -> None:
-        """Refuse an open window of another number of ranks, whose gradient sums are each rank's own.
+        """Refuse sums, or errors, of gradients that are each rank's own, from another number of ranks.
 
-        With `strict=False` such a window is given up: the transform that holds it begins anew.
+        With `strict=False` they are given up: the transform that holds them begins anew.
         """
         there = self.manifest["tensors"]
         apart = {*self.placement.apart, *(e.owner for e in self.read if e.key not in there)}
@@ -300,9 +300,9 @@ class _Reading:
             self.partial.note([(e.key, why) for e in self.entries if e.owner in held], self.entries)
             return
         wrong = f"zf.load({str(self.directory)!r}) on {self.placement.copies} ranks in the middle of a window"
-        why = f"{saved} ranks saved it, each with its own sum of gradients in {', '.join(sorted(held))}"
+        why = f"{saved} ranks saved it, each with its own sum, or error, of gradients in {', '.join(sorted(held))}"
         right = f"zf.load on {saved} ranks; zf.save after a step that ends a window (opt.is_boundary); or\n"
-        right += "zf.load(..., strict=False), which leaves out the gradients since the last update"
+        right += "zf.load(..., strict=False), which leaves these out"
         raise ValueError(explain(wrong, why, right))
 
     def finish(self) -> None:

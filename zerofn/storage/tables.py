@@ -25,6 +25,7 @@ from ..core.layout import (
     make_layout,
     not_a_parameter,
     parameters_of,
+    rows_between,
     width,
 )
 from ..core.pipeline import Pipeline, first_state, pipeline
@@ -216,7 +217,8 @@ def _sent_by_wire(
     assert view.wire is not None
     size, before, after = view.wire.group.size, at.handed[leaf.path], at.gives[leaf.path]
     assert after.sum_dtype is not None and after.stored_dtype is not None
-    ring, row = before.numel * (size - 1) / size, width(view.given(leaf).shape, size)
+    ring, cut = before.numel * (size - 1) / size, rows_between(before.shape or (), *before.range)
+    row = width((before.numel,) if cut is None else cut, size)
 
     def coded(codes: Any) -> int:
         # Leaves travel in whole blocks.

@@ -5,27 +5,38 @@ Their wires, which send, are in `core/wires.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from .._errors import explain
 from ..extend import (
     NOT_REDUCED,
     OF_ITS_OWN,
     ONE_OF_TWO,
     Averaging,
     Codes,
+    Context,
+    Facts,
     Layout,
+    Leaf,
+    Leaves,
     Ranks,
     Replicate,
     Sharding,
     Spec,
     Through,
     Transform,
+    TransformState,
     View,
     ViewOf,
+    check_flag,
     codes_of_wire,
+    counter,
+    no_state,
     over_ranks,
     transform,
 )
@@ -80,7 +91,7 @@ def shard(mesh: Any = None, wire: str | None = None, reduce_wire: str | None = N
 
 
 @transform
-def reduce_scatter(mesh: Any = None, wire: str | None = None) -> Transform:
+def reduce_scatter(mesh: Any = None, wire: str | None = None, error_feedback: bool = False) -> Transform:
     """ZeRO-1 or ZeRO-2: gradients are reduce-scattered, and each rank keeps the optimizer states of its shard.
 
     Full parameters stay on every rank, and are all-gathered once after each update. Before `accumulate` (ZeRO-2) each
@@ -98,13 +109,20 @@ def reduce_scatter(mesh: Any = None, wire: str | None = None) -> Transform:
     the block, so a step is a function of its inputs; gradients that repeat bit for bit are rounded equally. A block
     with an infinity or a NaN is NaN as a whole. In one process nothing is sent, and nothing is rounded.
 
+    With `error_feedback` each rank adds to its gradient what rounding has left out of the last one (Seide et al.,
+    2014). So the error of the sum of all gradients stays as small as that of one; otherwise it grows as the root of
+    their number. That takes a full gradient in fp32 on each rank, and a window: `accumulate(n), reduce_scatter(...)`.
+    An error that is not finite is dropped.
+
     Args:
         mesh: a one-dimensional `DeviceMesh`; by default all ranks.
         wire: `"int8"`, or `None`: gradients are sent in the dtype of the sum.
+        error_feedback: whether the errors of rounding are kept in the state, and made up for.
 
     Raises:
         ValueError: after `shard` without a mesh or over the same ranks, or after a transform that it must come before;
-            with a wire, `precision(reduce_dtype=...)` asks for another dtype than fp32.
+            with a wire, `precision(reduce_dtype=...)` asks for another dtype than fp32; `error_feedback` without a
+            wire, or without an accumulation of several micro-steps before it.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -112,10 +130,17 @@ def reduce_scatter(mesh: Any = None, wire: str | None = None) -> Transform:
         reduce_scatter(wire='int8')
     """
     codes = codes_of_wire("reduce_scatter", wire)
+    check_flag("reduce_scatter", "error_feedback", error_feedback)
+    if error_feedback and codes is None:
+        why = "without a wire nothing is rounded, so there is no error"
+        right = 'reduce_scatter(wire="int8", error_feedback=True)'
+        raise ValueError(explain("reduce_scatter(error_feedback=True)", why, right))
     return Transform(
         "reduce_scatter",
         needs="element",
-        view_fn=_sharding("reduce_scatter", mesh, codes),
+        facts=Facts(owes=error_feedback),
+        init_fn=_no_errors if error_feedback else no_state,
+        view_fn=_sharding("reduce_scatter", mesh, codes, feeds_back=error_feedback),
         through=_scattered(mesh, codes),
     )
 
@@ -167,17 +192,45 @@ def local() -> Transform:
     return Transform("local", needs="element", through=_kept)
 
 
-def _sharding(function: str, mesh: Any, codes: Codes | None, gathered: Any = None, resident: bool = True) -> ViewOf:
+def _sharding(
+    function: str,
+    mesh: Any,
+    codes: Codes | None,
+    gathered: Any = None,
+    resident: bool = True,
+    feeds_back: bool = False,
+) -> ViewOf:
     """The view of a wire. Its process group is opened when a pipeline is made, not when the transform is built."""
 
     def view(layout: Layout, ranks: Ranks) -> View:
         wire = Sharding(ranks(function, mesh), None if codes is None else torch.float32, codes)
         of_model = None if gathered is None else replace(wire, gathered=gathered)
-        return over_ranks(wire, resident, traceable=True, model_wire=of_model)
+        made = over_ranks(wire, resident, traceable=True, model_wire=of_model)
+        return replace(made, corrects=partial(_with_errors, wire)) if feeds_back else made
 
     return view
 
 
+def _no_errors(leaves: Leaves, layout: Layout) -> TransformState:
+    # The count tells whether there may be errors: they are each rank's own, as the sums of an open window.
+    return {CODED: counter(), ERROR: {path: torch.zeros_like(x, dtype=torch.float32) for path, x in leaves.items()}}
+
+
+def _with_errors(
+    wire: Sharding, given: Callable[[Leaf], Leaf], grads: Leaves, state: TransformState, ctx: Context
+) -> tuple[Leaves, TransformState]:
+    """Gradients with what was left out of earlier ones, and the state with what will be left out of these."""
+    sent, errors = {}, dict(state[ERROR])
+    for leaf in ctx.layout.leaves:
+        if leaf.path in grads:
+            old = errors[leaf.path]
+            x = sent[leaf.path] = grads[leaf.path].to(torch.float32) + old
+            left = x.detach() - wire.rounded(x.detach().reshape(-1), given(leaf)).reshape(x.shape)
+            errors[leaf.path] = torch.where(left.isfinite(), left, old)
+    return sent, {CODED: state[CODED] + 1, ERROR: errors}
+
+
+ERROR, CODED = "error", "coded"
 FULL_FIRST = "a full gradient would be averaged before it is cut into shards"
 BOTH_CUT = "both cut the parameters over the ranks: shard is ZeRO-3, reduce_scatter ZeRO-1 and ZeRO-2"
 ALONG_TWO = "; along two axes of a mesh: shard(mesh['node']), ..., reduce_scatter(mesh['nodes'])"
