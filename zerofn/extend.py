@@ -54,7 +54,17 @@ from zerofn.core.facts import AVERAGE, COUNT, OVERFLOW_LEAF, SKIPPED_STEPS, Fact
 from zerofn.core.layout import AxisPlacement, Flat, Layout, Leaf, Leaves, Owner, Partial, Replicate, Shard, span, width
 from zerofn.core.leafwise import transform
 from zerofn.core.number_graphs import Unrecorded
-from zerofn.core.optimizer import LeafList, LeafStep, direction, like, optimizer, rate_of, wide_copy, without_elements
+from zerofn.core.optimizer import (
+    LeafList,
+    LeafStep,
+    UpdateOfCodes,
+    direction,
+    like,
+    optimizer,
+    rate_of,
+    wide_copy,
+    without_elements,
+)
 from zerofn.core.pipeline import context_of
 from zerofn.core.spec import (
     NOT_REDUCED,
@@ -131,7 +141,9 @@ if _TYPE_CHECKING:
     from zerofn.kernels.adam import adam_update as adam_update
     from zerofn.kernels.adam import has_kernel as has_kernel
     from zerofn.kernels.adam import implementation_for as implementation_for
+    from zerofn.kernels.coded_adam import CodedAdam as CodedAdam
     from zerofn.kernels.codes import BlockDraws as BlockDraws
+    from zerofn.kernels.codes import Coded as Coded
     from zerofn.kernels.codes import Codes as Codes
     from zerofn.kernels.codes import Draws as Draws
     from zerofn.kernels.rounding import FIRST_FORMAT as FIRST_FORMAT
@@ -168,6 +180,8 @@ _LATER = {
     "BlockDraws": "zerofn.kernels.codes",
     "Codes": "zerofn.kernels.codes",
     "Draws": "zerofn.kernels.codes",
+    "Coded": "zerofn.kernels.codes",
+    "CodedAdam": "zerofn.kernels.coded_adam",
     "FIRST_FORMAT": "zerofn.kernels.rounding",
     "FORMAT": "zerofn.kernels.rounding",
     "FORMAT_ENTRY": "zerofn.kernels.rounding",
@@ -211,6 +225,8 @@ __all__ = [
     "Averaging",
     "AxisPlacement",
     "BlockDraws",
+    "Coded",
+    "CodedAdam",
     "Codes",
     "Context",
     "Conveyor",
@@ -242,6 +258,7 @@ __all__ = [
     "Transform",
     "TransformState",
     "Unrecorded",
+    "UpdateOfCodes",
     "View",
     "ViewOf",
     "Wire",

@@ -2,6 +2,7 @@
 
     python examples/benchmarks/update_kernel.py        # 100 M parameters, 1 and 2 threads, 30 s
     python examples/benchmarks/update_kernel.py --numel 100000 --rounds 2
+    python examples/benchmarks/update_kernel.py --coded    # moments in 8 and 4 bits
 
 All contestants run in turn, round after round, since the load of machine and memory drifts by more than what
 is to be seen; the ratio is the median over rounds of (this one / fused float32 in the same round). "GB/s"
@@ -23,6 +24,8 @@ from pathlib import Path
 import torch
 
 from zerofn.kernels.adam import adam_, implementation_for
+from zerofn.kernels.coded_adam import CodedAdam
+from zerofn.kernels.codes import Coded, Codes, Draws
 
 # Ratio to fused float32 that is aimed at, by number of threads.
 TARGETS = {
@@ -30,6 +33,7 @@ TARGETS = {
     "kahan": {1: 0.80, 2: 0.70},
     "stochastic": {1: 0.65, 2: 0.55},
 }
+ROW = 4096
 BASELINE, CEILING = "torch fused AdamW, float32", "mul_ in place (ceiling)"
 
 
@@ -74,14 +78,28 @@ def ours(state: list[torch.Tensor], compensation: torch.Tensor, rounding: str, i
     return update
 
 
+def coded(state: list[torch.Tensor], bits: int, arithmetic: CodedAdam) -> Callable[[], object]:
+    """The update of `zf.quantize(adamw)` or of `zf.quantize(low_precision_adam)`, whose moments are codes."""
+    p, g, m, v = (x.view(-1, ROW) for x in state)
+    how, steps = Codes(bits), iter(range(1, 1_000_000))
+    draws = [Draws(0, torch.tensor(1), key) for key in (1, 2)]
+    moments = [Coded(how, *how.encode(x.float(), one), one) for x, one in zip((m, v), draws, strict=True)]
+    if not all(arithmetic.takes([p], [g], *([x] for x in moments))):
+        raise SystemExit("there is no C kernel for moments that are codes: no compiler, or too few elements")
+    numbers = dict(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, keys=[1], offsets=[0])
+    return lambda: arithmetic.run([p], [g], *([x] for x in moments), step=next(steps), **numbers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--coded", action="store_true", help="time moments in 8 and 4 bits in place of 16-bit ones")
     parser.add_argument("--eager", action="store_true", help="also time the eager fallback (10 to 20 times slower)")
     args = parser.parse_args()
 
+    args.numel -= args.numel % ROW
     wide, low = tensors(args.numel, torch.float32), tensors(args.numel, torch.bfloat16)
     compensation = torch.zeros_like(low[0])
 
@@ -100,12 +118,20 @@ def main() -> None:
     print("first use, with compiler and self-check: " + ", ".join(build))
 
     # name -> (bytes read and written per parameter, call)
-    contestants: dict[str, tuple[int, Callable[[], object]]] = {
+    contestants: dict[str, tuple[float, Callable[[], object]]] = {
         BASELINE: (28, fused(wide)),
         CEILING: (8, lambda: wide[1].mul_(1.0)),
         "torch fused AdamW, bfloat16": (14, fused(low)),
     }
-    for rounding in TARGETS:
+    for bits in (8, 4) if args.coded else ():
+        # Codes and scales of two moments, read and written.
+        size = 4 * (bits / 8 + 4 / 128)
+        for name, state, arithmetic, bytes_ in (
+            ("fp32", wide, CodedAdam(fused=True), 12),
+            ("bf16, stochastic", low, CodedAdam(fused=False, rounding="stochastic"), 6),
+        ):
+            contestants[f"{name}, moments in {bits} bits"] = bytes_ + size, coded(state, bits, arithmetic)
+    for rounding in () if args.coded else TARGETS:
         size = 18 if rounding == "kahan" else 14
         contestants[rounding] = size, ours(low, compensation, rounding, implementation)
         if args.eager:
@@ -114,11 +140,13 @@ def main() -> None:
     for threads in args.threads:
         torch.set_num_threads(threads)
         times: dict[str, list[float]] = {name: [] for name in contestants}
+        # Of one thread the time of the processor, which other programs do not add to.
+        clock = time.process_time if threads == 1 else time.perf_counter
         for _ in range(args.rounds + 1):
             for name, (_, call) in contestants.items():
-                begin = time.perf_counter()
+                begin = clock()
                 call()
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(clock() - begin)
         times = {name: values[1:] for name, values in times.items()}  # the first round touches pages
         rates = {name: args.numel * contestants[name][0] / statistics.median(t) / 1e9 for name, t in times.items()}
         print(f"\n{threads} thread{'s' * (threads > 1)}")

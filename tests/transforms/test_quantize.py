@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 import zerofn as zf
 from zerofn.extend import Codes, entries
+from zerofn.kernels import coded_adam  # inside: from which size on the kernel is called
 from zerofn.testing import assert_trees_equal
 
 LR, BLOCK = 0.03, 4
@@ -34,6 +35,7 @@ TABLE = {
     "4 bits": [narrow(ADAM, bits=4)],
     "linear, to nearest": [narrow(ADAM, code="linear", rounding="nearest")],
     "bf16": [zf.precision(store_dtype=torch.bfloat16), narrow(zf.low_precision_adam(LR, state_dtype=torch.float32))],
+    "fp32": [narrow(zf.low_precision_adam(LR, state_dtype=torch.float32, rounding="nearest"), bits=4)],
     "bf16 moments": [zf.precision(store_dtype=torch.bfloat16), narrow(zf.low_precision_adam(LR), bits=4)],
     "clip, ema": [zf.clip_by_global_norm(0.1), narrow(zf.lion(LR)), zf.ema(0.9)],
     "sums": [narrow(zf.chain(zf.accumulate(2), ADAM))],
@@ -99,6 +101,7 @@ def trained(name, stage, route, start=None, steps=range(6), directory=None):
 
 
 def on_a_rank(cells, directory):
+    coded_adam.LARGE = 0
     for i, (name, stage, route) in enumerate(cells):
         trained(name, stage, route, steps=range(3), directory=f"{directory}/{i}")
     for i, name in enumerate(CONVERTED):
@@ -108,6 +111,11 @@ def on_a_rank(cells, directory):
 EVERY = list(itertools.product(TABLE, STAGES, ("eager", "pure")))
 SOME = [(name, STAGES[-1 - i % 3], ("eager", "pure")[i % 2]) for i, name in enumerate(TABLE)]
 SOME += [("moments", "ZeRO-3", "in backward")]
+
+
+@pytest.fixture(autouse=True)
+def _leaves_of_every_size_by_the_kernel(monkeypatch):
+    monkeypatch.setattr(coded_adam, "LARGE", 0)
 
 
 @pytest.fixture(scope="module")

@@ -360,6 +360,15 @@ class Context:
             write_where(self.choosing, tensors, news)
         return dict(olds)
 
+    def into_each(self, olds: Leaves, news: Leaves) -> Leaves:
+        """`into` of each tensor, by name: one call for all that are of one dtype."""
+        if not self.donate:
+            return dict(news)
+        found: Leaves = {}
+        for dtype in {x.dtype for x in olds.values()}:
+            found |= self._copied_each({name: x for name, x in olds.items() if x.dtype == dtype}, news)
+        return found
+
     def marked(self, flags: Leaves, paths: Collection[str], known: Mapping[str, Any]) -> Leaves:
         """0-d flags, by path, with those of these paths true; one that is `known` to be true stays the same tensor."""
         return {p: torch.ones_like(x) if p in paths and known[p] is not True else x for p, x in flags.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from operator import is_
+from operator import is_, methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -442,6 +442,27 @@ NormFormula = Callable[
     tuple[Sequence[Tensor], Callable[..., tuple[Tensor, dict[str, Tensor]]]],
 ]
 Operator = Callable[[LeafList], bool]
+# A kernel for leaves whose slots are `Coded`, and for each leaf of a list whether it runs there.
+CodedKernel = tuple[Callable[[LeafList], list[bool]], Kernel]
+
+
+@dataclass(frozen=True)
+class UpdateOfCodes:
+    """An update half that can also update leaves whose state is kept as codes, without their numbers in memory.
+
+    Attributes:
+        update_fn: on numbers.
+        coded_fn: the same where slots have `zerofn.kernels.codes.Coded` in place of tensors. It returns parameters and
+            slots, in their memory if that is donated, of those leaves that it can update so.
+    """
+
+    update_fn: Callable[..., tuple[Leaves, TransformState]]
+    coded_fn: Callable[..., tuple[Leaves, TransformState]]
+
+    def __call__(
+        self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
+    ) -> tuple[Leaves, TransformState]:
+        return self.update_fn(grads, state, params, carry, ctx)
 
 
 def optimizer(
@@ -462,6 +483,7 @@ def optimizer(
     torch_names: Mapping[str, str] = NONE,
     of_lists: bool = False,
     of_norms: bool = False,
+    coded_kernel: CodedKernel | None = None,
 ) -> Transform:
     """An optimizer from its formula on one leaf.
 
@@ -502,6 +524,8 @@ def optimizer(
         of_norms: whether the formula needs norms of whole leaves, a trust ratio. It returns tensors of the leaf and a
             function, which gets the norm of each of them, 0-d, over all ranks that have shards of the leaf, and
             returns what a formula does. Ranks send two numbers for each leaf, and not the leaf.
+        coded_kernel: for `zf.quantize`, a kernel on lists whose slots are `Coded`, with the bits of decoding, `kernel`
+            and encoding; and what says for each leaf of a list whether it can be used.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -529,6 +553,7 @@ def optimizer(
         of_lists,
         of_norms,
         device_kernel,
+        coded_kernel,
     )
     facts = Facts(
         optimizes=True,
@@ -549,7 +574,7 @@ def optimizer(
         facts,
         init_fn=update.init,
         prepare_fn=update.prepare,
-        update_fn=update.update,
+        update_fn=update.update if coded_kernel is None else UpdateOfCodes(update.update, update.on_codes),
     )
 
 
@@ -571,6 +596,7 @@ class _OptimizerUpdate:
     of_lists: bool
     of_norms: bool
     device_kernel: Kernel | None
+    coded_kernel: CodedKernel | None = None
 
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
@@ -629,6 +655,22 @@ class _OptimizerUpdate:
             new, own = _by_formula(self.formula, derived, given, self.of_lists, self.of_norms)
         return new, {**own, "count": counts}
 
+    def on_codes(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
+        """As `update`, of the leaves that `coded_kernel` takes."""
+        if self.coded_kernel is None or ctx.recorded or ctx.unread or not grads:
+            return {}, {}
+        common = {key: state[key] for key in self.shared if key in state}
+        slots = {name: state[name] for name in self.slots}
+        given = Given(grads, params, slots, {}, *carry, common, ctx)
+        takes, kernel = self.coded_kernel
+        every = _listed(list(grads), None, given._replace(ctx=replace(ctx, donate=True)))
+        paths = [path for path, taken in zip(every.paths, takes(every), strict=True) if taken]
+        if not paths:
+            return {}, {}
+        groups, before, _ = next_counts(state["count"], paths)
+        new, own = _in_place(kernel, groups.items(), given)
+        return new, {**own, "count": dict(zip(paths, torch.tensor(before).add_(1).unbind(), strict=True))}
+
     def _on_device(self, given: Given) -> tuple[Leaves, TransformState]:
         """The update where nobody reads counts and rates."""
         ctx = given.ctx
@@ -650,6 +692,9 @@ def _groups(operator: Operator, given: Given) -> list[tuple[Any, list[str]]] | N
     return None
 
 
+_CLONE = methodcaller("clone")  # of a tensor, or of codes
+
+
 def _listed(group: list[str], count: Any, given: Given, skip: Tensor | None = None) -> LeafList:
     """Leaves as lists for a kernel, which writes parameters and slots: copies of the old ones unless donated."""
     grads, params, slots, _, lr, numbers, common, ctx = given
@@ -657,7 +702,7 @@ def _listed(group: list[str], count: Any, given: Given, skip: Tensor | None = No
     columns = {}
     for name, x in {"": params, **slots}.items():
         column: list[Any] = list(map(x.__getitem__, group))
-        columns[name] = column if ctx.donate else list(map(Tensor.clone, column))
+        columns[name] = column if ctx.donate else list(map(_CLONE, column))
     offsets: list[Any] = [0] * len(group)
     if ctx.offsets:
         offsets = list(map(ctx.offsets.get, group, offsets))

@@ -68,6 +68,10 @@ class Draws:
         how: Any = dict(seed=self.seed, step=number(self.step), key=self.key, device=device)
         return random_bits(high - low, offset=self.offset + low, **how)
 
+    def of_one_key(self, numel: int) -> bool:
+        """Whether all of so many elements have one key: another begins after 2**32 elements."""
+        return concrete(self.step) and self.offset >> 32 == (self.offset + numel - 1) >> 32
+
 
 @dataclass(frozen=True)
 class BlockDraws:
@@ -148,7 +152,7 @@ class Codes:
         """
         row = prod(x.shape[1:])
         rows = x.reshape(x.shape[0], row)
-        if (kernel := self._kernel(x)) is not None and (not isinstance(draws, Draws) or _of_one_key(draws, x.numel())):
+        if (kernel := self._kernel(x)) is not None and (not isinstance(draws, Draws) or draws.of_one_key(x.numel())):
             codes, scales = _encode(kernel, rows.contiguous(), self, draws)
             return codes.reshape(x.shape) if self.bits == 8 else codes, scales
         each = max(1, AT_ONCE // max(row, 1)) if x.is_cpu and concrete(x) else max(1, len(rows))
@@ -174,6 +178,45 @@ class Codes:
         parts = [self._decoded(*part) for part in zip(codes.split(each), scales.split(each), strict=True)]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(tuple(shape)).contiguous()
 
+    def encode_each(self, xs: Sequence[Tensor], draws: Sequence[Draws | None]) -> list[tuple[Tensor, Tensor]]:
+        """`encode` of each tensor: on a GPU in one call of all whose rows are of one length."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for places in _alike([x.shape for x in xs], xs):
+            several = [draws[i] for i in places]
+            if len(places) == 1 or any(
+                d and not d.of_one_key(xs[i].numel()) for i, d in zip(places, several, strict=True)
+            ):
+                found |= {i: self.encode(xs[i], draws[i]) for i in places}
+                continue
+            rows = torch.cat([xs[i].reshape(len(xs[i]), -1) for i in places])
+            bits = None
+            if several[0] is not None:
+                bits = _drawn(several, [xs[i].numel() for i in places], rows.device)
+                bits = self._blocks(bits.view(rows.shape))
+            codes, scales = self._encoded(rows, bits)
+            codes = codes.contiguous() if self.bits == 8 else _paired(codes)
+            counts = [len(xs[i]) for i in places]
+            for i, x, y in zip(places, codes.split(counts), scales.split(counts), strict=True):
+                found[i] = x.reshape(xs[i].shape) if self.bits == 8 else x, y
+        return [found[i] for i in range(len(xs))]
+
+    def decode_each(
+        self, codes: Sequence[Tensor], scales: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        """`decode` of each pair: on a GPU in one call of all whose rows are of one length."""
+        found: dict[int, Tensor] = {}
+        for places in _alike(shapes, scales):
+            if len(places) == 1:
+                found |= {i: self.decode(codes[i], scales[i], shapes[i]) for i in places}
+                continue
+            row = prod(shapes[places[0]][1:])
+            every = torch.cat([codes[i].reshape(len(codes[i]), -1) for i in places])
+            every = every if self.bits == 8 else _apart(every, row)
+            numbers = self._decoded(every, torch.cat([scales[i] for i in places])).contiguous()
+            for i, x in zip(places, numbers.split([shapes[i][0] for i in places]), strict=True):
+                found[i] = x.view(tuple(shapes[i]))
+        return [found[i] for i in range(len(codes))]
+
     def _kernel(self, x: Tensor, shape: Sequence[int] | None = None) -> Any:
         """The C library, where `x` is in a CPU's memory and there is something to gain."""
         numel = x.numel() if shape is None else prod(shape)
@@ -192,27 +235,37 @@ class Codes:
     def _encoded(self, rows: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(rows.dtype, torch.float32)
         x = self._blocks(rows).to(wide)
-        scale = x.abs().amax(-1, keepdim=True)
+        size = x.abs()
+        scale = size.amax(-1, keepdim=True)
         negative = torch.ones_like(scale, dtype=torch.bool) if self.signed else x.signbit().any(-1, keepdim=True)
         # An infinity minus itself is NaN.
         scale = scale + (scale - scale)
-        y = x / torch.where(scale > 0, scale, torch.inf)
+        # The reciprocal of a subnormal number would be infinite.
+        lift = torch.ones_like(scale).masked_fill(scale < 2.0**-64, 2.0**64).masked_fill(scale > 2.0**64, 2.0**-64)
+        y = size * lift * torch.where(scale > 0, scale * lift, torch.inf).reciprocal()
         signed, (n, m) = self.signed or _one_kind(negative), self._ends
-        t = where(signed, lambda: 2 * y / (1 + y.abs()), lambda: y.sqrt()) if self.companded else y
-        code = where(signed, lambda: t * n, lambda: t * m)
-        # A second moment other than zero gets a code other than zero.
-        least = where(signed, lambda: torch.full_like(y, -n), lambda: (y > 0).to(wide))
-        code = code.round().maximum(least)
+        if self.companded:
+            at = where(signed, lambda: y * (2 * n) / (y + 1), lambda: y.sqrt() * m)
+        else:
+            at = where(signed, lambda: y * n, lambda: y * m)
+        code = at.round()
         if bits is not None:
-            u = (bits >> 8 & 0xFFFFFF).to(torch.float32) * 2.0**-24
-            here = self._numbers(code, scale, signed, rows.dtype)
-            off = x - here
-            # The code on the other side of `x`, or the same one if `x` has a code.
-            other = (code + off.sign()).maximum(least)
-            gap = self._numbers(other, scale, signed, rows.dtype) - here
-            code = torch.where(u * gap.abs() < off.abs(), other, code)
+            # Never near 0 or 1: a number that has a code is not moved by what was rounded on the way here.
+            u, low = ((bits >> 16 & 0xFFF0) | 8).to(torch.float32) * 2.0**-16, at.floor()
+            if self.companded:
+                above = where(
+                    signed, lambda: (y * (2 * n - low) - low) * (2 * n - 1 - low), lambda: y * m**2 - low * low
+                )
+                gap: Any = where(signed, lambda: torch.full_like(low, 2 * n), lambda: low + low + 1)
+            else:
+                above, gap = at - low, 1
+            found = low + (u * gap < above)
+            # Numbers of 16 bits, and subnormal ones, are too far from their codes for that.
+            code = torch.where(self._numbers(code, scale, signed, rows.dtype) == size, code, found)
+        # A second moment other than zero gets a code other than zero.
+        code = where(signed, lambda: torch.copysign(code, x) + n, lambda: code.maximum((x > 0).to(wide)))
         # Without a finite number there is none.
-        code = where(signed, lambda: code + n, code).to(torch.uint8) * (scale > 0)
+        code = code.to(torch.uint8) * (scale > 0)
         scales = torch.where(negative, -scale, scale).squeeze(-1).to(rows.dtype)
         return code.flatten(1)[:, : rows.shape[1]], scales
 
@@ -288,6 +341,62 @@ def _blocks(rows: Tensor, block: int) -> Tensor:
     return rows.reshape(rows.shape[0], blocks, block)
 
 
+@dataclass(frozen=True)
+class Coded:
+    """A tensor that is kept as codes, for a kernel that updates it without its numbers in memory.
+
+    Attributes:
+        how: it is coded.
+        codes, scales: as `Codes.encode` returns them; a kernel writes both.
+        draws: by which the new numbers are rounded; `None` to the nearest code.
+    """
+
+    how: Codes
+    codes: Tensor
+    scales: Tensor
+    draws: Draws | None
+
+    def clone(self) -> Coded:
+        return Coded(self.how, self.codes.clone(), self.scales.clone(), self.draws)
+
+
+# Elements that are coded in one call on a GPU: a dozen temporary tensors are as long.
+TOGETHER = 1 << 24
+
+
+def _alike(shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The places of tensors of a GPU that can be coded in one call; each other tensor alone."""
+    groups: list[list[int]] = []
+    opened: dict[Any, tuple[list[int], int]] = {}
+    for i, (shape, x) in enumerate(zip(shapes, tensors, strict=True)):
+        kind = prod(shape[1:]), x.dtype, x.device, bool(prod(shape)) and x.is_cuda and concrete(x)
+        group, size = opened.get(kind, ([], 0))
+        if not kind[-1] or not group or size + prod(shape) > TOGETHER:
+            group, size = [], 0
+            groups.append(group)
+        group.append(i)
+        opened[kind] = group, size + prod(shape)
+    return groups
+
+
+def _drawn(draws: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """The random bits of several leaves, one behind the other: no launches grow with leaves."""
+    stride, begin = stride_of(FORMAT), 0
+    words: list[tuple[int, int, int]] = []
+    for one, n in zip(draws, sizes, strict=True):
+        key: Any = stream_key(one.seed, number(one.step), one.key, block=one.offset >> 32)
+        first = key[0] + (one.offset - begin) * stride
+        begin += n
+        words.append((as_int32(first), as_int32(key[1]), begin))
+    packed = torch.tensor(list(zip(*words, strict=True)), dtype=torch.int32)
+    # From memory that is not pinned the copy could wait for the device.
+    there = packed.pin_memory().to(device, non_blocking=True)
+    at = torch.arange(begin, dtype=torch.int32, device=device)
+    # Not by `repeat_interleave`, which waits.
+    first, k1 = there[:2].index_select(1, torch.bucketize(at, there[2], right=True))
+    return draw((at * as_int32(stride)).add_(first), k1)
+
+
 def _one_kind(signed: Tensor) -> bool | Tensor:
     """Of blocks that are all of one kind, on a CPU, whether it is the signed one: then half of the work is left out."""
     if not signed.is_cpu or not concrete(signed):
@@ -320,7 +429,8 @@ def _apart(pairs: Tensor, row: int) -> Tensor:
 
 # Smaller tensors take less time than the call.
 LARGE = 1 << 11
-_FILES = [Path(__file__).with_name(name) for name in ("codes.c", "native_threads.h")]
+HEADERS = [Path(__file__).with_name(name) for name in ("native_codes.h", "native_draws.h", "native_threads.h")]
+_FILES = [Path(__file__).with_name("codes.c"), *HEADERS]
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -332,38 +442,36 @@ class _Job(ctypes.Structure):
         ("row", ctypes.c_int64),
         ("block", ctypes.c_int64),
         ("random", ctypes.c_int),
-        ("k0", ctypes.c_uint32),
-        ("k1", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("seed", "step", "key", "offset")),
     ]
 
 
-def _of_one_key(draws: Draws, numel: int) -> bool:
-    """Whether all elements have one key: another begins after 2**32 elements."""
-    return concrete(draws.step) and draws.offset >> 32 == (draws.offset + numel - 1) >> 32
-
-
 def _encode(kernel: Any, rows: Tensor, how: Codes, draws: Draws | BlockDraws | None) -> tuple[Tensor, Tensor]:
-    k0 = k1 = random = 0
+    where: Any = (0, 0, 0, 0, 0)
     if isinstance(draws, BlockDraws):
-        (k0, k1), random = stream_key(draws.seed, 0, 0), 2
+        where = 2, draws.seed, 0, 0, 0
     elif draws is not None:
-        random = 1
-        key: Any = stream_key(draws.seed, number(draws.step), draws.key, block=draws.offset >> 32)
-        k0, k1 = key[0] + (draws.offset & 0xFFFFFFFF) * stride_of(FORMAT), key[1]
+        where = 1, draws.seed, number(draws.step), draws.key, draws.offset
     count, row = rows.shape
     codes = torch.empty((count, row if how.bits == 8 else -(-row // 2)), dtype=torch.uint8)
     scales = torch.empty((count, -(-row // how.block)))
     addresses = rows.data_ptr(), codes.data_ptr(), scales.data_ptr()
-    job = _Job(*addresses, row, how.block, random, as_int32(k0), as_int32(k1))
+    job = _Job(*addresses, row, how.block, *where)
     kernel.zerofn_encode(ctypes.byref(job), count, torch.get_num_threads(), native.parallel())
     return codes, scales
 
 
 def _decode(kernel: Any, codes: Tensor, scales: Tensor, how: Codes, row: int) -> Tensor:
     x = torch.empty((len(scales), row))
-    job = _Job(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), row, how.block, 0, 0, 0)
+    job = _Job(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), row, how.block)
     kernel.zerofn_decode(ctypes.byref(job), len(scales), torch.get_num_threads(), native.parallel())
     return x
+
+
+def defines_of(how: Codes) -> list[str]:
+    """Macro definitions for the compiler, as `native_codes.h` wants them."""
+    found = [f"-DZF_BITS={how.bits}", f"-DZF_COMPANDED={int(how.companded)}", f"-DZF_SIGNED={int(how.signed)}"]
+    return [*found, f"-DZF_STRIDE={stride_of(FORMAT)}u"]
 
 
 @functools.cache
@@ -372,10 +480,8 @@ def _library(bits: int, companded: bool, signed: bool = False) -> Any:
     command = native.quiet_compiler()
     if command is None:
         return None
-    defines = [f"-DZF_BITS={bits}", f"-DZF_COMPANDED={int(companded)}", f"-DZF_SIGNED={int(signed)}"]
-    defines += [f"-DZF_STRIDE={stride_of(FORMAT)}u"]
     try:
-        library = native.library(command, _FILES, defines, _declared)
+        library = native.library(command, _FILES, defines_of(Codes(bits, 128, companded, signed)), _declared)
     except (OSError, AttributeError):
         return None
     how, draws = Codes(bits, 37, companded, signed), Draws(1, torch.tensor(2), 3, 4)

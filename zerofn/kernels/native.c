@@ -11,30 +11,13 @@
  */
 #include <math.h>
 
+#include "native_draws.h"
 #include "native_numbers.h"
 #include "native_sums.h"
-
-/* ---- random bits: zerofn/kernels/rounding.py ---- */
-
-INLINE uint32_t mix(uint32_t x) {
-    x ^= x >> 16; x *= 0x7feb352du; x ^= x >> 15; x *= 0x846ca68bu; return x ^ (x >> 16);
-}
-
-static uint32_t lane(uint32_t h, uint64_t seed, uint64_t step, uint64_t key, uint32_t block, uint32_t stream) {
-    const uint32_t words[8] = {seed, seed >> 32, step, step >> 32, key, key >> 32, block, stream};
-    for (int i = 0; i < 8; i++) h = mix(h ^ words[i]) + 0x9e3779b9u;
-    return h;
-}
-
-INLINE uint32_t draw(uint32_t counter, uint32_t k1) {
-    uint32_t x = counter;
-    x ^= x >> 16; x *= 0x7feb352du; x += k1; x ^= x >> 15; x *= 0x846ca68bu; return x ^ (x >> 16);
-}
 
 /* ---- the update ---- */
 
 typedef struct { float beta2, one_minus_beta1, one_minus_beta2, rate, eps, keep, decay; } scalars;
-typedef struct { uint32_t k0, k1; } stream;
 
 enum { KAHAN = 1, STOCHASTIC_P = 2, STOCHASTIC_M = 4, STOCHASTIC_V = 8 };
 
@@ -177,10 +160,7 @@ INLINE double run_piece(const job *j, int64_t e, int64_t from, int64_t to, int s
         uint64_t left = (1ull << 32) - (index & 0xffffffffu);
         int64_t n = (uint64_t)(to - from) < left ? to - from : (int64_t)left;
         stream k[2];
-        for (uint32_t i = 0; i < 2; i++) {
-            k[i].k0 = lane(0x243f6a88u, j->seed, j->step, j->key[e], index >> 32, i) + (uint32_t)index * ZF_STRIDE;
-            k[i].k1 = lane(0x85a308d3u, j->seed, j->step, j->key[e], index >> 32, i);
-        }
+        for (uint32_t i = 0; i < 2; i++) k[i] = stream_of(j->seed, j->step, j->key[e], index, i);
         sum += update(n, AT(p, ZF_P, from), AT(g, ZF_G, from), AT(m, ZF_M, from), AT(v, ZF_V, from),
                       ZF_MODE & KAHAN ? AT(c, ZF_P, from) : 0, j->s, k[0], k[1], squares);
         from += n;

@@ -13,7 +13,9 @@
 #error "pairs of 16-bit numbers are read as little-endian words"
 #endif
 
+#ifndef INLINE
 #define INLINE static inline __attribute__((always_inline))
+#endif
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 #define BYTES_f32 4

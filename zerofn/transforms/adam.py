@@ -226,6 +226,21 @@ def _graph_kernel(decoupled: bool, group: LeafList) -> None:
     fused_operator(*lists, step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
 
 
+def _takes_codes(decoupled: bool, group: LeafList) -> list[bool]:
+    from ..extend import CodedAdam
+
+    return CodedAdam(True, decoupled).takes(group.params, group.grads, *group.slots.values())
+
+
+def _coded_kernel(decoupled: bool, group: LeafList) -> None:
+    """The kernel for moments that are kept as codes."""
+    from ..extend import CodedAdam
+
+    numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
+    lists = group.params, group.grads, *group.slots.values()
+    CodedAdam(True, decoupled).run(*lists, step=group.count, lr=float(group.lr), norms=group.norms, **numbers)
+
+
 def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
     """Adam; with `decoupled`, AdamW."""
     check_adam(name, lr, betas, eps, weight_decay)
@@ -266,4 +281,5 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
     more["operator"] = lambda group: many_for_fused(group.params, group.grads)
     kernel, more["graph_kernel"] = partial(_kernel, decoupled), partial(_graph_kernel, decoupled)
     more["device_kernel"] = partial(_device_kernel, decoupled)
+    more["coded_kernel"] = partial(_takes_codes, decoupled), partial(_coded_kernel, decoupled)
     return with_moment_check(optimizer(name, lr, slots, formula, kernel, numbers, **more))

@@ -13,6 +13,7 @@ from ..extend import (
     FIRST_FORMAT,
     FORMAT,
     FORMAT_ENTRY,
+    CodedAdam,
     Context,
     Layout,
     LeafList,
@@ -111,6 +112,7 @@ def low_precision_adam(
         operator=how.operator,
         graph_kernel=how.graph_kernel,
         device_kernel=how.device_kernel,
+        coded_kernel=(how.takes_codes, how.coded_kernel),
         counterpart=torch.optim.AdamW,
     )
     return _checked(built, how)
@@ -141,6 +143,18 @@ class _Rounded:
     def graph_kernel(self, group: LeafList) -> None:
         lists = group.params, group.grads, *group.slots.values()
         adam_operator(*lists, step=group.count, lr=group.lr, **group.numbers, **self.draws(group))
+
+    def takes_codes(self, group: LeafList) -> list[bool]:
+        coded = CodedAdam(False, rounding=self.rounding)
+        return coded.takes(group.params, group.grads, *group.slots.values(), form=_format(group.shared))
+
+    def coded_kernel(self, group: LeafList) -> None:
+        numbers: Any = {key: float(x) for key, x in group.numbers.items()}
+        lists = group.params, group.grads, *group.slots.values()
+        where = self.draws(group)
+        draws: Any = {key: where[key] for key in ("seed", "keys", "offsets")}
+        how = dict(step=group.count, lr=float(group.lr), norms=group.norms)
+        CodedAdam(False, rounding=self.rounding).run(*lists, **how, **numbers, **draws)
 
     def draws(self, group: LeafList) -> dict[str, Any]:
         """The arguments that determine the random bits of these leaves."""

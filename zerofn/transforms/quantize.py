@@ -12,6 +12,7 @@ from torch import Tensor
 from .._errors import bad_leaves, explain
 from ..extend import (
     AVERAGE,
+    Coded,
     Codes,
     Context,
     Draws,
@@ -23,6 +24,7 @@ from ..extend import (
     State,
     Transform,
     TransformState,
+    UpdateOfCodes,
     as_transform,
     chain,
     check_count,
@@ -161,38 +163,90 @@ class _Narrow:
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         values = *grads.values(), *params.values(), *ctx.numbers.values(), self.inner.facts.rate
         without_derivative(values, _no_derivative(self.inner.name))
-        out, new = self.inner.update_fn(grads, self._decoded(state, ctx), params, carry, ctx)
         counts = {path: x + 1 for path, x in state.get(COUNT_OF_ROUNDINGS, {}).items()}
-        changed: set[str] = set()
+        out, new = self._in_codes(grads, state, params, carry, counts, ctx)
+        if len(out) < len(grads) or not grads:
+            rest = {path: g for path, g in grads.items() if path not in out}
+            found, own = self._in_numbers(rest, state, params, carry, counts, ctx)
+            # In the order of the gradients, whichever way a leaf has gone.
+            out = found if not out else {path: out[path] if path in out else found[path] for path in grads}
+            new = own if not new else {slot: {**x, **new[slot]} if slot in new else x for slot, x in own.items()}
+        return out, new
 
-        def coded(x: Tensor, keys: tuple[str, ...], path: str | None) -> Any:
+    def _in_codes(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, counts: Leaves, ctx: Context):
+        """The update of leaves that a kernel takes as codes, without their numbers in memory."""
+        update = self.inner.update_fn
+        if type(update) is not UpdateOfCodes:
+            return {}, {}
+
+        def coded(x: dict[str, Tensor], keys: tuple[str, ...], path: str) -> Coded:
+            return Coded(self.codes, x[CODES], x[SCALES], self._draws(keys, path, counts, ctx))
+
+        out, new = update.coded_fn(grads, _unpacked(coded, state, params), params, carry, ctx)
+        plain = {
+            slot: {path: _entry(y.codes, y.scales) if type(y) is Coded else y for path, y in x.items()}
+            for slot, x in new.items()
+        }
+        if self.stochastic and out:
+            plain[COUNT_OF_ROUNDINGS] = {path: counts[path] for path in out}
+        return out, plain
+
+    def _in_numbers(
+        self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, counts: Leaves, ctx: Context
+    ):
+        """The update of numbers, which become codes again."""
+        every = len(grads) == len(params) or type(self.inner.update_fn) is not UpdateOfCodes
+        out, new = self.inner.update_fn(grads, self._decoded(state, ctx, None if every else grads), params, carry, ctx)
+        found: list[tuple[Tensor, tuple[str, ...], str, dict[str, Tensor]]] = []
+
+        def listed(x: Tensor, keys: tuple[str, ...], path: str | None) -> Any:
             old: Any = state
             for key in keys:
                 old = old[key]
             if path is None or not isinstance(old, dict):
                 return x
-            changed.add(path)
-            draws = None
-            if self.stochastic:
-                draws = Draws(self.seed, counts[path], leaf_key("/".join(keys)), ctx.offsets.get(path, 0))
-            made = _entry(*self.codes.encode(x, draws))
-            return {name: ctx.into(old[name], y) for name, y in made.items()}
+            found.append((x, keys, path, old))
+            return len(found) - 1
+
+        new = {slot: _over(listed, x, params, (slot,)) for slot, x in new.items()}
+        draws = [self._draws(keys, path, counts, ctx) for _, keys, path, _ in found]
+        made = self.codes.encode_each([x for x, *_ in found], draws)
+        olds = {f"{i}/{name}": x for i, (*_, old) in enumerate(found) for name, x in old.items()}
+        news = {f"{i}/{name}": x for i, pair in enumerate(made) for name, x in _entry(*pair).items()}
+        kept = ctx.into_each(olds, news)
+
+        def coded(x: Any, keys: tuple[str, ...], path: str | None) -> Any:
+            return _entry(kept[f"{x}/{CODES}"], kept[f"{x}/{SCALES}"]) if type(x) is int else x
 
         new = {slot: _over(coded, x, params, (slot,)) for slot, x in new.items()}
-        return out, {**new, COUNT_OF_ROUNDINGS: {p: counts[p] for p in changed}} if self.stochastic else new
+        rounded = {COUNT_OF_ROUNDINGS: {path: counts[path] for _, _, path, _ in found}} if self.stochastic else {}
+        return out, {**new, **rounded}
 
-    def _decoded(self, state: TransformState, ctx: Context) -> TransformState:
-        """The state as the transform knows it."""
+    def _draws(self, keys: tuple[str, ...], path: str, counts: Leaves, ctx: Context) -> Draws | None:
+        """The random bits for an entry of a state."""
+        if not self.stochastic:
+            return None
+        return Draws(self.seed, counts[path], leaf_key("/".join(keys)), ctx.offsets.get(path, 0))
+
+    def _decoded(self, state: TransformState, ctx: Context, only: Leaves | None = None) -> TransformState:
+        """The state as the transform knows it; with `only` what belongs to other leaves stays as it is."""
         shapes = {leaf.path: leaf.shape for leaf in ctx.layout.leaves}
 
-        def over(x: Any, path: str | None) -> Any:
-            if not isinstance(x, dict):
-                return x
-            if path is not None and x.keys() == {CODES, SCALES} and x[CODES].dtype == torch.uint8:
-                return self.codes.decode(x[CODES], x[SCALES], (x[SCALES].shape[0], *shapes[path][1:]))
-            return {key: over(y, path or (key if key in shapes else None)) for key, y in x.items()}
+        pairs: list[tuple[dict[str, Tensor], str]] = []
 
-        return {slot: over(x, None) for slot, x in state.items() if slot != COUNT_OF_ROUNDINGS}
+        def listed(x: dict[str, Tensor], keys: tuple[str, ...], path: str) -> Any:
+            if only is None or path in only:
+                pairs.append((x, path))
+            return x
+
+        def numbers(x: dict[str, Tensor], keys: tuple[str, ...], path: str) -> Any:
+            return next(found) if only is None or path in only else x
+
+        _unpacked(listed, state, shapes)
+        columns = [x[CODES] for x, _ in pairs], [x[SCALES] for x, _ in pairs]
+        # A rank may have some rows of a leaf.
+        found = iter(self.codes.decode_each(*columns, [(len(x[SCALES]), *shapes[path][1:]) for x, path in pairs]))
+        return _unpacked(numbers, state, shapes)
 
 
 def quantize_state(tx: Transform, state: State, like: State) -> State:
@@ -279,6 +333,19 @@ def _over(fn: Callable[..., Any], x: Any, paths: Any, keys: tuple[str, ...], pat
     if not isinstance(x, dict):
         return fn(x, keys, path)
     return {key: _over(fn, y, paths, (*keys, key), path or (key if key in paths else None)) for key, y in x.items()}
+
+
+def _unpacked(fn: Callable[..., Any], state: TransformState, paths: Any) -> TransformState:
+    """A state as the transform knows it, with `fn(entry, keys, path)` in the place of codes and scales."""
+
+    def over(x: Any, keys: tuple[str, ...], path: str | None) -> Any:
+        if not isinstance(x, dict):
+            return x
+        if path is not None and x.keys() == {CODES, SCALES} and x[CODES].dtype == torch.uint8:
+            return fn(x, keys, path)
+        return {key: over(y, (*keys, key), path or (key if key in paths else None)) for key, y in x.items()}
+
+    return {slot: over(x, (slot,), None) for slot, x in state.items() if slot != COUNT_OF_ROUNDINGS}
 
 
 def _check_arguments(
