@@ -27,11 +27,14 @@ TINY += ["--lr", "0.01", "--seed", "3", "--data", str(EXAMPLES.parent / "README.
 
 
 @pytest.fixture
-def train_lm(monkeypatch):
+def train_lm(monkeypatch, request):
     """The example as a module, found as Python finds it when it runs the script."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import train_lm
 
+    if request.function is not test_what_a_run_leaves_behind:
+        # To draw a curve takes as long as twenty steps.
+        monkeypatch.setattr(train_lm, "draw_curve", lambda path, curves: path.write_text("a curve"))
     return train_lm
 
 
@@ -74,11 +77,11 @@ def watch_steps(monkeypatch, module, interrupt_at: int | None = None) -> list[in
 
 @pytest.mark.parametrize("compute", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_both_routes_give_the_same_bits(train_lm, tmp_path, compute):
-    options = [*TINY, "--steps", "12", "--compute", compute, "--accumulate", "2"]
+    options = [*TINY, "--steps", "8", "--compute", compute, "--accumulate", "2"]
     pure = train_lm.main([*options, "--route", "pure", "--out", str(tmp_path / "pure")])
     eager = train_lm.main([*options, "--route", "eager", "--out", str(tmp_path / "eager")])
     losses = pure["history"]["loss"]
-    assert losses == eager["history"]["loss"] and len(set(losses)) == 12
+    assert losses == eager["history"]["loss"] and len(set(losses)) == 8
     assert pure["history"]["validation"] == eager["history"]["validation"]
     assert pure["sample"] == eager["sample"]
     assert losses[-1] < losses[0]
@@ -107,7 +110,7 @@ def test_what_a_run_leaves_behind(train_lm, tmp_path, options, expected):
 )
 def test_interrupted_and_resumed_is_straight_through(train_lm, tmp_path, monkeypatch, first, second):
     """Ctrl-C inside a step, then --resume: the same losses and the same state to the last bit."""
-    options = [*TINY, "--steps", "15"]
+    options = [*TINY, "--steps", "10"]
     straight = train_lm.main([*options, "--out", str(tmp_path / "straight"), "--route", second])
     with monkeypatch.context() as patch:
         watch_steps(patch, train_lm, interrupt_at=6)
@@ -116,7 +119,7 @@ def test_interrupted_and_resumed_is_straight_through(train_lm, tmp_path, monkeyp
     assert {"run.json", "checkpoint", "loss.png"} <= {p.name for p in (tmp_path / "cut").iterdir()}
     steps = watch_steps(monkeypatch, train_lm)
     resumed = train_lm.main(["--resume", "--out", str(tmp_path / "cut"), "--route", second])
-    assert steps == list(range(7, 15))
+    assert steps == list(range(7, 10))
     assert resumed["history"]["loss"] == straight["history"]["loss"]
     assert resumed["sample"] == straight["sample"]
     assert_same_state(train_lm, tmp_path / "straight", tmp_path / "cut")
