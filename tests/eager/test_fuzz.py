@@ -8,7 +8,9 @@ import traceback
 
 import pytest
 from fuzzing import attached_is_plain
-from random_programs import draw
+from parity import PIPES
+from random_events import events_of
+from random_programs import NET, Program, draw
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "200"))
 ONLY = os.environ.get("ZEROFN_FUZZ_SEED")
@@ -24,9 +26,17 @@ def test_an_attached_model_is_the_plain_one(share):
     seeds = [int(ONLY)] if ONLY else range(share, COUNT, SHARES)
     for seed in seeds:
         try:
-            attached_is_plain(draw("plain", seed))
+            attached_is_plain(draw("everyday", seed))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {str(error)[:300]} ({where.filename}:{where.lineno})"
-            failed.append(f"{draw('plain', seed)}\n    {said}")
+            failed.append(f"{draw('everyday', seed)}\n    {said}")
     assert not failed, f"{len(failed)} of {len(seeds)} programs failed:\n" + "\n".join(failed)
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pipe", PIPES)
+@pytest.mark.parametrize("name", events_of("everyday"))
+def test_each_event(name, pipe, every):
+    # Each derivative of a rounded function loses about a bit.
+    attached_is_plain(Program("everyday", 0, ((name,),) * every, (NET,), pipe=pipe, every=every), 6 * PIPES[pipe].tol)

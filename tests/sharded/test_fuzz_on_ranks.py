@@ -9,13 +9,22 @@ import os
 
 import pytest
 from fuzzing import PATIENCE, good, run, told
-from random_programs import draw
+from random_programs import draw, each_everyday
 
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "0"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
 # Kind, ranks (as many as a seed says where None), and how many programs in every run.
 DEFAULT = {("uses", 2): 10, ("promises", 3): 3, ("unusual", None): 10}
 SLOW = {("uses", 1): 10, ("uses", 3): 20, ("uses", 4): 10, ("promises", 3): 2000, ("unusual", None): 60}
+SLOW |= {("everyday", 2): 100, ("everyday", 3): 100}
+
+
+def check(programs):
+    found = run(programs)
+    print(told(found))
+    assert all(good(program, verdict) for program, verdict in found.items()), told(found)
+    # A fuzz of refusals alone would show nothing.
+    assert collections.Counter(v.kind for v in found.values())["right"] > len(found) / 4, told(found)
 
 
 @pytest.mark.timeout(0)
@@ -26,11 +35,14 @@ SLOW = {("uses", 1): 10, ("uses", 3): 20, ("uses", 4): 10, ("promises", 3): 2000
         *(pytest.param(*which, COUNT or count, marks=pytest.mark.slow) for which, count in SLOW.items()),
     ],
 )
-def test_ranks_give_the_numbers_of_one_process(kind, size, count, monkeypatch):
+def test_random_programs(kind, size, count, monkeypatch):
     for name, value in PATIENCE.items():
         monkeypatch.setenv(name, value)
-    found = run([draw(kind, seed, size) for seed in range(FIRST, FIRST + count)])
-    print(told(found))
-    assert all(good(program, verdict) for program, verdict in found.items()), told(found)
-    # A fuzz of refusals alone would show nothing.
-    assert collections.Counter(v.kind for v in found.values())["right"] > len(found) / 4, told(found)
+    check([draw(kind, seed, size) for seed in range(FIRST, FIRST + count)])
+
+
+@pytest.mark.parametrize(
+    ("size", "few"), [(2, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 2, 3))]
+)
+def test_each_everyday_event(size, few):
+    check(each_everyday(size, few))

@@ -36,21 +36,25 @@ from zerofn.ranks.launch import RankTimeout  # inside: which error a time limit 
 from zerofn.ranks.ordered_collectives import Rounds  # inside: what ranks exchange
 from zerofn.sharded.schedule import ALIVE  # inside: how many units may be full
 
-# A refusal ends the ranks of a launch, and those behind it are launched anew.
-BATCH = 20
+# How many programs are in a launch: where one is refused, those behind it are launched anew.
+BATCH = {"everyday": 100, "uses": 100, "promises": 100, "unusual": 20}
 # A program takes a tenth of a second. A call that other ranks do not join is given up after some seconds.
 PATIENCE = {"ZEROFN_TOGETHER_TIMEOUT": "3"}
 
 # ---------------------------------------------------------------- one process: gradients of an attached model
 
 
-def attached_is_plain(program: R.Program) -> None:
-    """Raises where an attached model has other gradients than a plain one, or another update."""
+def attached_is_plain(program: R.Program, tol: float = 20.0) -> None:
+    """Raises where an attached model has other gradients than a plain one, or another update.
+
+    `tol` is that of 16 bits. There a random program may subtract nearly equal numbers, so it is told by a twin with
+    more bits; what is left to find is a lost scale (64 and more), and what only 16 bits run into.
+    """
     makes = [functools.partial(Stack, form, program.seed + i) for i, form in enumerate(program.forms)]
     unused, pipe = tuple(n for make in makes for n, _ in make().named_parameters()), program.pipe
 
     def micro_step(run: Any) -> list[Any]:
-        seen = program.run(run.models, run.step, opt=run.opt, dtype=torch.float32)
+        seen = program.run(run.models, run.step, opts=[] if run.opt is None else [run.opt], dtype=torch.float32)
         # Every model gets a gradient in every micro-step.
         last = [net(run.data(3, 4)) for net in run.models]
         sum(map(loss_of, last)).backward()
@@ -58,14 +62,21 @@ def attached_is_plain(program: R.Program) -> None:
             assert {t.dtype for t in tensors(last)} == {torch.float32}, "outputs are to be in fp32"
         return seen
 
-    # In 16 bits a random program may subtract nearly equal numbers, so that is told by a twin with more bits;
-    # what is left to find there is a lost scale (64 and more), and what only 16 bits run into.
-    for kind, tol in ((TWINS[pipe], 1e-4), (PIPES[pipe], 20.0)) if pipe in TWINS else ((PIPES[pipe], 1e-4),):
+    for kind, most in ((TWINS[pipe], 1e-4), (PIPES[pipe], tol)) if pipe in TWINS else ((PIPES[pipe], 1e-4),):
         with warnings.catch_warnings():
             # Reentrant checkpointing says so where no input needs a gradient.
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
             may = {"may_overflow": "fp16" in pipe, "may_be_dead": True}
-            compare(micro_step, makes, kind, program.every, windows=2, unused=unused, tol=tol, **may)
+            compare(
+                micro_step,
+                makes,
+                kind,
+                program.every,
+                windows=1 + (kind is PIPES[pipe]),
+                unused=unused,
+                tol=most,
+                **may,
+            )
 
 
 # ---------------------------------------------------------------- ranks
@@ -92,22 +103,24 @@ def attached(program: R.Program, rank: int, folder: str) -> R.Result:
     # A backward that waits for ranks that do not come goes on.
     zerofn.sharded.reducer.PATIENCE = 0.05
     try:
-        model = program.make()
-        before = R.values(model)
-        opt = zf.attach(model, program.pipeline())
-        alive = UnitsAlive(opt)
+        models = program.make()
+        before = R.values(models)
+        opts = [zf.attach(model, program.pipeline()) for model in models]
+        alive = UnitsAlive(opts[0])
         log: list[Any] = []
         at = [0]
         for step in range(len(program.events)):
-            log += program.run([model], step, rank, opt=opt, talk=talk, folder=folder)
-            opt.step()
-            opt.zero_grad()
+            log += program.run(models, step, rank, opts=opts, talk=talk, folder=folder)
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
             at.append(seen["_exchange"])
-        opt.detach()
+        for opt in opts:
+            opt.detach()
     finally:
         for name, (fn, _) in kept.items():
             setattr(Rounds, name, fn)
-    return R.Result(before, R.values(model), log, (at[-1], at[-1] - at[-2]), seen["_run_next"], alive.most)
+    return R.Result(before, R.values(models), log, (at[-1], at[-1] - at[-2]), seen["_run_next"], alive.most)
 
 
 def ranks_run(programs: list[R.Program], folder: str) -> None:
@@ -177,16 +190,16 @@ def judge(program: R.Program, i: int, folder: str, hung: bool, died: str) -> Ver
     return Verdict("right", result=got)
 
 
-def run(programs: Sequence[R.Program], seconds: float = 240.0) -> dict[R.Program, Verdict]:
+def run(programs: Sequence[R.Program]) -> dict[R.Program, Verdict]:
     """What becomes of programs, in as few launches as their numbers of ranks and their refusals allow."""
     found: dict[R.Program, Verdict] = {}
     for size in sorted({p.size for p in programs}):
         left = [p for p in programs if p.size == size]
         while left:
-            batch, died, hung = left[:BATCH], "", False
+            batch, died, hung = left[: BATCH[left[0].kind]], "", False
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    zf.launch(ranks_run, size, batch, folder, timeout=limit(seconds))
+                    zf.launch(ranks_run, size, batch, folder, timeout=limit(10 + len(batch)))
                 except RankTimeout as error:
                     hung, died = True, str(error)
                 except zf.RankError as error:
@@ -226,7 +239,7 @@ def told(found: dict[R.Program, Verdict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=("uses", "promises", "unusual"))
+    parser.add_argument("kind", choices=("everyday", "uses", "promises", "unusual"))
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--each", type=int, default=100)
@@ -236,7 +249,7 @@ def main() -> None:
     os.environ.update(PATIENCE)
     for first in range(given.first, given.first + given.count, given.each):
         seeds = range(first, min(first + given.each, given.first + given.count))
-        programs = [R.draw(given.kind, seed, given.size) for seed in seeds]
+        programs = [R.draw(given.kind, seed, given.size or (2 if given.kind == "everyday" else None)) for seed in seeds]
         if given.show:
             print(*programs, sep="\n")
         began = time.time()

@@ -3,7 +3,8 @@
 An event is a function of an `Env` and of random numbers that are the same on all ranks; what is left to a rank is drawn
 from `env.own`. `EVENTS` has each by its name, with the kinds of programs in which it may stand:
 
-- plain: of one process, with any pipeline, whose gradients are seen after every micro-step.
+- everyday: all blocks in order, at any stage; in one process with any pipeline, whose gradients are seen after every
+  micro-step.
 - uses: each rank calls the blocks that it likes, in an order of its own.
 - promises: ranks mostly do the same in each step, and now and then something else.
 - unusual: models with habits, hooks, closures, torch.func, calls on one rank. These may be refused.
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from random_models import WIDTH, WRAPS, Stack, Stopped, tensors
+from random_models import BATCHED, WIDTH, WRAPS, Stack, Stopped, tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,7 +49,8 @@ class Env:
         usual: that order.
         some: the ranks that do something else in this step.
         talks: whether a collective of the user's follows each forward.
-        opt: None in the reference.
+        sharded: whether a rank has shards of parameters.
+        opts: of the models; none in the reference.
         log: what the program has seen, to be compared with what the reference has seen.
     """
 
@@ -60,7 +62,8 @@ class Env:
     usual: tuple[int, ...] = ()
     some: tuple[int, ...] = ()
     talks: bool = False
-    opt: Any = None
+    sharded: bool = False
+    opts: Sequence[Any] = ()
     talk: Callable[[], None] = lambda: None
     folder: str = ""
     dtype: torch.dtype = torch.float64
@@ -76,6 +79,11 @@ class Env:
 
     def note(self, *seen: Tensor | None) -> None:
         self.log += [None if t is None else bare(t.detach().double().clone()) for t in seen]
+
+    @property
+    def opt(self) -> Any:
+        """That of the model in use."""
+        return dict(zip(map(id, self.models), self.opts, strict=False)).get(id(self.model))
 
     @property
     def blocks(self) -> int:
@@ -124,6 +132,17 @@ def live(env: Env) -> list[nn.Parameter]:
     return [p for p in env.model.parameters() if p.requires_grad]
 
 
+def outer(env: Env) -> list[nn.Parameter]:
+    """Those that every call uses."""
+    return list(dict.fromkeys([*env.model.first.parameters(), *env.model.last.parameters()]))
+
+
+def copies(env: Env) -> dict[str, Tensor]:
+    """Of the full parameters, that may be differentiated."""
+    with contextlib.nullcontext() if env.opt is None else env.opt.gathered():
+        return {n: p.detach().clone().requires_grad_() for n, p in env.model.named_parameters()}
+
+
 @contextlib.contextmanager
 def hooked(*handles: Any) -> Iterator[None]:
     try:
@@ -136,7 +155,7 @@ def hooked(*handles: Any) -> Iterator[None]:
 # ---------------------------------------------------------------- forwards and backwards in any number and order
 
 
-@event("plain uses promises unusual")
+@event("everyday uses promises unusual")
 def plain(env: Env, rng: random.Random, **how: Any) -> None:
     x = env.draw(grad=rng.random() < 0.5)
     loss = env.loss(x, rng.randrange(3), **how)
@@ -146,26 +165,29 @@ def plain(env: Env, rng: random.Random, **how: Any) -> None:
     env.note(x.grad)
 
 
-@event("plain")
+@event("everyday")
 def skips(env: Env, rng: random.Random) -> None:
     plain(env, rng, skip=True)
 
 
-@event("plain uses")
+@event("everyday uses")
 def through_opt(env: Env, rng: random.Random) -> None:
-    loss = env.loss(kind=rng.randrange(3))
-    loss.backward() if env.opt is None or env.model is not env.models[0] else env.opt.backward(loss)
+    """Or twice: DeepSpeed loses one of them."""
+    out, again = env.call(reentrant=False), rng.random() < 0.5
+    for kind in range(1 + again):
+        loss, keep = loss_of(out, kind), {"retain_graph": kind < again}
+        loss.backward(**keep) if env.opt is None else env.opt.backward(loss, **keep)
 
 
-@event("plain uses")
+@event("everyday uses")
 def cotangents(env: Env, rng: random.Random) -> None:
     x = env.draw(grad=True)
-    outs = tensors(env.call(x))
+    outs = [t for _ in range(rng.randint(1, 2)) for t in tensors(env.call(x))]
     torch.autograd.backward(outs, [torch.full_like(o, 0.5 + i) for i, o in enumerate(outs)])
     env.note(x.grad)
 
 
-@event("plain uses")
+@event("everyday uses")
 def one_in_two(env: Env, rng: random.Random) -> None:
     """One graph, two backwards. A reentrant checkpoint cannot be run backward twice."""
     x = env.draw(grad=True)
@@ -177,7 +199,7 @@ def one_in_two(env: Env, rng: random.Random) -> None:
     env.note(x.grad)
 
 
-@event("plain uses promises")
+@event("everyday uses promises")
 def two_in_one(env: Env, rng: random.Random) -> None:
     x = env.draw(grad=True)
     how = {"order": env.other(rng, env.blocks + 1)} if env.orders == "usual" else {}
@@ -185,7 +207,7 @@ def two_in_one(env: Env, rng: random.Random) -> None:
     env.note(x.grad)
 
 
-@event("plain uses")
+@event("everyday uses")
 def crossed(env: Env, rng: random.Random) -> None:
     """Two graphs at a time; the other ones' backward never comes, or comes first."""
     losses = [env.loss(), env.loss(kind=1)]
@@ -198,7 +220,7 @@ def crossed(env: Env, rng: random.Random) -> None:
     env.loss().backward()
 
 
-@event("plain")
+@event("everyday")
 def all_models(env: Env, rng: random.Random) -> None:
     x = given = env.draw(grad=True)
     for i, net in enumerate(env.models):
@@ -208,7 +230,7 @@ def all_models(env: Env, rng: random.Random) -> None:
     env.note(given.grad)
 
 
-@event("plain uses")
+@event("everyday uses")
 def gradient_of_input(env: Env, rng: random.Random) -> None:
     """And a backward of the same graph, or a call with what was found."""
     x = env.draw(grad=True)
@@ -218,7 +240,7 @@ def gradient_of_input(env: Env, rng: random.Random) -> None:
     (loss if rng.random() < 0.5 else env.loss((x + g).detach())).backward()
 
 
-@event("plain uses")
+@event("everyday uses")
 def penalty(env: Env, rng: random.Random) -> None:
     if any(m.fused for m in env.models):
         return plain(env, rng)
@@ -229,7 +251,41 @@ def penalty(env: Env, rng: random.Random) -> None:
     env.note(x.grad)
 
 
-@event("plain")
+@event("everyday")
+def gradient_of_parameters(env: Env, rng: random.Random) -> None:
+    """And products with second derivatives."""
+    again, params = rng.random() < 0.5 and not any(m.fused for m in env.models), outer(env)
+    found = torch.autograd.grad(env.loss(kind=1, reentrant=False), params, create_graph=again)
+    if again:
+        found = torch.autograd.grad(sum(g.sum() for g in found), params, allow_unused=True)  # type: ignore[arg-type]
+    if not env.sharded:
+        env.note(*found)
+    env.loss().backward()
+
+
+@event("everyday")
+def backward_to_inputs(env: Env, rng: random.Random) -> None:
+    x = env.draw(grad=True)
+    loss = env.loss(x, reentrant=False)
+    loss.backward(inputs=[x], retain_graph=True)
+    loss.backward(inputs=outer(env))
+    env.note(x.grad)
+    env.loss().backward()
+
+
+@event("everyday")
+def third_order(env: Env, rng: random.Random) -> None:
+    if any(m.fused for m in env.models):
+        return plain(env, rng)
+    x = env.draw(grad=True)
+    (g,) = torch.autograd.grad(env.loss(x, 1, reentrant=False), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+    (100 * h.square().mean()).backward()
+    env.note(x.grad)
+    env.loss().backward()
+
+
+@event("everyday")
 def inner_module(env: Env, rng: random.Random) -> None:
     x = env.draw(grad=True)
     a = env.model.first(x)
@@ -238,22 +294,24 @@ def inner_module(env: Env, rng: random.Random) -> None:
     env.note(x.grad)
 
 
-@event("plain")
+@event("everyday")
 def looks_between(env: Env, rng: random.Random) -> None:
     x = env.draw(grad=True)
     loss = env.loss(x)
+    env.model.train(rng.random() < 0.5)
     with torch.no_grad():
-        env.model(x)
+        env.note(env.out(x))
         env.model.first(x)
         for block in env.model.blocks:
             block(env.draw().to(next(iter(env.model.parameters())).dtype))
     with torch.inference_mode():
         env.model(env.draw())
+    env.model.train()
     loss.backward()
     env.note(x.grad)
 
 
-@event("plain")
+@event("everyday")
 def around(env: Env, rng: random.Random) -> None:
     x, reentrant = env.draw(grad=True), rng.random() < 0.5
     out = checkpoint(env.out, x, use_reentrant=reentrant)
@@ -261,7 +319,7 @@ def around(env: Env, rng: random.Random) -> None:
     env.note(x.grad)
 
 
-@event("plain uses")
+@event("everyday uses")
 def weight_penalty(env: Env, rng: random.Random) -> None:
     params = live(env)
     extra = sum(p.float().square().sum() if p.element_size() < 4 else p.square().sum() for p in params)
@@ -363,17 +421,20 @@ def no_batch_on_one(env: Env, rng: random.Random) -> None:
 # ---------------------------------------------------------------- exceptions
 
 
-@event("plain")
+@event("everyday")
 def fails_in_forward(env: Env, rng: random.Random) -> None:
-    def fail(*_: Any) -> None:
-        raise ArithmeticError
+    """Of itself, or by Ctrl-C, as in a notebook."""
+    error = rng.choice([ArithmeticError, KeyboardInterrupt])
 
-    with hooked(env.model.last.register_forward_pre_hook(fail)), contextlib.suppress(ArithmeticError):
+    def fail(*_: Any) -> None:
+        raise error
+
+    with hooked(env.model.last.register_forward_pre_hook(fail)), contextlib.suppress(error):
         env.call()
     plain(env, rng)
 
 
-@event("plain")
+@event("everyday one-process")
 def fails_in_backward(env: Env, rng: random.Random) -> None:
     before = [(p, None if p.grad is None else p.grad.clone()) for m in env.models for p in m.parameters()]
 
@@ -412,44 +473,75 @@ def gives_up(env: Env, rng: random.Random) -> None:
 # ---------------------------------------------------------------- hooks, closures, what leaves a model
 
 
-@event("plain unusual")
+@event("everyday unusual")
 def hooks_that_keep(env: Env, rng: random.Random) -> None:
-    """What a hook of an inner module kept is in the loss, and another changes an output."""
+    """What a hook of an inner module kept is in the loss, and others change what goes in or out."""
     kept: list[Tensor] = []
-    change = rng.random() < 0.5
-    first = env.model.first.register_forward_hook(lambda m, a, out: kept.append(out.detach()))
-    other = env.model.last.register_forward_hook(lambda m, a, out: out * 2 if change else None)
-    with hooked(first, other):
-        loss = env.loss()
+    first, last, x = env.model.first, env.model.last, env.draw(grad=True)
+    looks = first.register_forward_hook(lambda m, a, out: kept.append(out.detach()))
+    changes = [
+        lambda: last.register_forward_hook(lambda m, a, out: out * 2),
+        lambda: last.register_forward_pre_hook(lambda m, a: (a[0] + 0.1,)),
+        lambda: first.register_forward_hook(lambda m, a, out: out * 1.5),
+    ]
+    with hooked(looks, *(make() for make in rng.sample(changes, rng.randint(0, 3)))):
+        loss = env.loss(x)
     (loss + sum(loss_of(k, 1) for k in kept)).backward()
+    env.note(x.grad)
 
 
-@event("plain")
+@event("everyday")
+def hooks_on_tensors(env: Env, rng: random.Random) -> None:
+    """Of an input, an output, and each parameter, which see true gradients and may change them."""
+    x = env.draw(grad=True)
+    x.register_hook(lambda g: env.note(g))
+    with hooked(*(p.register_hook(lambda g: g * 2) for p in live(env))):
+        out = env.out(x)
+        out.register_hook(lambda g: env.note(g))
+        loss_of(out).backward()
+
+
+@event("everyday")
 def in_place(env: Env, rng: random.Random) -> None:
     x = env.draw(grad=True)
     out = tensors(env.call(x))
     out[0].mul_(2.0)
+    out[0][:, 0] = 0.0
     loss_of(out).backward()
     env.note(x.grad)
 
 
-@event("plain")
+@event("everyday")
 def functional(env: Env, rng: random.Random) -> None:
-    x = env.draw(grad=True)
-    params = {n: p.detach().clone().requires_grad_() for n, p in env.model.first.named_parameters()}
-    (loss_of(torch.func.functional_call(env.model.first, params, (x,))) + env.loss(x)).backward()
-    env.note(x.grad, params["weight"].grad)
+    """`torch.func.functional_call` from outside, with tensors of the caller's."""
+    x, params = env.draw(grad=True), copies(env)
+    loss_of(torch.func.functional_call(env.model, params, (x,))).backward()
+    env.loss(x).backward()
+    env.note(x.grad, *(p.grad for p in params.values()))
 
 
-@event("plain")
+@event("everyday one-process")
+def functional_transforms(env: Env, rng: random.Random) -> None:
+    x, params = env.draw(), {n: p.detach() for n, p in copies(env).items()}
+
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return loss_of(torch.func.functional_call(env.model, params, (x,), {"reentrant": False}))
+
+    if all(kind in BATCHED and wrap == "plain" for kind, wrap in env.model.form.blocks) and env.model.form.plain:
+        env.note(*torch.func.grad(loss)(params, x).values())
+        env.note(*torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x[:, None]).values())
+    env.loss(x).backward()
+
+
+@event("everyday")
 def hidden_backward(env: Env, rng: random.Random) -> None:
-    """A backward in a hook of a backward."""
-    x = env.draw()
+    """A forward and a backward in a hook of a backward."""
+    x, whole = env.draw(), rng.random() < 0.5
     out = env.loss(x)
 
     def hook(g: Tensor) -> Tensor:
         with torch.enable_grad():
-            loss_of(env.model.first(x)).backward()
+            (env.loss(x) if whole else loss_of(env.model.first(x))).backward()
         return g
 
     out.register_hook(hook)
@@ -515,7 +607,7 @@ def module_hooks(env: Env, rng: random.Random) -> None:
         loss.backward()
 
 
-@event("unusual")
+@event("everyday unusual")
 def parameter_hooks(env: Env, rng: random.Random) -> None:
     """Linear hooks on parameters, and hooks that only look."""
     p, calls = rng.choice(live(env)), list[int]()

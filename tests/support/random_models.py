@@ -48,6 +48,11 @@ class Form(NamedTuple):
     habits: tuple[str, ...] = ()
     ways: tuple[int, int, int] = (0, 0, 0)
 
+    @property
+    def plain(self) -> bool:
+        """Whether there is no checkpoint around blocks."""
+        return self.outer == "plain"
+
 
 # ---------------------------------------------------------------- blocks
 
@@ -62,14 +67,14 @@ class Block(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
-        if kind in ("gated", "linear", "tanh", "twice", "functional", "frozen", "lora", "in_place", "views", "normed"):
+        if kind in LINEAR:
             self.inner: Any = nn.Linear(WIDTH, WIDTH)
         if kind == "gated":
             self.gain = nn.Parameter(torch.tensor(0.6))
         if kind == "bare":
             # Leaves read by name, one of them of one element, one never used.
             self.w, self.b = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH), nn.Parameter(torch.zeros(1))
-            self.idle = nn.Parameter(torch.ones(2))
+            self.idle, self.empty = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(0, 3))
         if kind == "experts":
             self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         if kind == "norm":
@@ -82,6 +87,10 @@ class Block(nn.Module):
             self.a, self.b = (nn.Parameter(torch.randn(*s) * 0.5) for s in ((2, WIDTH), (WIDTH, 2)))
         if kind == "gru":
             self.inner = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        if kind == "attention":
+            self.inner = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True)
+        if kind == "conv":
+            self.inner = nn.Conv2d(1, WIDTH, 2).to(memory_format=torch.channels_last)
         if kind == "dict":
             self.params = nn.ParameterDict({k: nn.Parameter(torch.randn(WIDTH) * 0.5 + 1) for k in "ab"})
         if kind == "normed":
@@ -98,7 +107,7 @@ class Block(nn.Module):
         return x + self.gain * torch.tanh(self.inner(x))
 
     def _bare(self, x: Tensor) -> Tensor:
-        return x @ self.w + self.b
+        return x @ self.w + self.b + self.empty.sum()
 
     def _gain(self, x: Tensor) -> Tensor:
         return x * self.gain
@@ -114,6 +123,24 @@ class Block(nn.Module):
 
     def _gru(self, x: Tensor) -> Tensor:
         return self.inner(x[None])[0][0]  # the rows are a sequence
+
+    def _attention(self, x: Tensor) -> Tensor:
+        return self.inner(x[None])[0]
+
+    def _conv(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, 1, 2, 2)).flatten(1)
+
+    def _adapts(self, x: Tensor) -> Tensor:
+        """A step on its own parameters within forward."""
+        own = dict(self.inner.named_parameters())
+        y = torch.func.functional_call(self.inner, own, (x,))
+        grads = torch.autograd.grad(y.square().mean(), list(own.values()), create_graph=True)
+        fast = {n: p - 0.1 * g for (n, p), g in zip(own.items(), grads, strict=True)}
+        return torch.func.functional_call(self.inner, fast, (x,)) + self.inner(x)
+
+    def _forces(self, x: Tensor) -> Tensor:
+        """An energy and its derivative by the input."""
+        return x + torch.autograd.grad(torch.tanh(self.inner(x)).sum(), x, create_graph=True)[0]
 
     def _functional(self, x: Tensor) -> Tensor:
         return torch.func.functional_call(self.inner, {n: p * 1.5 for n, p in self.inner.named_parameters()}, (x,))
@@ -131,11 +158,14 @@ class Block(nn.Module):
         return torch.cat(parts)[torch.cat([(which == i).nonzero()[:, 0] for i in range(2)]).argsort()]
 
 
-# Those whose derivatives can be differentiated. Not a batch norm: before one a bias has no gradient, and three rows
-# are too few to normalise by.
-TWICE = ("linear", "tanh", "gated", "bare", "norm", "gain", "twice", "frozen", "lora", "functional", "dict")
-TWICE += ("in_place", "views", "experts", "normed")
-KINDS = (*TWICE, "gru")
+# Those around one layer, and all. Not a batch norm: before one a bias has no gradient, and three rows are too few to
+# normalise by.
+LINEAR = ("linear", "tanh", "gated", "twice", "functional", "frozen", "lora", "in_place", "views", "normed")
+LINEAR += ("adapts", "forces")
+KINDS = (*LINEAR[:-2], "bare", "norm", "gain", "dict", "experts", "conv", "gru", "attention")
+# Whose backward has no second derivative; which cannot be called without gradients; which torch.func can batch.
+FUSED, DIFFERENTIATES = ("gru", "attention"), ("adapts", "forces")
+BATCHED = ("linear", "tanh", "gated", "twice", "lora", "bare", "norm", "gain", "dict")
 
 
 # ---------------------------------------------------------------- habits
@@ -301,7 +331,7 @@ class Stack(nn.Module):
     @property
     def fused(self) -> bool:
         """Whether a layer's backward has no second derivative."""
-        return any(kind == "gru" for kind, _ in self.form.blocks)
+        return any(kind in FUSED for kind, _ in self.form.blocks)
 
 
 def tensors(out: object) -> list[Tensor]:

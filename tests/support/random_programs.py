@@ -9,6 +9,7 @@ Hypothesis draws pipelines, trees and small modules for laws. Only integers and 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import optree
 import torch
 from hypothesis import strategies as st
 from random_events import EVENTS, Env, events_of
-from random_models import HABITS, KINDS, TWICE, WRAPS, Form, Stack
+from random_models import DIFFERENTIATES, HABITS, KINDS, WRAPS, Form, Stack
 from stages import around
 from torch import Tensor, nn
 
@@ -209,10 +210,10 @@ class Program:
         kind: of `random_events`.
         seed: of parameters, data, and what is left to an event.
         events: by micro-step.
-        forms: of models. Over ranks there is one.
+        forms: of models.
         pipe: of one process, which of `parity.PIPES`; over ranks what follows makes the pipeline.
         every: micro-steps of a window.
-        scale: of the loss.
+        scale: of the loss, a number or "dynamic".
         cast: whether it is stored in fp32 and computed in float64.
         own: of `OWN`.
         bucket: at most so many bytes are reduced together; as the library has it where None.
@@ -230,7 +231,7 @@ class Program:
     pipe: str = ""
     stage: int = 0
     every: int = 1
-    scale: float | None = None
+    scale: float | str | None = None
     cast: bool = False
     own: str = "none"
     bucket: int | None = None
@@ -239,12 +240,13 @@ class Program:
     talks: bool = False
     ends: bool = True
 
-    def make(self) -> Stack:
-        return Stack(self.forms[0], self.seed).to(F32 if self.cast else F64)
+    def make(self) -> list[Stack]:
+        return [Stack(form, self.seed + i).to(F32 if self.cast else F64) for i, form in enumerate(self.forms)]
 
     def pipeline(self) -> zf.Transform:
         acc = (zf.accumulate(self.every),) if self.every > 1 or self.stage == 1 else ()
-        scale = (zf.scale_loss(self.scale),) if self.scale else ()
+        dynamic = {"init_scale": 256.0, "growth_interval": 1} if self.scale == "dynamic" else {}
+        scale = (zf.scale_loss(self.scale, **dynamic),) if self.scale else ()
         cast = (zf.precision(param_dtype=F64, output_dtype=F64),) if self.cast else ()
         return zf.chain(*around(self.stage, *cast, *scale, *acc), *OWN[self.own][0](), zf.sgd(**SGD))
 
@@ -260,6 +262,7 @@ class Program:
             usual=self.usual,
             some=tuple(some.sample(range(self.size), some.randint(1, self.size))),
             talks=self.talks,
+            sharded=self.stage == 3 and self.size > 1,
             own=random.Random(f"{self.seed} {step} {rank}"),
             **given,
         )
@@ -284,7 +287,7 @@ class Program:
 
 def draw(kind: str, seed: int, size: int | None = None) -> Program:
     """The program of a seed, on `size` ranks, or as many as it says."""
-    return {"plain": _plain, "uses": _uses, "promises": _promises, "unusual": _unusual}[kind](
+    return {"everyday": _everyday, "uses": _uses, "promises": _promises, "unusual": _unusual}[kind](
         random.Random(f"{seed} {kind}"), seed, size
     )
 
@@ -294,12 +297,15 @@ def _form(rng: random.Random, kinds: tuple[str, ...], most: int, least: int = 1,
     return Form(tuple(blocks), tied=rng.random() < 0.3, **more)
 
 
-def _plain(rng: random.Random, seed: int, size: int | None) -> Program:
+def _everyday(rng: random.Random, seed: int, size: int | None) -> Program:
     from parity import PIPES
 
+    size = size or 1
+    # In one process not of one number, of which gradients of micro-steps may cancel in fp32.
+    kinds = tuple(kind for kind in KINDS if size > 1 or kind not in ("gated", "bare"))
+
     def form() -> Form:
-        # Not of one number, of which gradients of micro-steps may cancel.
-        made = _form(rng, tuple(kind for kind in KINDS if kind not in ("gated", "bare")), 4)
+        made = _form(rng, kinds, 4)
         return made._replace(
             again=tuple(rng.randrange(len(made.blocks)) for _ in range(rng.randint(0, 2))),
             out=rng.choice(["tensor", "tuple", "dict", "views"]),
@@ -309,8 +315,47 @@ def _plain(rng: random.Random, seed: int, size: int | None) -> Program:
 
     forms = tuple(form() for _ in range(rng.choice([1, 1, 1, 2, 3])))
     every = rng.choice([1, 1, 2, 4])
-    events = tuple(tuple(rng.choices(events_of("plain"), k=rng.randint(1, 3))) for _ in range(every))
-    return Program("plain", seed, events, forms, pipe=rng.choice(list(PIPES)), every=every, ends=False)
+    names = events_of("everyday", ("one-process",) if size > 1 else ())
+    events = tuple(tuple(rng.choices(names, k=rng.randint(1, 3))) for _ in range(every))
+    if size == 1:
+        return Program("everyday", seed, events, forms, pipe=rng.choice(list(PIPES)), every=every, ends=False)
+    scale, cast = rng.choice([None, 256.0, "dynamic"]), rng.random() < 0.3
+    return Program(
+        "everyday",
+        seed,
+        events * 2,
+        forms,
+        size,
+        stage=rng.randrange(4),
+        every=every,
+        scale=scale,
+        cast=cast,
+        own=rng.choice(PIECES),
+    )
+
+
+# Of blocks with leaves of several numbers, each of which has a gradient in every call.
+NET = Form((("gain", "plain"), ("linear", "saved")))
+
+
+def each_everyday(size: int, few: bool) -> list[Program]:
+    """Each everyday event at each stage, and each kind of blocks, with a loss scale and casts and without.
+
+    `few` of them have each event and each kind of blocks once.
+    """
+    rows = [((name, "plain"), NET) for name in events_of("everyday", ("one-process",))]
+    for i, kind in enumerate((*KINDS, *DIFFERENTIATES)):
+        wraps = ("plain",) if kind in DIFFERENTIATES else WRAPS[i % 3 :][:1] if few else WRAPS
+        rows += [(("plain", "two in one"), Form(((kind, wrap), (kind, "plain")))) for wrap in wraps]
+    cells = [
+        (*row, stage, *scaled) for row in rows for stage in range(4) for scaled in ((None, False), ("dynamic", True))
+    ]
+    return [
+        Program("everyday", i, (events,) * 2, (form,), size, stage=stage, scale=scale, cast=cast, bucket=400)
+        for i, (events, form, stage, scale, cast) in enumerate(cells)
+        # Of the eight of each row another one.
+        if not few or i % 8 == i // 8 * 3 % 8
+    ]
 
 
 def _uses(rng: random.Random, seed: int, size: int | None) -> Program:
@@ -331,7 +376,7 @@ def _uses(rng: random.Random, seed: int, size: int | None) -> Program:
         (
             _form(
                 rng,
-                TWICE,
+                KINDS,
                 most=6,
                 least=2,
                 same=rng.random() < 0.3,
@@ -440,54 +485,54 @@ class Result:
     most: int = 0
 
 
-def values(model: nn.Module) -> Grads:
-    return {n: p.detach().double().clone() for n, p in model.named_parameters()}
+def values(models: list[Stack]) -> Grads:
+    return {f"{i}.{n}": p.detach().double().clone() for i, m in enumerate(models) for n, p in m.named_parameters()}
 
 
 def reference(program: Program, apart: bool = False) -> list[Result]:
-    """Plain torch: one float64 model per rank in one process, gradients averaged by hand, and momentum.
+    """Plain torch: float64 models of each rank in one process, gradients averaged by hand, and momentum.
 
     Args:
         program: what to run.
         apart: whether each call computes with copies of its own. Torch refuses a backward where a parameter was
             written into after it was used, also where that changed no number, or changed a copy of another call.
     """
-    models = [program.make().double() for _ in range(program.size)]
-    for model in models:
+    ranks = [[m.double() for m in program.make()] for _ in range(program.size)]
+    for model in itertools.chain(*ranks):
         model.apart = apart
-    before, named = values(models[0]), dict(models[0].named_parameters())
-    moments: Grads = {}
-    total: Grads = {}
-    logs: list[list[Tensor | None]] = [[] for _ in models]
+    before = values(ranks[0])
+    logs: list[list[Tensor | None]] = [[] for _ in ranks]
+    # By model.
+    moments, totals = ([Grads() for _ in program.forms] for _ in range(2))
     for step in range(len(program.events)):
-        for rank, model in enumerate(models):
-            logs[rank] += program.run([model], step, rank)
-            for n, p in model.named_parameters():
-                if p.grad is not None:
-                    total[n] = total.get(n, 0) + p.grad
-                    p.grad = None
+        for rank, models in enumerate(ranks):
+            logs[rank] += program.run(models, step, rank)
+            for model, total in zip(models, totals, strict=True):
+                for n, p in model.named_parameters():
+                    if p.grad is not None:
+                        total[n] = total.get(n, 0) + p.grad
+                        p.grad = None
         if (step + 1) % program.every:
             continue
-        grads = {n: g / (program.size * program.every) for n, g in total.items()}
-        grads = OWN[program.own][1](grads, {n: p.detach() for n, p in named.items()}) if grads else {}
-        total = {}
-        for n, g in grads.items():
-            moments[n] = SGD["momentum"] * moments[n] + g if n in moments else g
-        for model in models:
-            with torch.no_grad():
-                for n, p in model.named_parameters():
-                    if n in grads:
-                        p -= SGD["lr"] * moments[n]
-    return [Result(before, values(m), log) for m, log in zip(models, logs, strict=True)]
+        for i, (total, moment) in enumerate(zip(totals, moments, strict=True)):
+            grads = {n: g / (program.size * program.every) for n, g in total.items()}
+            total.clear()
+            params = {n: p.detach() for n, p in ranks[0][i].named_parameters()}
+            for n, g in OWN[program.own][1](grads, params).items() if grads else ():
+                moment[n] = SGD["momentum"] * moment[n] + g if n in moment else g
+                for models in ranks:
+                    models[i].get_parameter(n).data.sub_(moment[n], alpha=SGD["lr"]) if n in grads else None
+    return [Result(before, values(models), log) for models, log in zip(ranks, logs, strict=True)]
 
 
 def worst(got: Result, want: Result) -> tuple[float, str]:
     """The largest error of a change, as a share of the largest change; and of what was seen, of its own size."""
-    change = max(float((want.after[n] - want.before[n]).abs().max()) for n in want.after)
+    moved = {n: want.after[n] - want.before[n] for n in want.after}
+    change = max(float(x.abs().max()) for x in moved.values() if x.numel())
     assert change > 1e-4, "the reference did not train"
     found = (0.0, "")
-    for n in want.after:
-        off = float(((got.after[n] - got.before[n]) - (want.after[n] - want.before[n])).abs().max()) / change
+    for n, x in moved.items():
+        off = float((got.after[n] - got.before[n] - x).norm(torch.inf)) / change if x.numel() else 0.0
         found = max(found, (off, n)) if off == off else (float("nan"), n)
     if len(got.log) != len(want.log):
         return float("inf"), f"{len(got.log)} tensors were seen instead of {len(want.log)}"

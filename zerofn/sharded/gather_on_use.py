@@ -299,7 +299,9 @@ class ScatterUnit(Function):
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         if ctx.units.faces is None:
             check_alone(ctx.units.units[ctx.i], gs)
-        return None, None, *GatherUnit.apply(ctx.units, ctx.i, TANGENTS, *gs)
+        found = GatherUnit.apply(ctx.units, ctx.i, TANGENTS, *gs)
+        # Of a leaf without a cotangent, such as one that the call did not use, there is nothing to differentiate.
+        return None, None, *[x if needed else None for x, needed in zip(found, ctx.needs_input_grad[2:], strict=True)]
 
 
 def check_alone(unit: list[Leaf], gs: tuple[Tensor | None, ...]) -> None:
