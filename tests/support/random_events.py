@@ -75,7 +75,9 @@ class Env:
         self.model = self.models[0]
 
     def draw(self, grad: bool = False) -> Tensor:
-        return torch.randn(3, WIDTH, generator=self.data, dtype=self.dtype).requires_grad_(grad)
+        # Ranks have batches of different sizes.
+        rows = self.own.choice((2, 3, 3, 4)) if self.size > 1 else 3
+        return torch.randn(rows, WIDTH, generator=self.data, dtype=self.dtype).requires_grad_(grad)
 
     def note(self, *seen: Tensor | None) -> None:
         self.log += [None if t is None else bare(t.detach().double().clone()) for t in seen]
@@ -222,11 +224,17 @@ def crossed(env: Env, rng: random.Random) -> None:
 
 @event("everyday")
 def all_models(env: Env, rng: random.Random) -> None:
-    x = given = env.draw(grad=True)
+    """One feeds the next, perhaps through a detached hand-over between processes, or all have one loss."""
+    x, how = env.draw(grad=True), rng.choice(["feeds", "hands over", "one loss"])
+    given, handed = x, []
     for i, net in enumerate(env.models):
-        x = torch.tanh(tensors(net(x))[0]).to(env.dtype)
-        x = (x if x.shape[1] == WIDTH else x.repeat(1, 2)) * (1 + 0.1 * i)
-    x.square().mean().backward()
+        y = torch.tanh(tensors(net(given if how == "one loss" else x))[0]).to(env.dtype)
+        y = (y if y.shape[1] == WIDTH else y.repeat(1, 2)) * (1 + 0.1 * i)
+        handed.append((y, y.detach().requires_grad_()))
+        x = handed[-1][how == "hands over"]
+    sum(y.square().mean() for y, _ in handed[0 if how == "one loss" else -1 :]).backward()  # type: ignore[union-attr]
+    for y, x in handed[-2::-1] if how == "hands over" else ():
+        y.backward(x.grad)
     env.note(given.grad)
 
 
@@ -253,11 +261,20 @@ def penalty(env: Env, rng: random.Random) -> None:
 
 @event("everyday")
 def gradient_of_parameters(env: Env, rng: random.Random) -> None:
-    """And products with second derivatives."""
-    again, params = rng.random() < 0.5 and not any(m.fused for m in env.models), outer(env)
-    found = torch.autograd.grad(env.loss(kind=1, reentrant=False), params, create_graph=again)
-    if again:
-        found = torch.autograd.grad(sum(g.sum() for g in found), params, allow_unused=True)  # type: ignore[arg-type]
+    found = torch.autograd.grad(env.loss(kind=1, reentrant=False), outer(env))
+    if not env.sharded:
+        env.note(*found)
+    env.loss().backward()
+
+
+@event("everyday")
+def products_with_hessians(env: Env, rng: random.Random) -> None:
+    """Of some leaves: others in the same unit have no cotangent."""
+    if any(m.fused for m in env.models):
+        return plain(env, rng)
+    params = outer(env)[: rng.randint(1, 3)]
+    first = torch.autograd.grad(env.loss(kind=1, reentrant=False), params, create_graph=True)
+    found = torch.autograd.grad(sum(g.square().sum() for g in first), params)  # type: ignore[arg-type]
     if not env.sharded:
         env.note(*found)
     env.loss().backward()
@@ -285,12 +302,14 @@ def third_order(env: Env, rng: random.Random) -> None:
     env.loss().backward()
 
 
-@event("everyday")
+@event("everyday calls-differ")
 def inner_module(env: Env, rng: random.Random) -> None:
+    """On some ranks other ones than on others."""
     x = env.draw(grad=True)
-    a = env.model.first(x)
-    b = env.model.last(torch.tanh(env.model.first(x)))
-    (env.loss(x) + loss_of(a) + loss_of(b, 1)).backward()
+    loss = env.loss(x) + loss_of(env.model.first(x))
+    if env.rank in env.some:
+        loss = loss + loss_of(env.model.last(torch.tanh(env.model.first(x))), 1)
+    loss.backward()
     env.note(x.grad)
 
 

@@ -353,8 +353,8 @@ def each_everyday(size: int, few: bool) -> list[Program]:
     return [
         Program("everyday", i, (events,) * 2, (form,), size, stage=stage, scale=scale, cast=cast, bucket=400)
         for i, (events, form, stage, scale, cast) in enumerate(cells)
-        # Of the eight of each row another one.
-        if not few or i % 8 == i // 8 * 3 % 8
+        # Of the eight of each row another one; and second derivatives where they are taken through collectives.
+        if not few or i % 8 == i // 8 * 3 % 8 or (events[0] == "products with hessians" and i % 8 == 6)
     ]
 
 
