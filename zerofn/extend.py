@@ -87,6 +87,7 @@ from zerofn.core.wrapper_names import buffers_in
 from zerofn.kernels.formulas import (
     LeafSums,
     at_most,
+    at_once,
     in_batches,
     moment_root,
     on_stacks,
@@ -272,6 +273,7 @@ __all__ = [
     "as_it_is",
     "as_transform",
     "at_most",
+    "at_once",
     "bad_leaves",
     "buffers_in",
     "certain",

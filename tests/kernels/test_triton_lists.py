@@ -26,7 +26,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 KINDS = st.integers(0, 2)
 # The result of each is the argument of others: a NaN, an infinity or a zero of either sign comes everywhere.
 STEPS = st.tuples(
-    st.sampled_from(sorted(list_programs.TORCH)),
+    st.sampled_from(sorted({*list_programs.TORCH} - {*list_programs.COMPARED, *list_programs.LOGICAL, "where"})),
     st.tuples(*[st.integers(0, 9)] * 3),
     st.floats(0.0078125, 4.0, width=16).map(lambda x: x if x != 1 else 1.5),
     KINDS,
@@ -54,6 +54,15 @@ def test_full_chunks_have_the_same_bits_as_ends(apart):
     steps = [("addcmul", (0, 1, 1), 0.25, 0), ("sqrt", (2, 0, 0), 0.5, 0), ("lerp", (0, 3, 0), 0.125, 1)]
     program = [0, 2 * 16384 + 5, 3], [0, 1], steps, 0, 1
     assert apart.submit(list_programs.compare, *program).result(timeout=limit()) == []
+
+
+@pytest.mark.parametrize("name", list_programs.FUNCTIONS)
+def test_a_function_of_lists_is_that_of_tensors(apart, name):
+    """Of floats, counts and bools; of many leaves by a table, and of numbers without one."""
+    for sizes in ([5, 0, 300], [1]):
+        for dtype in list_programs.DTYPES[:4]:
+            found = apart.submit(list_programs.compare_functions, name, dtype, sizes).result(timeout=limit())
+            assert found == [], (sizes, dtype)
 
 
 def test_sums_are_exact_to_float32(apart):
@@ -85,3 +94,7 @@ def test_compiled_for_an_h100_it_fuses_what_torch_fuses(compiling, kind):
     # The compiler knows that a product or a sum of two fp16 in fp32, rounded to fp16, is theirs in fp16.
     assert {"sqrt.rn.f32", "div.rn.f32", *(["mul.rn.f32", "add.rn.f32"] if kind != 2 else [])} <= found.keys()
     assert "fma.rn.f32" in fused and not [name for name in fused if name.startswith(("mul", "add")) and ".f32" in name]
+
+
+def test_functions_of_numbers_and_bools_are_compiled_for_an_h100(compiling):
+    assert compiling.submit(list_programs.compiled_functions).result(timeout=limit()) == []

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from virtual_cuda import LOG, Row
 
 import zerofn as zf
+from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
 from zerofn.extend import optimizer
 from zerofn.kernels import adam, formulas, triton_lists  # inside: which kernel is taken, and a kernel by itself
 
@@ -195,6 +196,16 @@ def counts(route: str, pipeline: str, leaves: int = 10, **how: Any) -> dict[str,
     }
 
 
+def within_backward(pipeline: str, most: int) -> tuple[int, list[str]]:
+    """Launches of a step of 148 leaves within backward if gradients wait for `most` bytes; and what has other bits."""
+    known = in_backward.TOGETHER
+    in_backward.TOGETHER = most
+    try:
+        return counts("attached", pipeline, 148, in_backward=True)["launches"], compare(pipeline, in_backward=True)
+    finally:
+        in_backward.TOGETHER = known
+
+
 def by_size(pipeline: str) -> list[int]:
     """Launches of `opt.step()` for eight leaves of 10 elements, and of a million."""
     found = []
@@ -249,10 +260,10 @@ class Apart(Many):
         return torch.stack([(p * x.to(p.device)).sum().cpu() for p in self.parameters()]).sum()
 
 
-def _trained(pipeline: str, device: str, kind: type[Many] = Many) -> dict[str, Tensor]:
+def _trained(pipeline: str, device: str, kind: type[Many] = Many, **how: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = kind(14).to(device)
-    opt = zf.attach(model, PIPELINES[pipeline]())
+    opt = zf.attach(model, PIPELINES[pipeline](), **how)
     for x in torch.randn(3):
         model(x.to(device).to(model.p000.dtype)).float().backward()
         opt.step(**({"weight": 3.0} if "weighted" in pipeline else {}))
@@ -269,15 +280,15 @@ def _tensors(x: Any, path: str = "") -> list[tuple[str, Tensor]]:
     return [row for key, value in x.items() for row in _tensors(value, f"{path}.{key}")] if isinstance(x, dict) else []
 
 
-def compare(pipeline: str, apart: bool = False, interpreted: bool = False) -> list[str]:
+def compare(pipeline: str, apart: bool = False, interpreted: bool = False, **how: Any) -> list[str]:
     """What differs from the same steps on the CPU; with `apart`, of leaves of which some stay there.
 
     With `interpreted` formulas are kernels of Triton's under its interpreter, which take a second each.
     """
     kind = Apart if apart else Many
-    here = _trained(pipeline, "cpu", kind)
+    here = _trained(pipeline, "cpu", kind, **how)
     with nullcontext() if interpreted else formulas_by_torch():
-        there = _trained(pipeline, "cuda", kind)
+        there = _trained(pipeline, "cuda", kind, **how)
     assert here.keys() == there.keys()
     if pipeline == "rmsprop":
         # A kernel rounds roots to nearest, torch on the CPU in some builds not.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._compat.tensors import foreach
 from .._errors import explain, kind_of
-from ..kernels.formulas import TensorList, in_place, write_where
+from ..kernels.formulas import TensorList, at_once, in_place, write_where
 from ..kernels.norms import leaf_norms
 from ..kernels.recording import concrete, number
 from .layout import Layout, Leaves
@@ -280,9 +280,14 @@ class Context:
         self.written.add(self.prefix)
         if self.choosing is None:
             return old.copy_(new)
-        several: Any = old, new
-        olds, news = (x.tensors if isinstance(x, TensorList) else [x] for x in several)
-        write_where(self.choosing, olds, news)
+        several: Any = old
+        if isinstance(several, TensorList) and new is not old:
+            # What a formula returns as it was may have no elements.
+            chosen: Any = torch.where(self.choosing, new.to(old.dtype), old)
+            several.copy_(chosen)
+        if isinstance(several, TensorList):
+            return old
+        write_where(self.choosing, [old], [new])
         return old
 
     def number(self, x: Any) -> Any:
@@ -450,10 +455,16 @@ class Context:
         found = self.total(listed, rows).split(lengths)
         return {path: x.to(row) for (path, row), x in zip(rows.items(), found, strict=True)}
 
-    def report(self, name: str, value: Any) -> None:
+    def report(self, name: str, value: Any, own: bool = False, of: Callable[[Tensor], Tensor] | None = None) -> None:
         """Show a number in the step's metrics. If several have one name the first one counts, before any clipping.
 
         For its derivative the number must be made of results of `total` and `replicated`.
+
+        Args:
+            name: of the metric.
+            value: the number.
+            own: whether this tensor is made for the metric alone, and so need not be copied.
+            of: what is shown of a tensor, such as its root.
         """
         given = value
         if isinstance(value, float):
@@ -465,11 +476,12 @@ class Context:
             held = self.standing[name]
             if isinstance(held, Tensor):
                 held = held.to(value.device, value.dtype)
-            else:
-                # Filled there: a copy of a number to a GPU would wait.
-                held = torch.full((), held, dtype=value.dtype, device=value.device)
-            value = torch.where(self.comes.to(value.device), value, held)
-        elif value is given:
+            elif not value.is_floating_point():
+                held = int(held)
+            (value,) = at_once(_standing, self.comes.to(value.device), value, held, of)
+        elif of is not None:
+            value = of(value)
+        elif value is given and not own:
             # As it is now: a state is written later, and a rate that is the user's tensor is filled with others.
             value = value.clone()
         if self.recorded and value.is_floating_point():
@@ -498,6 +510,15 @@ class Context:
         return replace(self, prefix=f"{self.prefix}{name}.")
 
 
+def _standing(comes: Any, value: Any, held: Any, of: Any) -> list[Any]:
+    """A metric of a step that comes, else one of a step before, maybe a number."""
+    value = value if of is None else of(value)
+    if isinstance(value, Tensor) and not isinstance(held, Tensor):
+        # Filled there: a copy of a number to a GPU would wait.
+        held = torch.full((), held, dtype=value.dtype, device=value.device)
+    return [torch.where(comes, value, held)]
+
+
 def missing_number(name: str, who: str) -> ValueError:
     """The error for a step without a number that a transform wants."""
     right = f"opt.step({name}=...), zf.update(tx, grads, state, {name}=...)"
@@ -519,6 +540,7 @@ class Prepared:
         close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
             is gathered bucket by bucket, while a bucket is in the cache for its update.
         given: means over a window of the numbers that a step is given, for the transforms behind.
+        chosen: names of entries in `state` that are as they were where `Context.choosing` is false.
         carries_state: whether the carry has the state, as that of a chain has the states of its transforms. Then each
             call of the update half is handed the state of all leaves, and returns entries of all leaves.
     """
@@ -528,6 +550,7 @@ class Prepared:
     emit: bool | Tensor = True
     close: Callable[[], None] | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
+    chosen: Collection[str] = ()
     carries_state: bool = False
 
 

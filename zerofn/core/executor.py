@@ -371,7 +371,11 @@ class Segment:
                 for key, x in p.state.items():
                     # Of an entry into which its update has written as well, only what was prepared is taken from here.
                     merged[key] = x if isinstance(x, Tensor) else overlaid(merged.get(key), moved(x, old.get(key)))
-                new[part.name] = select(emitted, merged, old) if emitted is not True else merged
+                if emitted is not True:
+                    merged |= select(
+                        emitted, *({k: x for k, x in of.items() if k not in p.chosen} for of in (merged, old))
+                    )
+                new[part.name] = merged
             emitted = emitted if p.emit is True else both(emitted, p.emit)
         return new, emitted
 
@@ -473,9 +477,9 @@ def _prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: C
             ctx.report("grad_norm", root(ctx.reduction.total(added, found)))
         elif not ctx.norms.found:
             # The norm of all leaves takes less time, and a GPU fewer launches, than the norm of each.
-            ctx.report("grad_norm", ctx.reduction.total(squared_norm_unrecorded, ctx.norms.requests).sqrt())
+            ctx.report("grad_norm", ctx.reduction.total(squared_norm_unrecorded, ctx.norms.requests), of=torch.sqrt)
         else:
-            ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, ctx.norms.all()).sqrt())
+            ctx.report("grad_norm", ctx.reduction.total(sum_of_squares, ctx.norms.all()), of=torch.sqrt)
 
     return Prepared(found, close=close)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from operator import is_, methodcaller
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
-from .._compat.tensors import foreach, foreach_add, viewed
+from .._compat.tensors import foreach, foreach_add
 from .._errors import explain
 from ..kernels.formulas import NotOnLists, TensorList, batches, computed, on_lists, once
 from ..kernels.norms import squared_norm
@@ -23,7 +22,7 @@ from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .facts import Facts, Scope
 from .layout import Layout, Leaves
-from .state import counter, counters
+from .state import counter, counters, whole
 from .transform import OfTensors, ScalarOrSchedule, Transform, TransformState
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -79,7 +78,7 @@ class LeafList:
         shared: state that all leaves share, by name; only read.
         norms: an empty list where a metric needs the norms of the gradients. A kernel that computes them anyway appends
             one for each; otherwise another pass does.
-        skip: a 0-d bool tensor of the device: where it is true nothing is written. For a `device_kernel`.
+        comes: a 0-d bool tensor of the device: where it is false nothing is written. For a `device_kernel`.
     """
 
     params: list[Tensor]
@@ -92,7 +91,7 @@ class LeafList:
     numbers: Numbers = field(default_factory=dict)
     shared: TransformState = field(default_factory=dict)
     norms: list[float] | None = None
-    skip: Tensor | None = None
+    comes: Tensor | None = None
 
     def where(self, chosen: list[bool]) -> LeafList:
         """The leaves for which `chosen` is true; norms are not asked for of a part."""
@@ -103,7 +102,7 @@ class LeafList:
         slots = {name: pick(entries) for name, entries in self.slots.items()}
         count = torch.stack(pick([*self.count])) if isinstance(self.count, Tensor) else self.count
         lists = pick(self.params), pick(self.grads), slots, count, self.lr, pick(self.paths), pick(self.offsets)
-        return LeafList(*lists, self.numbers, self.shared, skip=self.skip)
+        return LeafList(*lists, self.numbers, self.shared, comes=self.comes)
 
 
 class Given(NamedTuple):
@@ -142,21 +141,24 @@ def one_more(counts: Leaves, paths: Collection[str], ctx: Context) -> Leaves:
     """Counts of these leaves plus one, by one `foreach` call: single additions show in a step of many small leaves."""
     before = list(map(counts.__getitem__, paths))
     if ctx.unread and before:
-        return dict(zip(paths, _counted(before, ctx), strict=True))
+        return dict(zip(paths, _counted_unread(before, ctx), strict=True))
     after = [c + 1 for c in before] if ctx.recorded or not before else foreach_add(before, 1)
     return dict(zip(paths, after, strict=True))
 
 
-def _counted(before: list[Tensor], ctx: Context) -> list[Tensor]:
+def _counted_unread(before: list[Tensor], ctx: Context) -> list[Tensor]:
     """Counts that nobody reads, plus one if the step counts; in their memory if that is donated."""
-    comes = ctx.choosing
-    # A list: torch would read a single 0-d tensor as a number.
-    one: Any = 1 if comes is None else [comes.to(before[0])] * len(before)
-    if not ctx.donate:
-        return foreach("add", before, one)
-    ctx.written.add(ctx.prefix)
-    foreach("add_", before, one)
-    return before
+    one: Any = 1 if ctx.choosing is None else ctx.choosing
+    together = whole(before)
+    if ctx.donate:
+        ctx.written.add(ctx.prefix)
+        if together is not None:
+            together.add_(one)
+        else:
+            # A list: torch would read a single 0-d tensor as a number.
+            foreach("add_", before, [one.to(before[0])] * len(before) if isinstance(one, Tensor) else one)
+        return before
+    return [*((torch.stack(before) if together is None else together) + one).unbind()]
 
 
 def next_counts(counts: Leaves, paths: Collection[str]) -> tuple[dict[int, list[str]], list[int], Tensor | None]:
@@ -169,10 +171,8 @@ def next_counts(counts: Leaves, paths: Collection[str]) -> tuple[dict[int, list[
         elements, if there is one.
     """
     before = list(map(counts.__getitem__, paths))
-    whole = viewed(before[0]) if before else None
-    if whole is not None and not (whole.shape == (len(before),) and all(map(is_, map(viewed, before), repeat(whole)))):
-        whole = None
-    numbers: Any = None if whole is None else whole.tolist()
+    together = whole(before)
+    numbers: Any = None if together is None else together.tolist()
     if numbers is None or len(set(numbers)) > 1:
         # In the order of paths. `item` of each takes a third of the time of `torch.stack(...).tolist()`.
         numbers = list(map(Tensor.item, before))
@@ -182,19 +182,12 @@ def next_counts(counts: Leaves, paths: Collection[str]) -> tuple[dict[int, list[
     else:
         for path, n in zip(paths, numbers, strict=True):
             groups.setdefault(n + 1, []).append(path)
-    return groups, numbers, whole
+    return groups, numbers, together
 
 
-def by_count(counts: dict[str, Tensor]) -> dict[int, list[str]]:
-    """Paths of leaves by their count; nearly always all leaves have the same one."""
-    # Counts are 0-d CPU tensors: `item` of each takes a third of the time of `torch.stack(...).tolist()`.
-    numbers = list(map(Tensor.item, counts.values()))
-    if len(set(numbers)) == 1:
-        return {numbers[0]: list(counts)}  # type: ignore[dict-item]
-    groups: dict[int, list[str]] = {}
-    for path, n in zip(counts, numbers, strict=True):
-        groups.setdefault(n, []).append(path)  # type: ignore[arg-type]
-    return groups
+def by_count(counts: Leaves) -> dict[int, list[str]]:
+    """Paths of leaves by their count."""
+    return {n - 1: paths for n, paths in next_counts(counts, counts)[0].items()}
 
 
 def each(
@@ -510,7 +503,7 @@ def optimizer(
         graph_kernel: the kernel in a compiled graph, if it is another one: it calls an operator that `torch.library`
             knows, `count` is a tensor of the shape `(leaves,)`, and numbers may be tensors.
         device_kernel: the kernel where counts are on the device and nobody reads them (`Context.unread`): `count` is a
-            tensor of the shape `(leaves,)`, the rate may be a 0-d tensor, and `skip` says whether to write nothing.
+            tensor of the shape `(leaves,)`, the rate may be a 0-d tensor, and `comes` says whether to write.
             Otherwise the formula is computed there.
         pulled: the hand-written derivative of the formula, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`. It
             takes cotangents of the new parameter and slots, the old parameter, the gradient and the new slots, and
@@ -621,7 +614,9 @@ class _OptimizerUpdate:
             (rate,) = once(rate)
             rate, numbers = ctx.replicated(rate), {key: ctx.replicated(x) for key, x in numbers.items()}
         ctx.report("lr", rate)
-        return Prepared(carry=(rate, numbers), state={"step": step + 1})
+        if ctx.unread and ctx.choosing is not None:
+            return Prepared((rate, numbers), {"step": step + ctx.choosing}, chosen=("step",))
+        return Prepared((rate, numbers), {"step": step + 1})
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
         kernel, pulled, derived = self.kernel, self.pulled, self.derived
@@ -634,8 +629,8 @@ class _OptimizerUpdate:
             groups, before, together = next_counts(state["count"], grads)
             new, own = _in_place(kernel, groups.items(), given)
             # Behind the kernel: one that refuses its arguments leaves them as they are.
-            whole = together is not None and len(before) == len(state["count"]) and not together.is_inference()
-            if together is not None and whole and ctx.donate:
+            all_of_them = together is not None and len(before) == len(state["count"]) and not together.is_inference()
+            if together is not None and all_of_them and ctx.donate:
                 # Of all leaves. A new tensor for each takes longer than the update of a small leaf.
                 together.add_(1)
                 counts = state["count"]
@@ -676,9 +671,10 @@ class _OptimizerUpdate:
         ctx = given.ctx
         if self.device_kernel is None or not given.grads or any(isinstance(x, Tensor) for x in given.numbers.values()):
             return _by_formula(self.formula, self.derived, given, self.of_lists, self.of_norms)
-        comes = ctx.choosing
-        counts, skip = torch.stack(list(given.counts.values())), None if comes is None else ~comes
-        return _in_place(self.device_kernel, [(counts, list(given.grads))], given, skip)
+        each = list(given.counts.values())
+        together = whole(each)
+        counts = torch.stack(each) if together is None else together
+        return _in_place(self.device_kernel, [(counts, list(given.grads))], given, ctx.choosing)
 
 
 def _groups(operator: Operator, given: Given) -> list[tuple[Any, list[str]]] | None:
@@ -695,7 +691,7 @@ def _groups(operator: Operator, given: Given) -> list[tuple[Any, list[str]]] | N
 _CLONE = methodcaller("clone")  # of a tensor, or of codes
 
 
-def _listed(group: list[str], count: Any, given: Given, skip: Tensor | None = None) -> LeafList:
+def _listed(group: list[str], count: Any, given: Given, comes: Tensor | None = None) -> LeafList:
     """Leaves as lists for a kernel, which writes parameters and slots: copies of the old ones unless donated."""
     grads, params, slots, _, lr, numbers, common, ctx = given
     # By `map` over C functions: this runs for every leaf in every step.
@@ -710,17 +706,17 @@ def _listed(group: list[str], count: Any, given: Given, skip: Tensor | None = No
     # Norms are requested of tensors: one that a member of a group has changed is another.
     asked = ctx.norms.requests if ctx.norms is not None else {}
     norms = [] if asked and all(map(is_, map(asked.get, group), gradients)) else None
-    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms, skip)
+    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms, comes)
 
 
 def _in_place(
-    kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given, skip: Tensor | None = None
+    kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given, comes: Tensor | None = None
 ) -> tuple[Leaves, TransformState]:
     """New parameters and slots by a kernel on lists, in the memory of the old ones if that is donated."""
     new: Leaves = {}
     own: TransformState = {}
     for count, group in groups:
-        leaves = _listed(group, count, given, skip)
+        leaves = _listed(group, count, given, comes)
         if given.ctx.donate:
             given.ctx.written.add(given.ctx.prefix)
         kernel(leaves)
@@ -843,9 +839,6 @@ def _on_lists(
         except NotOnLists:
             # Nothing of this batch is written yet, since a formula writes none of its arguments.
             continue
-        if ctx.choosing is not None:
-            # All of it before any is written: a list that is chosen from is computed where it is written.
-            computed(x, *after.values())
         written: Any = x if lr is None else ctx.into(p, x)
         kept: dict[str, Any] = {slot: ctx.into(old[slot], after[slot]) for slot in slots}
         computed(written, *kept.values())

@@ -28,7 +28,7 @@ from .layout import Layout, Leaf, Leaves, Placement, canonical
 from .number_graphs import check_numbers
 from .returned_values import COMPARED, CheckedUpdate, Comparing, own_prepared, own_start
 from .spec import Station
-from .state import State, counter
+from .state import State, counter, whole
 from .survey import (
     NEEDED,
     at_views,
@@ -308,15 +308,20 @@ def with_counters_on_device(pipe: Pipeline, state: State, first: int | None = No
     for part in pipe.parts[first or 0 :]:
         if part.name in own:
             own[part.name] = {
-                key: x if key in part.facts.constant else tree_map(lambda x: _moved(x, device), x)
-                for key, x in own[part.name].items()
+                key: x if key in part.facts.constant else _moved(x, device) for key, x in own[part.name].items()
             }
     micro_step = state.micro_step.to(device) if first is None else state.micro_step
     return replace(state, transforms=own, step=state.step.to(device), micro_step=micro_step)
 
 
-def _moved(x: Any, device: torch.device | None) -> Any:
-    return x.to(device) if isinstance(x, Tensor) and x.is_cpu else x
+def _moved(x: Any, device: torch.device) -> Any:
+    """Tensors of a state, on a device; counters of leaves that are one tensor stay one."""
+    if isinstance(x, dict):
+        together = whole(list(x.values())) if all(isinstance(y, Tensor) for y in x.values()) else None
+        if together is not None:
+            return dict(zip(x, _moved(together, device).unbind(), strict=True))
+        return {key: _moved(y, device) for key, y in x.items()}
+    return tree_map(lambda y: y.to(device) if isinstance(y, Tensor) and y.is_cpu else y, x)
 
 
 def _check_shards(pipe: Pipeline, stored: Leaves, states: dict[str, TransformState]) -> None:

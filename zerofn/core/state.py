@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, ItemsView, Iterator, KeysView, Mapping, MutableMapping, ValuesView
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterator,
+    KeysView,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    ValuesView,
+)
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import repeat
+from operator import is_
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +27,7 @@ from torch import Tensor
 
 from .._compat.functorch import innermost, innermost_transform, is_wrapped, register_pytree_node
 from .._compat.saved_states import state_from
+from .._compat.tensors import viewed
 from .._errors import bad_leaves, explain, kind_of
 from ..kernels.recording import recorded
 from .facts import AVERAGE
@@ -184,6 +197,14 @@ def counter(x: int = 0) -> Tensor:
 def counters(paths: Collection[str]) -> Leaves:
     """A counter for each of these leaves: the elements of one tensor, so that all of them are read at once."""
     return dict(zip(paths, torch.zeros(len(paths), dtype=torch.int64).unbind(), strict=True))
+
+
+def whole(counts: Sequence[Tensor]) -> Tensor | None:
+    """The tensor of which these counters are all elements, in their order; `None` if there is none."""
+    found = viewed(counts[0]) if counts else None
+    if found is None or found.shape != (len(counts),) or not all(map(is_, map(viewed, counts), repeat(found))):
+        return None
+    return found
 
 
 @dataclass(frozen=True, eq=False)

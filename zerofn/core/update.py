@@ -13,13 +13,14 @@ from torch import Tensor
 
 from .._compat.functorch import behind, differentiating, functorch_active, is_wrapped, levels, vmap_level
 from .._errors import bad_leaves, explain
+from ..kernels.formulas import at_once
 from .context import Context
 from .executor import finish, run
 from .layout import Leaf, Leaves
 from .pipeline import Pipeline, init_transforms, on_one_gpu
 from .returned_values import check_readable, misshapen
 from .state import State
-from .tree import Tree, flatten, select, tree_map, tree_paths
+from .tree import Tree, flatten, tree_map, tree_paths
 
 Metrics = dict[str, Tensor]
 
@@ -129,8 +130,12 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
             right = "state = zf.init(tx, params) with this very tx"
             raise ValueError(bad_leaves("the state was made by another pipeline", wrong, right)) from error
         raise
-    step = state.step + 1
-    step = step if emitted is True else select(emitted, step, state.step)
+    # The metric is a copy: `load_state_dict` writes into the entry of the state.
+    if emitted is True:
+        step = state.step + 1
+        told = step.clone()
+    else:
+        step, told = at_once(lambda n, due: [n + due, n + due], state.step, emitted)
     if ctx.looks:
         pipe.looked()
     copies = ctx.begun_copies(copies) if ctx.under_way else copies
@@ -141,7 +146,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
         # A replay of the step reads and writes the same memory. The counter is another object, which has no mark.
         after = tree_map(_in_memory_of, state, after)
         after = replace(after, micro_step=after.micro_step.detach())
-    shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": step}
+    shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": told}
     if "skipped" not in ctx.metrics:
         shown["skipped"] = torch.full((), False)
     return after, {**shown, **ctx.metrics}

@@ -554,8 +554,6 @@ class Attachment:
                 metrics = self._update(grads, weight, rates, numbers, given)
             else:
                 metrics = self._finish(early, grads)
-            # The others are copies already. This one is an entry of the state, into which `load_state_dict` writes.
-            metrics["step"] = metrics["step"].detach().clone()
             # Where only a GPU knows whether the step was skipped, values are written that may not have changed.
             updated = metrics["updated"]
             if home.refreshing and (home.reads or not updated.is_cpu or bool(updated)):

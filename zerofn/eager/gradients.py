@@ -209,7 +209,8 @@ class GradientHooks:
         """Update a leaf. Its gathered copies become out of date, also those of an evaluation before the step."""
         check_readable({path: grad}, self.params)
         with nullcontext() if self.units is None else self.units.updating(path):
-            to.arrived(path, grad)
+            # What is gathered must not change later.
+            to.arrived(path, grad, alone=self.units is not None)
 
     def _hold(self, path: str, grad: Tensor) -> None:
         """Keep a gradient until all ranks are at a step, because nothing can be added to one that was used.

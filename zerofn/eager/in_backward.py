@@ -1,5 +1,8 @@
 """The update in backward: each leaf is updated as soon as its gradient has arrived, and the gradient is freed.
 
+On a GPU, where the host needs longer for a leaf's launches than the device, leaves wait for each other until their
+gradients have `TOGETHER` bytes, or backward ends.
+
 Every update half must treat leaves alone. The user asks for it by an argument, and no pipeline implies it: an
 exception half-way through backward leaves some leaves updated and others not, and `p.grad` is never seen. Ctrl-C
 comes between two leaves.
@@ -15,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compat.autograd import at_end_of_backward, in_backward
 from .._errors import explain
 from .._interrupts import interrupts_held
 from ..core.context import Context
@@ -31,6 +36,10 @@ from ..core.survey import effect
 from ..core.transform import Transform
 from ..core.update import refuse_capture
 from .current_state import CurrentState
+
+_BYTES = attrgetter("nbytes")
+# Bytes of gradients of a GPU that wait for each other: by so much more the peak may be.
+TOGETHER = 1 << 25
 
 
 def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
@@ -99,21 +108,35 @@ class InBackward:
         # Into the state from before the step.
         self.copies: tuple[Any, ...] = ()
         self.done: set[str] = set()
+        # Gradients of leaves that are updated together.
+        self.waiting: dict[str, Tensor] = {}
         # Whether the step is being given up: a second gradient of a leaf that still arrives is then dropped.
         self.closing = False
 
-    def arrived(self, path: str, grad: Tensor) -> None:
-        """Update one leaf. Ctrl-C waits until that is done, and comes between two leaves.
+    def arrived(self, path: str, grad: Tensor, alone: bool = False) -> None:
+        """Update one leaf, or let it wait for others. Ctrl-C comes between two leaves.
+
+        Args:
+            path: of the leaf.
+            grad: its gradient.
+            alone: whether it is updated at once on a GPU too.
 
         Raises:
             RuntimeError: it has been updated since the last `step`.
         """
         with interrupts_held(), torch.no_grad():
-            self._update(path, grad)
+            self._begin(path, grad)
+            if path in self.done or path in self.waiting:
+                return
+            self.waiting[path] = grad
+            if alone or not grad.is_cuda or not in_backward() or sum(map(_BYTES, self.waiting.values())) >= TOGETHER:
+                self._update()
+            elif len(self.waiting) == 1:
+                at_end_of_backward(self.update)
 
-    def _update(self, path: str, grad: Tensor) -> None:
-        """Update one leaf; recorded in a step that looks for what users' functions have from elsewhere."""
-        if path in self.done:
+    def _begin(self, path: str, grad: Tensor) -> None:
+        """Begin the step with its first gradient; refuse a second gradient of a leaf."""
+        if path in self.done or path in self.waiting:
             if self.closing:
                 return
             raise RuntimeError(
@@ -134,18 +157,30 @@ class InBackward:
             self.copies = state.copies_on_device()
             with torch.set_grad_enabled(self.ctx.looks):
                 self.under_way = Segment(self.parts, state.arriving, leaves, self.ctx)
-        stored, ctx = state.leaves[path], self.under_way.ctx
+
+    def update(self) -> None:
+        """Update the leaves that wait."""
+        with interrupts_held(), torch.no_grad():
+            self._update()
+
+    def _update(self) -> None:
+        """Update leaves; recorded in a step that looks for what users' functions have from elsewhere."""
+        grads, self.waiting = self.waiting, {}
+        if not grads or self.under_way is None:
+            return
+        stored, ctx = {path: self.current.state.leaves[path] for path in grads}, self.under_way.ctx
         ctx.written.clear()
         try:
             with torch.set_grad_enabled(ctx.looks):
-                new = self.under_way.feed({path: grad}, {path: stored}).get(path)
+                new = self.under_way.feed(grads, stored)
         except BaseException:
             if ctx.written:
                 self.current.tear()
             raise
-        if new is not None and new is not stored:
-            stored.copy_(new)
-        self.done.add(path)
+        for path, x in new.items():
+            if x is not stored[path]:
+                stored[path].copy_(x)
+        self.done.update(grads)
 
     def wait_for_copies(self) -> None:
         """Wait for the copies into the state that updates so far have begun."""
@@ -154,6 +189,7 @@ class InBackward:
 
     def finish(self) -> dict[str, Tensor]:
         """Close the step: write the counters and the leaves' state entries. Return its metrics."""
+        self.update()
         state = self.current.state
         if self.ctx is None or self.under_way is None:
             raise ValueError(
@@ -179,7 +215,12 @@ class InBackward:
             self.pipe.looked()
         step = state.step + 1
         self.current.state = State(state.leaves, transforms, step, state.micro_step + 1, state.layout, copies)
-        metrics = {"updated": torch.tensor(True), "step": step, "skipped": torch.tensor(False), **self.ctx.metrics}
+        metrics = {
+            "updated": torch.tensor(True),
+            "step": step.clone(),
+            "skipped": torch.tensor(False),
+            **self.ctx.metrics,
+        }
         self.forget()
         return metrics
 
@@ -187,6 +228,8 @@ class InBackward:
         """Close the step without counting it. A leaf that was updated keeps its update, its moments and its count."""
         if self.under_way is None:
             return
+        # Other ranks may have updated them.
+        self.update()
         state = self.current.state
         self.wait_for_copies()
         found, _ = self.under_way.states()
@@ -199,6 +242,7 @@ class InBackward:
         """Drop the step that has begun."""
         self.ctx = self.under_way = None
         self.done.clear()
+        self.waiting.clear()
 
 
 def _by_leaf(old: Any, new: Any, paths: set[str]) -> Any:

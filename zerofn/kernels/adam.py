@@ -18,7 +18,7 @@ from zerofn._compat.functorch import while_traced
 from zerofn._compat.tensors import has_triton
 from zerofn._errors import explain
 from zerofn.kernels import native as _native
-from zerofn.kernels.formulas import moment_root, once
+from zerofn.kernels.formulas import at_once, moment_root, once
 from zerofn.kernels.fused_adam import check_step, not_wrapped
 from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.recording import differentiated, operator, straight_through
@@ -71,15 +71,31 @@ def scalars(step: Any, *numbers: Any) -> Scalars:
     Computed in double and rounded to float32 once. Tensors stay on their device and inside vmap.
     """
     step, lr, beta1, beta2, eps, weight_decay = (x.double() if isinstance(x, Tensor) else x for x in (step, *numbers))
-    spread = (1 - beta2**step) ** 0.5
-    rate = lr * spread / (1 - beta1**step)
-    decay = lr * weight_decay
-    values = (beta2, 1 - beta1, 1 - beta2, rate, eps * spread, 1 - decay, decay)
+    values = _values(beta1**step, beta2**step, lr, beta1, beta2, eps, weight_decay)
     if torch.compiler.is_compiling():
         # All as tensors: the compiler would make a tensor of any float that differs between two pipelines, and
         # recompile.
         return Scalars(*once(*(torch.as_tensor(x, dtype=torch.float64).float() for x in values)))
     return Scalars(*(x.float() if isinstance(x, Tensor) else c_float(x).value for x in values))
+
+
+def _values(power1: Any, power2: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any) -> tuple[Any, ...]:
+    spread = (1 - power2) ** 0.5
+    rate = lr * spread / (1 - power1)
+    decay = lr * weight_decay
+    return beta2, 1 - beta1, 1 - beta2, rate, eps * spread, 1 - decay, decay
+
+
+def _scalars_of_leaves(steps: Tensor, lr: Any, beta1: float, beta2: float, eps: float, weight_decay: float) -> Scalars:
+    """The scalars of the updates of several leaves, each of the shape `(leaves,)`."""
+    numbers = beta1, beta2, eps, weight_decay
+    wide, rate = steps.double(), lr.double() if isinstance(lr, Tensor) else lr
+
+    def each(step: Any, power1: Any, power2: Any) -> list[Any]:
+        zero = step - step
+        return [(zero + x).to(torch.float32) for x in _values(power1, power2, rate, *numbers)]
+
+    return Scalars(*at_once(each, wide, beta1**wide, beta2**wide))
 
 
 class Mode(NamedTuple):
@@ -179,7 +195,7 @@ class Settings(NamedTuple):
     beta1: float
     seed: int
     form: Any  # of the random draws
-    skip: Tensor | None = None  # an int64 of the device: nothing is written if it is not 0
+    comes: Tensor | None = None  # a bool of the device: nothing is written if it is false
 
     def of_entry(self, i: int) -> Settings:
         """The settings of one entry, where each has a step of its own (`adam_on_device`)."""
@@ -288,7 +304,7 @@ def run_unchunked(leaves: Leaves, settings: Settings) -> None:
         found = formula_on_entry(leaves, i, settings.of_entry(i))
         for old, new in zip(column, found, strict=True):
             if old is not None and new is not None:
-                old.copy_(new if settings.skip is None else torch.where(settings.skip[0] != 0, old, new))
+                old.copy_(new if settings.comes is None else torch.where(settings.comes, new, old))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -412,14 +428,12 @@ def _launch(leaves: Leaves, settings: Settings, norms: bool = False) -> list[Ten
     stride = stride_of(stride)
     numbers: Any = [_readable(x) for x in settings.scalars]
     if isinstance(step, Tensor) and step.ndim:
-        # A row for each leaf; the eighth number is nothing.
-        numbers = [x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in (*numbers, 0.0)]
-        numbers = torch.stack([x.expand(len(step)) for x in numbers], 1)
+        numbers = torch.stack(numbers)
     elif any(isinstance(x, Tensor) for x in numbers):
         # Filled on the device: a copy of a number to it could wait.
         numbers = torch.stack([x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in numbers])
     words = (x.to(torch.int64).reshape(-1) if isinstance(x, Tensor) else x for x in (step, settings.seed, stride))
-    given = module.Numbers(*words, numbers, settings.skip)
+    given = module.Numbers(*words, numbers, settings.comes)
     roundings = module.Roundings(*settings.mode(leaves.dtypes(0)))
     return module.run(leaves.tensors, leaves.keys, leaves.offsets, given, roundings, norms)
 
@@ -743,7 +757,7 @@ def adam_on_device(
     keys: Sequence[int],
     offsets: Sequence[int],
     form: Any,
-    skip: Tensor | None = None,
+    comes: Tensor | None = None,
     norms: list[Any] | None = None,
 ) -> None:
     """As `adam_`, where the numbers of the updates are on the device: on a GPU the host reads none.
@@ -751,21 +765,20 @@ def adam_on_device(
     Args:
         steps: the number of this update for each leaf, of the shape `(leaves,)`.
         lr: a number or a 0-d tensor.
-        skip: a 0-d bool tensor; nothing is written where it is true.
+        comes: a 0-d bool tensor; nothing is written where it is false.
     """
     numbers: Any = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, rounding=rounding, seed=seed)
     draws: Any = dict(keys=keys, offsets=offsets)
     if steps.is_cpu:
-        if skip is None or not skip.item():
+        if comes is None or comes.item():
             _by_step(list(map(list, lists)), steps.tolist(), lr=lr, form=form, **numbers, **draws)
         return
     params, grads, exp_avgs, exp_avg_sqs, *rest = lists
     used = rest[0] if rounding == "kahan" else None
     leaves = Leaves(params, grads, exp_avgs, exp_avg_sqs, used, keys, offsets)
     _check(leaves, 1, rounding, form, "auto", "adam_")
-    flags = None if skip is None else skip.to(torch.int64).reshape(1)
-    scalars_of_leaves = scalars(steps, lr, beta1, beta2, eps, weight_decay)
-    settings = Settings(steps, scalars_of_leaves, rounding, beta1, seed, form, flags)
+    scalars_of_leaves = _scalars_of_leaves(steps, lr, beta1, beta2, eps, weight_decay)
+    settings = Settings(steps, scalars_of_leaves, rounding, beta1, seed, form, comes)
     _run(implementation_for(params), leaves, settings, False, norms)
 
 

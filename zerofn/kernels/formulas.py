@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import c_float
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -217,6 +218,8 @@ class TensorList:
             name += "" if out is None else "_"
             if out is not None and out is not first:
                 raise NotOnLists(f"{name}(out=)")
+        if name == "where":
+            return _where(*args, **kwargs)
         if name in ("add", "mul") and not isinstance(first, TensorList):
             args = args[1], first
         if not isinstance(args[0], TensorList) or name not in _METHODS:
@@ -289,9 +292,9 @@ class TensorList:
         return self._with("mul", self)
 
     def pow(self, exponent: Any) -> TensorList:
-        if exponent != 2:
+        if exponent not in (2, 0.5):
             raise NotOnLists("pow")
-        return self.square()
+        return self.square() if exponent == 2 else self.sqrt()
 
     def reciprocal(self) -> TensorList:
         return self._with("reciprocal")
@@ -305,7 +308,15 @@ class TensorList:
     def abs(self) -> TensorList:
         return self._with("abs")
 
+    def where(self, condition: Any, other: Any) -> TensorList:
+        return _where(condition, self, other)
+
+    def logical_not(self) -> TensorList:
+        return TensorList(self.like, Term("logical_not", (_truth(self),), torch.bool))
+
     def sum(self) -> LeafSums:
+        if not self.dtype.is_floating_point:
+            raise NotOnLists("a count")
         return LeafSums(self)
 
     def add_(self, other: Any, *, alpha: Any = 1) -> TensorList:
@@ -353,20 +364,60 @@ class TensorList:
     def __abs__(self) -> TensorList:
         return self.abs()
 
+    def __lt__(self, other: Any) -> TensorList:
+        return self._compared("lt", other)
+
+    def __le__(self, other: Any) -> TensorList:
+        return self._compared("le", other)
+
+    def __gt__(self, other: Any) -> TensorList:
+        return self._compared("gt", other)
+
+    def __ge__(self, other: Any) -> TensorList:
+        return self._compared("ge", other)
+
+    def __eq__(self, other: Any) -> TensorList:  # type: ignore[override]
+        return self._compared("eq", other)
+
+    def __ne__(self, other: Any) -> TensorList:  # type: ignore[override]
+        return self._compared("ne", other)
+
+    def __and__(self, other: Any) -> TensorList:
+        return TensorList(self.like, Term("logical_and", (_truth(self), _truth(other)), torch.bool))
+
+    def __or__(self, other: Any) -> TensorList:
+        return TensorList(self.like, Term("logical_or", (_truth(self), _truth(other)), torch.bool))
+
+    def __invert__(self) -> TensorList:
+        return self.logical_not()
+
     def _refused(self, *_: Any) -> Any:
         raise NotOnLists("an operator")
 
     # Python looks these up in the class, and has answers of its own where there are none.
-    __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __rtruediv__ = __hash__ = _refused  # type: ignore[assignment]
-    __lt__ = __le__ = __gt__ = __ge__ = __matmul__ = __float__ = _refused
+    __bool__ = __len__ = __iter__ = __getitem__ = __rtruediv__ = __hash__ = _refused  # type: ignore[assignment]
+    __matmul__ = __float__ = _refused
 
     def _with(self, name: str, *others: Any) -> TensorList:
         """The operation `name` of this list and others, or numbers: in the dtype of this one."""
-        terms = list(map(_argument, others))
+        if not (self.dtype.is_floating_point or (self.dtype in _WHOLE and name in _OF_INTEGERS)):
+            raise NotOnLists(f"{name} of {self.dtype}")
+        terms = [_argument(x, self.dtype) for x in others]
         wide = [x.dtype for x in terms if isinstance(x, Term) and x.name != "scalar"]
         if any(torch.promote_types(self.dtype, dtype) != self.dtype for dtype in wide):
             raise NotOnLists("a wider dtype")
+        if name == "sub" and torch.bool in wide:
+            raise NotOnLists("a bool that is subtracted")
         return TensorList(self.like, Term(name, (self.term, *terms), self.dtype))
+
+    def _compared(self, name: str, other: Any) -> TensorList:
+        """A list of bools."""
+        if self.dtype is torch.bool:
+            raise NotOnLists(f"{name} of bools")
+        given = _argument(other, self.dtype)
+        if isinstance(given, Term) and given.dtype != self.dtype:
+            raise NotOnLists(f"{name} of two dtypes")
+        return TensorList(self.like, Term(name, (self.term, given), torch.bool))
 
 
 class LeafSums:
@@ -387,6 +438,9 @@ class LeafSums:
 
 
 _METHODS = {name for name in vars(TensorList) if not name.startswith("_")} - {"dtype", "device", "tensors", "pending"}
+# In which integers lists are computed, and what of them stays an integer.
+_WHOLE = {torch.int64}
+_OF_INTEGERS = {"add", "sub", "mul", "neg", "abs", "clamp_min", "clamp_max"}
 
 
 def _as(term: Term, dtype: torch.dtype) -> Term:
@@ -400,18 +454,47 @@ def _term(x: Any) -> Term:
 
 
 def _number(x: Any) -> float:
-    if isinstance(x, bool) or not isinstance(x, (int, float)):
+    """A number, which goes to the device in float64."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or (isinstance(x, int) and abs(x) > 1 << 53):
         raise NotOnLists("a number that is a tensor")
     return x
 
 
-def _argument(x: Any) -> Any:
-    """A list, a number, or a tensor of one number; that of the host is read, which waits for nothing."""
+def _argument(x: Any, dtype: torch.dtype) -> Any:
+    """A list, a number, or a tensor of one number; that of the host is read, which waits for nothing.
+
+    With integers the result of a number that is none would have another dtype.
+    """
     if isinstance(x, Term | TensorList):
-        return x if isinstance(x, Term) else x.term
-    if isinstance(x, Tensor) and not x.ndim and not x.is_complex() and not x.requires_grad:
-        return x.item() if x.is_cpu else Term("scalar", (x,), x.dtype)
-    return _number(x)
+        found: Any = x if isinstance(x, Term) else x.term
+    elif isinstance(x, Tensor) and not x.ndim and not x.is_complex() and not x.requires_grad:
+        found = x.item() if x.is_cpu else Term("scalar", (x,), x.dtype)
+    else:
+        found = _number(x)
+    whole = not (found.dtype.is_floating_point if isinstance(found, Term) else isinstance(found, float))
+    if not whole and not dtype.is_floating_point:
+        raise NotOnLists("a number that is no integer")
+    return found
+
+
+def _truth(x: Any) -> Term:
+    """What is a bool: a list, or a tensor of one."""
+    found = _argument(x, torch.bool)
+    if not isinstance(found, Term) or found.dtype is not torch.bool:
+        raise NotOnLists("a number that is no bool")
+    return found
+
+
+def _where(condition: Any, a: Any, b: Any) -> TensorList:
+    """`torch.where` of lists and numbers, of which one is a list; they have one dtype."""
+    several = [x for x in (a, b) if isinstance(x, TensorList)]
+    if not several:
+        raise NotOnLists("where of numbers")
+    first = several[0]
+    terms = [_argument(x, first.dtype) for x in (a, b)]
+    if any(x.dtype != first.dtype if isinstance(x, Term) else first.dtype is torch.bool for x in terms):
+        raise NotOnLists("where of two dtypes")
+    return TensorList(first.like, Term("where", (_truth(condition), *terms), first.dtype))
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -437,11 +520,16 @@ def write_where(chosen: Tensor, olds: Sequence[Tensor], news: Sequence[Tensor]) 
             for i in places:
                 olds[i].copy_(torch.where(flag, news[i].to(dtype), olds[i]))
             continue
-        kind = _INTEGERS[dtype.itemsize]
-        bits = [x.view(kind) for x in here]
-        change = foreach("sub", [news[i].to(dtype).view(kind) for i in places], bits)
-        foreach("mul_", change, flag.to(kind))
-        foreach("add_", bits, change)
+        bits = [x.view(_INTEGERS[dtype.itemsize]) for x in here]
+        foreach("add_", bits, _change(flag, [news[i].to(dtype) for i in places], bits))
+
+
+def _change(chosen: Tensor, news: Sequence[Tensor], bits: list[Tensor]) -> list[Tensor]:
+    """What to add to the bits of old tensors."""
+    kind = bits[0].dtype
+    change = foreach("sub", [x.view(kind) for x in news], bits)
+    foreach("mul_", change, chosen.to(kind))
+    return change
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -462,14 +550,14 @@ def computed(*lists: TensorList) -> None:
 
 
 def in_one_launch(*lists: TensorList) -> bool:
-    """Whether a kernel of Triton computes these lists together."""
-    return _Program(lists).module() is not None
+    """Whether a kernel of Triton computes these lists together, and adds them up."""
+    return _Program(lists).module(lists) is not None
 
 
 def sums_of(*lists: TensorList, each: bool = True) -> list[Tensor]:
     """The sums over leaves, in float32 or wider: of each list one for each leaf, (leaves,), or one for all, 0-d."""
     found = _Program(lists)
-    if (module := found.module()) is not None:
+    if (module := found.module(lists)) is not None:
         return list(found.run(module, [], lists, each).unbind())
     known: dict[int, Any] = {}
     sums = [torch.stack([x.sum(dtype=_wide(x)) for x in _on_torch(one.term, known)]) for one in lists]
@@ -499,6 +587,7 @@ class _Program:
     Attributes:
         columns: the tensors that are read, or are memory that is written.
         numbers: of the host.
+        kinds: the dtype in which each number is computed.
         scalars: tensors of one number.
         steps: operations that are not loads: name, arguments by name of a register, dtype of the result.
         names: the register of each term.
@@ -510,6 +599,7 @@ class _Program:
             _in_order(x.term, order)
         self.columns: list[list[Tensor]] = []
         self.numbers: list[float] = []
+        self.kinds: list[torch.dtype] = []
         self.scalars: list[Tensor] = []
         self.steps: list[tuple[str, tuple[str, ...], torch.dtype]] = []
         self.names: dict[int, str] = {}
@@ -519,8 +609,10 @@ class _Program:
         self.loads = len(self.columns)
         for term in order.values():
             if term.name == "scalar":
-                self.names[id(term)] = f"s{len(self.scalars)}"
-                self.scalars.append(term.args[0])
+                if not any(x is term.args[0] for x in self.scalars):
+                    self.scalars.append(term.args[0])
+                at = next(i for i, x in enumerate(self.scalars) if x is term.args[0])
+                self.names[id(term)] = f"s{at}"
             elif term.name != "load":
                 self._step(term)
         for x in lists:
@@ -538,22 +630,35 @@ class _Program:
         name, given = term.name, list(term.args)
         if name == "lerp" and given[2] >= 0.5:
             # As torch does, from the nearer end.
-            name, given[2] = "lerp_back", c_float(given[2]).value - 1
-        if name.startswith("clamp"):
-            given[1] = torch.tensor(given[1], dtype=term.dtype).item()
+            less = given[2] if term.dtype is torch.float64 else c_float(given[2]).value
+            name, given[2] = "lerp_back", less - 1
+        # In which the operation is computed: a comparison in the dtype of what it compares.
+        dtype = given[0].dtype if name in _COMPARED else term.dtype
+        if name.startswith("clamp") or name in _COMPARED:
+            given = [x if isinstance(x, Term) else torch.tensor(x, dtype=dtype).item() for x in given]
         args = []
-        for x in given:
+        for i, x in enumerate(given):
             if not isinstance(x, Term):
+                args.append(f"n{len(self.numbers)}")
                 self.numbers.append(x)
-            args.append(self.names[id(x)] if isinstance(x, Term) else f"n{len(self.numbers) - 1}")
-        self.names[id(term)] = f"x{self.loads + len(self.steps)}"
-        self.steps.append((name, tuple(args), term.dtype))
+                self.kinds.append(dtype)
+            elif name == "to" or (name == "where" and not i) or _computed_in(x.dtype) == _computed_in(dtype):
+                args.append(self.names[id(x)])
+            else:
+                args.append(self._register("to", (self.names[id(x)],), dtype))
+        self.names[id(term)] = self._register(name, tuple(args), term.dtype)
 
-    def module(self) -> Any:
-        """`zerofn.kernels.triton_lists`, if it can compute this; else `None`."""
+    def _register(self, name: str, args: tuple[str, ...], dtype: torch.dtype) -> str:
+        self.steps.append((name, args, dtype))
+        return f"x{self.loads + len(self.steps) - 1}"
+
+    def module(self, sums: Sequence[TensorList] = ()) -> Any:
+        """`zerofn.kernels.triton_lists`, if it can compute this and add up `sums`; else `None`."""
         dtypes = {x.dtype for x in (*(column[0] for column in self.columns), *self.scalars)}
         dtypes |= {dtype for _, _, dtype in self.steps}
         module = triton_for(self.columns[0][0].device)
+        if sums and any(_computed_in(x.dtype) is not torch.float32 for x in sums):
+            return None
         return module if module is not None and dtypes <= module.KINDS.keys() and _alike(self.columns) else None
 
     def run(self, module: Any, written: Sequence[TensorList], sums: Sequence[TensorList], each: bool = True) -> Tensor:
@@ -562,13 +667,21 @@ class _Program:
         program = module.Program(
             tuple([kinds[column[0].dtype] for column in self.columns[: self.loads]]),
             tuple([kinds[x.dtype] for x in self.scalars]),
-            len(self.numbers),
+            tuple([kinds[dtype] for dtype in self.kinds]),
             tuple([(name, args, kinds[dtype]) for name, args, dtype in self.steps]),
             stores,
             tuple([kinds[self.columns[i][0].dtype] for i, _ in stores]),
             tuple([self.names[id(x.term)] for x in sums]),
         )
         return module.run(program, self.columns, self.numbers, self.scalars, each)
+
+
+_COMPARED = {"lt", "le", "gt", "ge", "eq", "ne"}
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a kernel computes numbers of this one."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _in_order(term: Term, found: dict[int, Term]) -> None:
@@ -605,7 +718,7 @@ def triton_for(device: torch.device) -> Any:
     x = torch.linspace(-2.0, 2.0, 100, dtype=torch.float32)
     given, found = x.to(device), torch.empty(100, dtype=torch.float32, device=device)
     steps = (("mul", ("x0", "n0"), 0), ("plus", ("x1", "x0", "n1"), 0))
-    program = triton_lists.Program((0,), (), 2, steps, ((1, "x2"),), (0,), ())
+    program = triton_lists.Program((0,), (), (0, 0), steps, ((1, "x2"),), (0,), ())
     try:
         triton_lists.run(program, [[given], [found]], [3.0, 0.1], [])
         right = torch.allclose(found.cpu(), torch.add(x * 3.0, x, alpha=0.1))
@@ -655,6 +768,13 @@ def _one_operation(term: Term, first: Any, given: list[Any]) -> Any:
         return foreach("add", first, given[0], alpha=given[1])
     if term.name in ("addcmul", "addcdiv"):
         return foreach(term.name, first, *given[:2], value=given[2])
+    if term.name == "where" and isinstance(first, Tensor) and all(isinstance(x, list) for x in given):
+        bits = [x.view(_INTEGERS[term.dtype.itemsize]) for x in given[1]]
+        return [x.view(term.dtype) for x in foreach("add", bits, _change(first, given[0], bits))]
+    if term.dtype is torch.bool or term.name == "where":
+        # torch has no such operations on lists.
+        columns = [x if isinstance(x, list) else repeat(x) for x in (first, *given)]
+        return [getattr(torch, term.name)(*row) for row in zip(*columns, strict=False)]
     # Operations on lists of two dtypes run tensor by tensor.
     given = [_one_operation(Term("to", (), term.dtype), x, []) if _other(x, term.dtype) else x for x in given]
     return foreach(term.name, first, *given)
@@ -789,6 +909,30 @@ def sums_over_leaves(function: Callable[..., Sequence[Any]], *columns: Mapping[s
             made = [torch.stack([torch.as_tensor(x, device=first.device).to(wide) for x in sums])]
         found.update(zip(paths, made, strict=True))
     return {path: found[path] for path in columns[0]}
+
+
+def at_once(function: Callable[..., Sequence[Any]], *numbers: Any) -> list[Any]:
+    """The results of `function`, arithmetic of 0-d tensors or of tensors of one shape: on a GPU in one launch.
+
+    Args:
+        function: returns a list of tensors. It computes with operators, `torch.where` and methods; a bool is the
+            second factor of a product. Two results are two tensors if one is a `clone()` of the other.
+        numbers: tensors; anything else as it is.
+
+    Examples:
+        >>> at_once(lambda n, due: [(n + 1) * due, torch.where(due, n, 0)], torch.tensor(2), torch.tensor(True))
+        [tensor(3), tensor(2)]
+    """
+    tensors = [x for x in numbers if isinstance(x, Tensor)]
+    # Without a kernel torch's operations on lists would be as many as those on tensors.
+    if on_lists([tensors]) and triton_for(tensors[0].device) is not None:
+        try:
+            lists = function(*(TensorList([x]) if isinstance(x, Tensor) else x for x in numbers))
+            computed(*lists)
+            return [x.tensors[0] for x in lists]
+        except NotOnLists:
+            pass
+    return list(function(*numbers))
 
 
 def in_batches(*columns: Sequence[Tensor]) -> Iterator[Sequence[Any]]:

@@ -313,7 +313,7 @@ def fused_on_device(
     steps: Tensor,
     decoupled: bool,
     lr: Any,
-    skip: Tensor | None = None,
+    comes: Tensor | None = None,
     **numbers: Any,
 ) -> None:
     """As `fused_update`, where the numbers of the updates are on the device: nothing is read by the host.
@@ -321,13 +321,13 @@ def fused_on_device(
     Args:
         steps: the number of this update for each leaf, of the shape `(leaves,)`.
         lr: a number; or a 0-d tensor, which is rounded to float32.
-        skip: a 0-d bool tensor; nothing is written where it is true.
+        comes: a 0-d bool tensor; nothing is written where it is false.
     """
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     lists: Columns = params, typed(params, grads), exp_avgs, exp_avg_sqs
     counts = list(steps.to(torch.float32).unbind())
     rate = lr.to(params[0].device, torch.float32) if isinstance(lr, Tensor) else lr
-    found = None if skip is None else skip.to(torch.float32)
+    found = None if comes is None else torch.logical_not(comes, out=torch.empty_like(comes, dtype=torch.float32))
     fused(*lists, [], counts, lr=rate, amsgrad=False, maximize=False, found_inf=found, **numbers)
     increment_versions([*params, *exp_avgs, *exp_avg_sqs])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat.tensors import foreach_norm, joined
+from .._compat.tensors import foreach, foreach_norm, joined
 from .formulas import batches, in_one_launch, on_lists, sums_of
 from .native import squares
 from .recording import differentiated, recorded, root
@@ -110,12 +110,31 @@ def _on_one_device(norms: list[Tensor]) -> list[Tensor]:
     return [n.cpu() for n in norms]
 
 
-def not_finite_each(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A number of each leaf, by path, that is finite if all of the leaf is; on a GPU in one call for all."""
-    tensors = list(leaves.values())
-    if recorded() or any(map(_IS_CPU, tensors)) or not all(map(Tensor.numel, tensors)):
-        return {path: not_finite({path: t}) for path, t in leaves.items()}
-    return {path: n.to(torch.float32) for path, n in leaf_norms(leaves, math.inf).items()}
+def not_finite_each(leaves: dict[str, Tensor], paths: Sequence[str]) -> Tensor:
+    """For each path 0 if every number of its leaf is finite, or if there is no leaf, else NaN: (paths,), in float32.
+
+    On a GPU in one call for all.
+    """
+    there = [path for path in paths if path in leaves]
+    tensors = [leaves[path] for path in there]
+    found: dict[str, Tensor] = {}
+    if not recorded(tensors) and _for_kernels(tensors):
+        for places, (x,) in batches(tensors):
+            zeros = x.to(torch.float32) * 0.0
+            if in_one_launch(zeros):
+                (row,) = sums_of(zeros)
+                if len(places) == len(paths):
+                    return row
+                found.update(zip([there[i] for i in places], row.unbind(), strict=True))
+    if missing := {path: leaves[path] for path in there if path not in found}:
+        if recorded() or any(map(_IS_CPU, tensors)) or not all(map(Tensor.numel, missing.values())):
+            found |= {path: not_finite({path: t}) for path, t in missing.items()}
+        else:
+            norms = leaf_norms(missing, math.inf)
+            found.update(zip(norms, foreach("mul", list(norms.values()), 0.0), strict=True))
+    device = tensors[0].device
+    none = torch.zeros((), device=device)
+    return torch.stack([found.get(path, none).to(device, torch.float32) for path in paths])
 
 
 def _bounds(t: Tensor) -> tuple[Tensor, ...]:
@@ -148,13 +167,18 @@ def squared_norm_unrecorded(leaves: dict[str, Tensor]) -> Tensor:
 def _total_on_device(function: Callable[[Any], Any], tensors: list[Tensor]) -> Tensor | None:
     """The sum of a function of every element, in float32, in a launch for each dtype; `None` if there is no kernel."""
     # Of one leaf, as within backward, torch's one launch costs the host less than a kernel and its table.
-    if len(tensors) < 2 or not on_lists([tensors]):
+    if len(tensors) < 2 or not _for_kernels(tensors):
         return None
     lists = [x.to(torch.float32) for _, (x,) in batches(tensors)]
     if not all(map(in_one_launch, lists)):
         return None
     totals = [sums_of(function(x), each=False)[0] for x in lists]
     return totals[0] if len(totals) == 1 else torch.stack(_on_one_device(totals)).sum()
+
+
+def _for_kernels(tensors: list[Tensor]) -> bool:
+    """Whether kernels of a GPU add up numbers of these leaves, in float32."""
+    return on_lists([tensors]) and torch.float64 not in set(map(_DTYPE, tensors))
 
 
 def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -161,7 +161,7 @@ def _block(
     return tl.where(at < numel, g * g, 0.0) if MASKED else g * g
 
 
-_UNALIGNED = ["step_at", "seed_at", "stride_at", "skip_at", "numbers"]
+_UNALIGNED = ["step_at", "seed_at", "stride_at", "comes_at", "numbers"]
 
 
 @triton.jit(do_not_specialize=["rows", "each"], do_not_specialize_on_alignment=_UNALIGNED)
@@ -172,7 +172,7 @@ def adam_kernel(
     step_at,
     seed_at,
     stride_at,
-    skip_at,
+    comes_at,
     numbers,
     each,
     squares,
@@ -197,9 +197,9 @@ def adam_kernel(
         rows: how many.
         step_at, seed_at, stride_at: where the number of the update, the seed, and what counters of neighbours differ by
             are, each an int64.
-        skip_at: where an int64 is that is not 0 if nothing is to be written.
+        comes_at: where a byte is that is 0 if nothing is to be written.
         numbers: the seven float32 of `zerofn.kernels.adam.Scalars`.
-        each: 1 where each leaf has a step and eight numbers of its own, 0 where all have the same.
+        each: of how many leaves each has a step and seven numbers of its own, (7, leaves); 0 where all have the same.
         squares: one float32 for each chunk, the sum of the squares of its gradients; written if `SQUARES`.
     """
     chunk = tl.program_id(0)
@@ -209,11 +209,12 @@ def adam_kernel(
     p, g = tl.load(table), tl.load(table + rows)
     m, v, c = tl.load(table + 2 * rows), tl.load(table + 3 * rows), tl.load(table + 4 * rows)
     numel, key, offset = tl.load(table + 5 * rows), tl.load(table + 6 * rows), tl.load(table + 7 * rows)
-    place = tl.load(table + 8 * rows) * each
+    place = tl.where(each != 0, tl.load(table + 8 * rows), 0)
     step, seed, stride = tl.load(step_at + place), tl.load(seed_at), tl.load(stride_at).to(tl.uint32)
-    numbers += place * 8
+    numbers += place
+    width = tl.maximum(each, 1)
     # A leaf that is skipped has no elements.
-    numel = tl.where(tl.load(skip_at) != 0, 0, numel)
+    numel = tl.where(tl.load(comes_at) != 0, numel, 0)
     block, first = (offset >> 32) & 0xFFFFFFFF, (offset & 0xFFFFFFFF).to(tl.uint32)
     p_k0, p_k1 = stride, stride
     m_k0, m_k1 = stride, stride
@@ -225,8 +226,9 @@ def adam_kernel(
     p_at, g_at, m_at, v_at = pointer(p, P), pointer(g, G), pointer(m, M), pointer(v, V)
     c_at = pointer(c, P)
     # Read once: in the loop a read of the device's memory would be repeated after each store.
-    beta2, one_minus_beta1, one_minus_beta2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
-    rate, eps, keep, decay = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6)
+    beta2, one_minus_beta1 = tl.load(numbers), tl.load(numbers + width)
+    one_minus_beta2, rate = tl.load(numbers + 2 * width), tl.load(numbers + 3 * width)
+    eps, keep, decay = tl.load(numbers + 4 * width), tl.load(numbers + 5 * width), tl.load(numbers + 6 * width)
     total = tl.zeros((BLOCK,), tl.float32)
     # Triton 3.6 makes accesses of 16 bytes only if it knows the address of the chunk to be a multiple of 16: an aligned
     # leaf and an aligned 64-bit index do not tell it. Indices within a chunk are of 32 bits.
@@ -263,18 +265,18 @@ class Numbers(NamedTuple):
 
     Attributes:
         step: the number of this update, an int or an int64 tensor of one element; or of one for each leaf, with
-            scalars of the shape `(leaves, 8)`.
+            scalars of the shape `(7, leaves)`.
         seed: the low 64 bits count; an int or an int64 tensor of one element.
         stride: what counters of neighbouring elements differ by, an int or an int64 tensor of one element.
         scalars: the seven numbers of `zerofn.kernels.adam.Scalars`, floats or one float32 tensor.
-        skip: an int64 tensor of one element; nothing is written if it is not 0.
+        comes: a bool tensor of one element; nothing is written if it is false.
     """
 
     step: Any
     seed: Any
     stride: Any
     scalars: Any
-    skip: Tensor | None = None
+    comes: Tensor | None = None
 
 
 class Roundings(NamedTuple):
@@ -322,14 +324,14 @@ def run(
         for i, x in enumerate((numbers.step, numbers.seed, numbers.stride))
     )
     scalars = numbers.scalars if isinstance(numbers.scalars, Tensor) else packed[4:8].view(torch.float32)
-    skip, each = packed[3:4] if numbers.skip is None else numbers.skip, int(scalars.ndim == 2)
+    comes, each = packed[3:4] if numbers.comes is None else numbers.comes, scalars.shape[1] if scalars.ndim == 2 else 0
     norms = norms and count == len(columns[0])
     squares = torch.empty(total if norms else 1, dtype=torch.float32, device=device)
     starts = packed[at.starts : at.table]
     kinds = [KINDS[column[0].dtype] for column in columns[:4]]
     triton_lists.launch(
-        adam_kernel, total, starts, packed[at.table :], count, step, seed, stride, skip, scalars, each, squares,
-        *kinds, *roundings, norms, CHUNK, BLOCK,
+        adam_kernel, total, starts, packed[at.table :], count, step, seed, stride, comes.view(torch.uint8), scalars,
+        each, squares, *kinds, *roundings, norms, CHUNK, BLOCK,
     )  # fmt: skip
     if not norms:
         return []
@@ -349,12 +351,13 @@ class _Places:
 def _packed(numbers: Numbers, chunks: list[int], rows: list[Sequence[int]], device: torch.device) -> Tensor:
     """All that the kernel reads besides leaves, in one tensor: one copy for each step.
 
-    It is: step, seed, stride, 0 (nothing is skipped); eight float32; the starts of rows, to an even number; the columns
+    It is: step, seed, stride, 1 (the step comes); eight float32; the starts of rows, to an even number; the columns
     of the table.
     """
     words = array("q", bytes(8 * _Places(len(rows[0])).table))
     for i, x in enumerate((numbers.step, numbers.seed, numbers.stride)):
         words[i] = 0 if isinstance(x, Tensor) else _signed(x)
+    words[3] = 1
     if not isinstance(numbers.scalars, Tensor):
         words[4:8] = array("q", array("f", [*numbers.scalars, 0.0]).tobytes())
     words[8 : 8 + len(chunks)] = array("q", chunks)

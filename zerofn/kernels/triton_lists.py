@@ -31,7 +31,10 @@ from .._compat.tensors import foreach
 # bound. Instead a kernel finds its leaf in a table of addresses.
 
 FLOAT32, BFLOAT16, FLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT64, INT64, BOOL = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int64: 4, torch.bool: 5}
+# In what numbers of each kind are computed, beside those that are computed in float32.
+_TYPES = {3: "tl.float64", 4: "tl.int64", 5: "tl.int1"}
 
 # Elements of one program, and of one turn of its loop. 1024 elements on 128 threads are 8 for each, 16 bytes of bf16.
 CHUNK, BLOCK, WARPS = 1 << 14, 1 << 10, 4
@@ -43,28 +46,43 @@ def pointer(address, KIND: tl.constexpr):
         return address.to(tl.pointer_type(tl.float32))
     elif KIND == FLOAT16:
         return address.to(tl.pointer_type(tl.float16))
+    elif KIND == FLOAT64:
+        return address.to(tl.pointer_type(tl.float64))
+    elif KIND == INT64:
+        return address.to(tl.pointer_type(tl.int64))
+    elif KIND == BOOL:
+        return address.to(tl.pointer_type(tl.uint8))
     else:
         return address.to(tl.pointer_type(tl.uint16))
 
 
 @triton.jit
 def value(stored, KIND: tl.constexpr):
-    """Stored numbers as float32."""
+    """Stored numbers as they are computed: those of up to 32 bits as float32."""
     if KIND == BFLOAT16:
         return (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
+    elif KIND == BOOL:
+        return stored != 0
+    elif KIND == FLOAT16 or KIND == FLOAT32:  # noqa: SIM109
         return stored.to(tl.float32)
+    else:
+        return stored
 
 
 @triton.jit
 def rounded(x, bits, KIND: tl.constexpr, RANDOM: tl.constexpr):
-    """Float32 numbers as they are stored: rounded to nearest, or by the low 16 bits of `bits`; NaN stays NaN."""
-    if KIND == FLOAT32:
-        return x
-    elif KIND == BFLOAT16:
+    """Float32 numbers as they are stored: rounded to nearest, or by the low 16 bits of `bits`; NaN stays NaN.
+
+    Numbers of other kinds are stored as they are.
+    """
+    if KIND == BFLOAT16:
         return _bfloat16(x, bits, RANDOM)
-    else:
+    elif KIND == FLOAT16:
         return _float16(x, bits, RANDOM)
+    elif KIND == BOOL:
+        return x.to(tl.uint8)
+    else:
+        return x
 
 
 @triton.jit
@@ -184,16 +202,17 @@ class Program(NamedTuple):
     Attributes:
         loads: the kinds of the columns that are read, in `KINDS`.
         scalars: the kinds of tensors of one number, `s0`, `s1`, ...
-        numbers: how many numbers of the host there are, `n0`, `n1`, ...
-        steps: operations in their order: name, arguments, kind of the result.
+        numbers: in which kind each number of the host is computed, `n0`, `n1`, ...
+        steps: operations in their order: name, arguments, kind of the result. Arguments have the kind in which the
+            operation is computed.
         stores: column and register of each result; columns beyond those that are read are written only.
         written: the kinds of the columns of `stores`.
-        sums: registers that are added up over each leaf.
+        sums: registers that are added up over each leaf, of kinds that are computed in float32.
     """
 
     loads: tuple[int, ...]
     scalars: tuple[int, ...]
-    numbers: int
+    numbers: tuple[int, ...]
     steps: tuple[tuple[str, tuple[str, ...], int], ...]
     stores: tuple[tuple[int, str], ...]
     written: tuple[int, ...]
@@ -202,7 +221,6 @@ class Program(NamedTuple):
 
 # Comparisons are false for NaN, which so stays.
 _LINES = {
-    "to": "{0}",
     "add": "{0} + {1}",
     "sub": "{0} - {1}",
     "mul": "{0} * {1}",
@@ -219,6 +237,24 @@ _LINES = {
     "sign": "({0} > 0).to(tl.float32) - ({0} < 0).to(tl.float32)",
     "neg": "-{0}",
     "abs": "tl.abs({0})",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "where": "tl.where({0}, {1}, {2})",
+    "logical_and": "{0} & {1}",
+    "logical_or": "{0} | {1}",
+    "logical_not": "{0} == 0",
+}
+# Of float64 quotients and roots are exact as they are.
+_WIDE_LINES = {
+    "div": "{0} / {1}",
+    "addcdiv": "{0} + {3} * {1} / {2}",
+    "sqrt": "tl.sqrt({0})",
+    "reciprocal": "1.0 / {0}",
+    "sign": "({0} > 0).to(tl.float64) - ({0} < 0).to(tl.float64)",
 }
 
 _KERNEL = """
@@ -244,52 +280,100 @@ def formula_kernel({parameters}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
             {masked}
     {partials}
 """
+# Of one number in each column, whose address is an argument: no table is made, and none copied to the device.
+_KERNEL_OF_NUMBERS = """
+def formula_kernel({parameters}):
+    {lines}
+"""
 
 
-@cache
-def formula_kernel(program: Program) -> Any:
-    """The kernel of a program."""
-    source = _source(program)
-    name = f"<formula {hash(program):x}>"
+def _made(source: str, about: Program, unaligned: Sequence[str], unspecialized: Sequence[str]) -> Any:
+    """The kernel of a source."""
+    name = f"<formula {hash((about, source)):x}>"
     # Triton reads the source of a kernel from its file, or from where Python keeps that of code without one.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     scope: dict[str, Any] = {
         "tl": tl, "pointer": pointer, "value": value, "rounded": rounded, "row_of": row_of, "__name__": __name__
     }  # fmt: skip
     exec(compile(source, name, "exec"), scope)
-    memory = ["starts", "table", "numbers", "partials", *(f"m{i}" for i in range(len(program.scalars)))]
-    made = triton.jit(do_not_specialize=["rows", "chunks"], do_not_specialize_on_alignment=memory)
+    made = triton.jit(do_not_specialize=list(unspecialized), do_not_specialize_on_alignment=list(unaligned))
     return made(scope["formula_kernel"])
 
 
-def _source(program: Program) -> str:
-    loads, scalars, numbers, steps, stores, written, sums = program
-    kinds = {i: kind for i, kind in enumerate(loads)} | {
-        column: kind for (column, _), kind in zip(stores, written, strict=True)
+def _memory(program: Program) -> list[str]:
+    """Names of the kernel's arguments that are tensors of one number."""
+    return [f"m{i}" for i in range(len(program.scalars))]
+
+
+def _scalars(program: Program) -> list[str]:
+    return [
+        f"s{i} = value(tl.load(pointer(m{i}.to(tl.int64), {kind})), {kind})" for i, kind in enumerate(program.scalars)
+    ]
+
+
+@cache
+def formula_kernel(program: Program) -> Any:
+    """The kernel of a program."""
+    memory = ["starts", "table", "numbers", "partials", *_memory(program)]
+    return _made(_source(program), program, memory, ["rows", "chunks"])
+
+
+@cache
+def kernel_of_numbers(program: Program) -> Any:
+    """The kernel of a program whose columns have one number each."""
+    kinds = _kinds(program)
+    columns, numbers = [f"c{i}" for i in sorted(kinds)], [f"n{i}" for i in range(len(program.numbers))]
+    lines = [f"p{i} = pointer(c{i}.to(tl.int64), {kind})" for i, kind in sorted(kinds.items())]
+    lines += [*_scalars(program), *_body(program, kinds, "p{0}", "")]
+    parameters = [*columns, *_memory(program), *numbers]
+    source = _KERNEL_OF_NUMBERS.format(parameters=", ".join(parameters), lines="\n    ".join(lines))
+    return _made(source, program, [*columns, *_memory(program)], numbers)
+
+
+def _kinds(program: Program) -> dict[int, int]:
+    """The kind of each column."""
+    return {i: kind for i, kind in enumerate(program.loads)} | {
+        column: kind for (column, _), kind in zip(program.stores, program.written, strict=True)
     }
+
+
+def _body(program: Program, kinds: dict[int, int], place: str, mask: str) -> list[str]:
+    """The lines that load, compute and store."""
+    lines = [f"x{i} = value(tl.load({place.format(i)}{mask}), {kind})" for i, kind in enumerate(program.loads)]
+    for i, (name, given, kind) in enumerate(program.steps, len(program.loads)):
+        if name == "to":
+            line = (
+                f"{given[0]} != 0" if kind == KINDS[torch.bool] else f"{given[0]}.to({_TYPES.get(kind, 'tl.float32')})"
+            )
+        else:
+            line = (_WIDE_LINES if kind == KINDS[torch.float64] else {}).get(name, _LINES[name]).format(*given)
+        lines.append(f"x{i} = {line}")
+        if kind in (BFLOAT16.value, FLOAT16.value):
+            lines.append(f"x{i} = value(rounded(x{i}, x{i}, {kind}, False), {kind})")
+    # An interpreter stores before it reads the next column: every column is read before any is written.
+    for column, x in program.stores:
+        lines.append(f"tl.store({place.format(column)}, rounded({x}, {x}, {kinds[column]}, False){mask})")
+    return lines
+
+
+def _source(program: Program) -> str:
+    kinds, sums = _kinds(program), program.sums
     columns = sorted(kinds)
-    memory = [f"m{i}" for i in range(len(scalars))]
-    first = [f"n{i} = tl.load(numbers + {i})" for i in range(numbers)]
-    first += [f"s{i} = value(tl.load(m{i}), {kind})" for i, kind in enumerate(scalars)]
+    first = [
+        f"n{i} = tl.load(numbers + {i}).to({_TYPES.get(kind, 'tl.float32')})" for i, kind in enumerate(program.numbers)
+    ]
     body: list[str] = []
     for mask in ("", ", mask"):
-        lines = [f"x{i} = value(tl.load(p{i} + at{mask}), {kind})" for i, kind in enumerate(loads)]
-        for i, (name, given, kind) in enumerate(steps, len(loads)):
-            lines.append(f"x{i} = {_LINES[name].format(*given)}")
-            if kind:
-                lines.append(f"x{i} = value(rounded(x{i}, x{i}, {kind}, False), {kind})")
-        # An interpreter stores before it reads the next column: every column is read before any is written.
-        for column, x in stores:
-            lines.append(f"tl.store(p{column} + at, rounded({x}, {x}, {kinds[column]}, False){mask})")
+        lines = _body(program, kinds, "p{0} + at", mask)
         lines += [f"t{i} += tl.where(mask, {x}, 0.0)" if mask else f"t{i} += {x}" for i, x in enumerate(sums)]
         body.append(("\n" + " " * 12).join(lines))
     four, eight = "\n    ", "\n        "
     return _KERNEL.format(
-        parameters=", ".join(["starts", "table", "rows", "numbers", "partials", "chunks", *memory]),
+        parameters=", ".join(["starts", "table", "rows", "numbers", "partials", "chunks", *_memory(program)]),
         addresses=four.join(
             f"a{i} = tl.load(table + {i + 1} * rows){four}p{i} = pointer(a{i}, {kinds[i]}) + begin" for i in columns
         ),
-        numbers=four.join(first),
+        numbers=four.join([*first, *_scalars(program)]),
         zeros=four.join(f"t{i} = tl.zeros((BLOCK,), tl.float32)" for i in range(len(sums))),
         aligned=" | ".join(f"a{i}" for i in columns),
         multiples=eight.join(f"p{i} = tl.multiple_of(p{i}, 16)" for i in columns),
@@ -312,7 +396,7 @@ def run(
         program: what to compute.
         columns: tensors of each column, one for each leaf; those of a leaf have the same elements in memory in the same
             order, without gaps, and all are on one device. Autograd does not notice what is written: tell it.
-        numbers: the numbers of the program.
+        numbers: the numbers of the program, which are exact in float64.
         scalars: its tensors of one number, on the device.
         each: whether sums are those of each leaf, (sums, leaves), or of all of them, (sums,); in float32.
     """
@@ -322,16 +406,21 @@ def run(
     device = columns[0][0].device
     if not total:
         return torch.zeros((sums, count) if each else (sums,), device=device)
+    if lengths == [1] and not sums and KINDS[torch.float64] not in program.numbers:
+        # An argument that is a float has 32 bits.
+        given = [int(x) if kind == INT64.value else float(x) for x, kind in zip(numbers, program.numbers, strict=True)]
+        launch(kernel_of_numbers(program), 1, *(x for (x,) in columns), *scalars, *given)
+        return torch.empty(0, device=device)
     words = array("q", chunks)
     numbers_at = len(words)
-    words.frombytes(array("f", [*numbers, *[0.0] * (len(numbers) % 2)]).tobytes())
+    words.frombytes(array("d", numbers).tobytes())
     table_at = len(words)
     words.extend(lengths)
     for column in columns:
         words.extend(map(Tensor.data_ptr, column))
     packed = on_device(words, device)
     partials = torch.empty((sums, total) if sums else (1, 1), dtype=torch.float32, device=device)
-    starts, given = packed[:numbers_at], packed[numbers_at:table_at].view(torch.float32)
+    starts, given = packed[:numbers_at], packed[numbers_at:table_at].view(torch.float64)
     # A slice without elements has no address.
     given = given if numbers else partials
     launch(

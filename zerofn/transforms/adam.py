@@ -217,7 +217,7 @@ def _device_kernel(decoupled: bool, group: LeafList) -> None:
         return
     lists = group.params, group.grads, *group.slots.values()
     numbers: Any = dict(group.numbers)
-    fused_on_device(*lists, steps=group.count, decoupled=decoupled, lr=group.lr, skip=group.skip, **numbers)
+    fused_on_device(*lists, steps=group.count, decoupled=decoupled, lr=group.lr, comes=group.comes, **numbers)
 
 
 def _graph_kernel(decoupled: bool, group: LeafList) -> None:

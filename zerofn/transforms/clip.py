@@ -81,7 +81,7 @@ def _prepare(
 ) -> Prepared:
     squares = ctx.total(squared_norm, grads)
     norm = root(squares if over is None else _over_pipelines(over, squares, ctx))
-    ctx.report("grad_norm", norm)
+    ctx.report("grad_norm", norm, own=True)
     return Prepared(carry=at_most(norm, ctx.replicated(max_norm)))
 
 

@@ -30,6 +30,7 @@ from ..extend import (
     Transform,
     TransformState,
     View,
+    at_once,
     check_count,
     check_number,
     counter,
@@ -163,28 +164,39 @@ class _Rule:
     def prepare(self, state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
         if ctx.late:
             # One number for both: the first leaf that overflowed, and so whether one has.
-            first = _first_overflow(grads, ctx)
-            ok: Any = ctx.verdict(first < 0)
+            ok: Any = None
+            found = _first_overflow(grads, ctx)
         else:
             # NaN or infinity are not zero.
             ok = ctx.verdict((ctx.reduction.max(not_finite(grads)) == 0).cpu())
             # All ranks have the same `ok`, so all of them join the collective in the search.
-            first = where(ok, lambda: torch.tensor(-1), lambda: _first_overflow(grads, ctx))
-        new, stuck = self.after(state, ok), lambda: self.stuck(new["stuck_steps"], first, ctx)
+            none = torch.zeros((), dtype=torch.float64)
+            found = where(ok, none, lambda: _first_overflow(grads, ctx))
+        count = len(ctx.layout.leaves)
+
+        def decided(found: Any, *olds: Any) -> list[Any]:
+            found = found.to(torch.int64)
+            good = found == 0 if ok is None else torch.as_tensor(ok)
+            new = self.after(dict(zip(state, olds, strict=True)), good)
+            first = torch.where(found > 0, count - found, -1)
+            shown = new["scale"].clone(), new[SKIPPED_STEPS].clone()
+            return [good, ~good, first, *shown, *map(new.__getitem__, state)]
+
+        good, bad, first, scale, skipped, *made = at_once(decided, found, *state.values())
+        new, stuck = dict(zip(state, made, strict=True)), lambda: self.stuck(new["stuck_steps"], first, ctx)
         ctx.check(new["stuck_steps"], lambda steps: steps < STUCK, stuck, every=STUCK)
-        ctx.report("loss_scale", new["scale"])
-        ctx.report("skipped", ~torch.as_tensor(ok))
-        ctx.report(OVERFLOW_LEAF, first)
-        ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
-        return Prepared(state=new, emit=ok)
+        ctx.report("loss_scale", scale, own=True)
+        ctx.report("skipped", bad, own=True)
+        ctx.report(OVERFLOW_LEAF, first, own=True)
+        ctx.report(SKIPPED_STEPS, skipped, own=True)
+        return Prepared(state=new, emit=good if ok is None else ok)
 
     def stuck(self, steps: Tensor, first: Tensor, ctx: Context) -> Exception:
         leaf, least = ctx.layout.leaves[int(first)].path, self.min_scale if self.dynamic else self.scale
         return FloatingPointError(_stuck_message(leaf, int(steps), int(ctx.micro_step) + 1, least))
 
-    def after(self, state: TransformState, ok: Any) -> TransformState:
-        """The next state, in products and sums, so that `ok` may be a bool, or a tensor that nobody reads."""
-        good = torch.as_tensor(ok)
+    def after(self, state: TransformState, good: Any) -> TransformState:
+        """The next state, in products and sums, so that nobody needs to read `good`."""
         bad, now = ~good, state["scale"]
         streak = (state["good_steps"] + 1) * good
         grow = streak >= self.growth_interval
@@ -226,19 +238,13 @@ def _through(spec: Spec) -> Spec:
 
 
 def _first_overflow(grads: Leaves, ctx: Context) -> Tensor:
-    """Index of the first leaf (in layout order) whose gradient is not finite on some rank; -1 if none."""
-    count, each = len(ctx.layout.leaves), not_finite_each(grads)
-    found = torch.zeros((), dtype=torch.float64)
-    if each:
-        device = next(iter(each.values())).device
-        none = torch.zeros((), device=device)
-        flags = torch.stack([each.get(leaf.path, none).to(device) for leaf in ctx.layout.leaves])
-        # Infinity and NaN times zero are not zero. The first leaf has the largest number.
-        bad = flags.mul(0.0).ne(0.0)
-        found = (bad * torch.arange(count, 0, -1, dtype=torch.float64, device=device)).amax()
-    found = ctx.reduction.max(found)
-    # Of none it is 0, which becomes -1.
-    return ((count + 1 - found).remainder(count + 1) - 1).to(torch.int64)
+    """How many leaves (in layout order) there are from the first on whose gradient is not finite on some rank."""
+    count = len(ctx.layout.leaves)
+    if not grads:
+        return ctx.reduction.max(torch.zeros((), dtype=torch.float64))
+    # NaN is the largest of all numbers, and of several the first is taken.
+    largest, at = not_finite_each(grads, [leaf.path for leaf in ctx.layout.leaves]).max(0)
+    return ctx.reduction.max(*at_once(lambda x, i: [torch.where(x != x, count - i, 0).to(torch.float64)], largest, at))
 
 
 def _stuck_message(leaf: str, times: int, micro_step: int, scale: Any) -> str:

@@ -137,7 +137,7 @@ class _Rounded:
     def device_kernel(self, group: LeafList) -> None:
         numbers: Any = dict(group.numbers)
         lists = group.params, group.grads, *group.slots.values()
-        how: Any = dict(steps=group.count, lr=group.lr, skip=group.skip, norms=group.norms)
+        how: Any = dict(steps=group.count, lr=group.lr, comes=group.comes, norms=group.norms)
         adam_on_device(*lists, **how, **numbers, **self.draws(group))
 
     def graph_kernel(self, group: LeafList) -> None:

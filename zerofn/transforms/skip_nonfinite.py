@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from .._errors import explain
 from ..extend import (
     SKIPPED_STEPS,
@@ -17,6 +15,7 @@ from ..extend import (
     Scope,
     Transform,
     TransformState,
+    at_once,
     check_count,
     counter,
     not_finite,
@@ -54,18 +53,24 @@ def skip_nonfinite(patience: int = 100) -> Transform:
         return {SKIPPED_STEPS: counter(), "in_a_row": counter()}
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
-        # NaN or infinity are not zero.
-        finite = ctx.reduction.max(not_finite(grads)) == 0
-        ok: Any = ctx.verdict(finite if ctx.late else finite.cpu())
-        bad = ~torch.as_tensor(ok)
-        new = {SKIPPED_STEPS: state[SKIPPED_STEPS] + bad, "in_a_row": (state["in_a_row"] + 1) * bad}
-        ctx.check(new["in_a_row"], lambda steps: steps < patience, lambda: _out_of_patience(patience), every=patience)
-        ctx.report("skipped", bad)
-        ctx.report(SKIPPED_STEPS, new[SKIPPED_STEPS])
-        return Prepared(state=new, emit=ok)
+        found = ctx.reduction.max(not_finite(grads))
+        ok, bad, skipped, in_a_row, shown = at_once(
+            _after, found if ctx.late else found.cpu(), state[SKIPPED_STEPS], state["in_a_row"]
+        )
+        ctx.check(in_a_row, lambda steps: steps < patience, lambda: _out_of_patience(patience), every=patience)
+        ctx.report("skipped", bad, own=True)
+        ctx.report(SKIPPED_STEPS, shown, own=True)
+        return Prepared(state={SKIPPED_STEPS: skipped, "in_a_row": in_a_row}, emit=ctx.verdict(ok))
 
     facts = Facts(reports=frozenset([SKIPPED_STEPS]), keeps=False, capturable=True, skips=True)
     return Transform("skip_nonfinite", Scope.TREE, needs="number", facts=facts, init_fn=init, prepare_fn=prepare)
+
+
+def _after(found: Any, skipped: Any, in_a_row: Any) -> list[Any]:
+    """Whether the step goes on and whether it is skipped, the counters, and a copy of the first of them."""
+    # NaN or infinity are not zero.
+    ok, bad = found == 0, found != 0
+    return [ok, bad, skipped + bad, (in_a_row + 1) * bad, skipped + bad]
 
 
 def _out_of_patience(patience: int) -> Exception:
