@@ -323,6 +323,18 @@ def test_a_rank_keeps_its_part_of_activations_and_sends_what_the_formula_says():
 
 
 @pytest.mark.slow
+def test_wires_of_8_bits_send_a_quarter_and_a_little(tmp_path):
+    sizes = ("--steps", 3, "--seeds", 0, "--d-model", 32, "--layers", 1, "--out", tmp_path)
+    only = ("--only", "fp32 wires", "fp8 parameters, int8 gradients")
+    process = run("benchmarks/narrow_wires.py", *sizes, *only)
+    out, err = process.communicate(timeout=limit())
+    assert process.returncode == 0, err
+    wide, narrow = (int(row.replace(",", "")) for row in re.findall(r"\| ([\d,]+) \| \d+ \|$", out, re.MULTILINE))
+    # Whole blocks of small leaves, and a few numbers of the agreement between ranks.
+    assert wide * 132 / 512 < narrow < wide * 0.35, out
+
+
+@pytest.mark.slow
 def test_overhead_benchmark_runs():
     sizes = {"d-model": 16, "layers": 1, "seq": 16, "batch": 2, "leaves": 10, "buckets": 3, "rounds": 3, "processes": 1}
     small = [part for name, size in sizes.items() for part in (f"--{name}", size)]
