@@ -49,6 +49,14 @@ def test_bits_are_those_of_torch_for_any_formula(apart, examples):
     holds()
 
 
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_each_operation_has_the_bits_of_torch(apart, kind):
+    """Each of the first columns, in a column of its own."""
+    steps = [(name, (0, 1, 2), 0.25, kind) for name in sorted(list_programs.TORCH)]
+    program = [37], [kind] * len(steps), steps, 0, 1
+    assert apart.submit(list_programs.compare, *program).result(timeout=limit()) == []
+
+
 def test_full_chunks_have_the_same_bits_as_ends(apart):
     """Two chunks of 16384 elements with 16-byte accesses, and an end."""
     steps = [("addcmul", (0, 1, 1), 0.25, 0), ("sqrt", (2, 0, 0), 0.5, 0), ("lerp", (0, 3, 0), 0.125, 1)]
