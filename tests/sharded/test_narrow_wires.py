@@ -53,7 +53,7 @@ def reduced(grads, leaves, size):
 SHAPES = st.sampled_from([(), (1,), (7,), (0, 3), (5, 3), (3, 200), (300,), (2, 128), (9, 64)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(SHAPES, min_size=1, max_size=4), st.integers(2, 5), st.integers(0, 2**20), st.integers(-25, 25))
 def test_the_sum_of_codes_is_within_its_bound(shapes, size, seed, exponent):
     torch.manual_seed(seed)
@@ -172,7 +172,8 @@ def one_window(stages):
 @pytest.mark.parametrize(
     ("size", "stages"),
     [
-        (2, [name for name in STAGES if name != "two axes"]),
+        (2, ["ZeRO-1", "ZeRO-2 in bf16", "ZeRO-3"]),
+        pytest.param(2, [name for name in STAGES if name != "two axes"], marks=pytest.mark.slow),
         pytest.param(3, [name for name in STAGES if name != "two axes"], marks=pytest.mark.slow),
         pytest.param(4, list(STAGES), marks=pytest.mark.slow),
     ],
