@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import is_, methodcaller
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -688,9 +688,6 @@ def _groups(operator: Operator, given: Given) -> list[tuple[Any, list[str]]] | N
     return None
 
 
-_CLONE = methodcaller("clone")  # of a tensor, or of codes
-
-
 def _listed(group: list[str], count: Any, given: Given, comes: Tensor | None = None) -> LeafList:
     """Leaves as lists for a kernel, which writes parameters and slots: copies of the old ones unless donated."""
     grads, params, slots, _, lr, numbers, common, ctx = given
@@ -698,7 +695,8 @@ def _listed(group: list[str], count: Any, given: Given, comes: Tensor | None = N
     columns = {}
     for name, x in {"": params, **slots}.items():
         column: list[Any] = list(map(x.__getitem__, group))
-        columns[name] = column if ctx.donate else list(map(_CLONE, column))
+        # Of tensors, or of codes. No `methodcaller`, which the compiler cannot trace.
+        columns[name] = column if ctx.donate else [x.clone() for x in column]
     offsets: list[Any] = [0] * len(group)
     if ctx.offsets:
         offsets = list(map(ctx.offsets.get, group, offsets))
