@@ -73,6 +73,16 @@ def detached(m: Pair) -> None:
     m.teacher.weight.detach().add_(0.25)
 
 
+def by_state_dict(m: Pair) -> None:
+    m.state_dict()["teacher.weight"].add_(0.25)
+
+
+def kept_and_listed(m: Pair) -> None:
+    kept = [p.detach() for p in m.teacher.parameters()]
+    torch._foreach_mul_(kept, 0.5)
+    kept[0][:] = kept[0] + 0.125
+
+
 @torch.no_grad()
 def trained(m: Pair) -> None:
     m.student.weight.clamp_(-0.1, 0.1)
@@ -103,7 +113,21 @@ def checkpoint(m: Pair) -> None:
     m.load_state_dict({k: torch.linspace(-1, 1, t.numel()).view(t.shape) for k, t in m.state_dict().items()})
 
 
-HOW = (in_place, follow, one_row, foreach, data, detached, trained, trained_data, filled, snapshot, checkpoint)
+HOW = (
+    by_state_dict,
+    kept_and_listed,
+    in_place,
+    follow,
+    one_row,
+    foreach,
+    data,
+    detached,
+    trained,
+    trained_data,
+    filled,
+    snapshot,
+    checkpoint,
+)
 # A forward that writes what it trains is an error of torch's own; it writes the teacher.
 BY_FORWARD = (in_place, follow, one_row, foreach, data, detached)
 # Of the user: behind a backward, in front of a step, behind it. Of forward: in which call of a step, or in one without
@@ -182,6 +206,11 @@ MANY = [(*row, *place) for row in ROWS for place in PLACES if looked_for(*row, *
 # Ranks begin with half of them, in which everyone who writes, way, moment and stage stands too.
 QUICK = MANY[:: len(PLACES) - 1]
 FEWER = MANY[:: 2 * len(PLACES) + 1]
+# Between calls full parameters of the last one are there still.
+FEWER += [
+    ("user", how.__name__, "between calls", "ZeRO-3", "as stored")
+    for how in (detached, by_state_dict, kept_and_listed, data)
+]
 
 
 @pytest.mark.parametrize(

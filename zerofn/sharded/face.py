@@ -546,7 +546,8 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict, frame: Any) -> Any:
     if looks(name):
         return func(*args, **kwargs)
     if name == "detach":
-        return same(func(*args), faces[0], "x.detach()")
+        # Above autograd, so that both count the same writes.
+        return same(local_of(faces[0]).detach(), faces[0], "x.detach()")
     if name in GIVING_MEMORY:
         return func(_whole(args[0], name), *args[1:], **kwargs) if is_whole(args[0]) else refuse_memory(args[0])
     if name.startswith("new_"):
