@@ -276,7 +276,8 @@ class Segment:
             signal: gradients; a leaf may have none.
             params: stored parameters of the leaves.
         """
-        together = self.whole or sum(map(Tensor.numel, params.values())) <= BUCKET_BYTES // WIDEST
+        most = BUCKET_BYTES // WIDEST
+        together = self.whole or self.ctx.layout.elements <= most or sum(map(Tensor.numel, params.values())) <= most
         found = [] if together or not self._makes_temporaries(signal, params) else buckets(params)
         if len(found) < 2:
             return self._bucket(signal, params, every=len(params) == len(self.params))

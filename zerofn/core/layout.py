@@ -362,6 +362,7 @@ class Layout:
         trainable: the leaves that want a gradient.
         trained: their paths.
         every: the paths of all leaves.
+        elements: how many all of them have.
         numbered: the tree with the number of each position in its place, for a compiler.
         readable: whether torch's own library of trees knows the containers.
     """
@@ -379,12 +380,14 @@ class Layout:
     trainable: tuple[Leaf, ...] = field(init=False, repr=False, compare=False)
     trained: tuple[str, ...] = field(init=False, repr=False, compare=False)
     every: frozenset[str] = field(init=False, repr=False, compare=False)
+    elements: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", tuple([None if i < 0 else self.leaves[i].path for i in self.places]))
         object.__setattr__(self, "trainable", tuple([leaf for leaf in self.leaves if leaf.trainable]))
         object.__setattr__(self, "trained", tuple([leaf.path for leaf in self.trainable]))
         object.__setattr__(self, "every", frozenset([leaf.path for leaf in self.leaves]))
+        object.__setattr__(self, "elements", sum([leaf.numel for leaf in self.leaves]))
         object.__setattr__(self, "numbered", unflatten(self.spec, list(range(len(self.places)))))
         object.__setattr__(self, "readable", set(map(type, pytree.tree_leaves(self.numbered))) <= {int})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
@@ -22,7 +23,7 @@ from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .facts import Facts, Scope
 from .layout import Layout, Leaves
-from .state import counter, counters, whole
+from .state import apart, counter, counters, whole
 from .transform import OfTensors, ScalarOrSchedule, Transform, TransformState
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -629,14 +630,16 @@ class _OptimizerUpdate:
             groups, before, together = next_counts(state["count"], grads)
             new, own = _in_place(kernel, groups.items(), given)
             # Behind the kernel: one that refuses its arguments leaves them as they are.
-            all_of_them = together is not None and len(before) == len(state["count"]) and not together.is_inference()
-            if together is not None and all_of_them and ctx.donate:
+            # Others on the same memory are counts of another state: members of a batch share those of the one that they
+            # were made from.
+            known, own_counts = getattr(together, "elements", ()), state["count"].values()
+            mine = len(known) == len(own_counts) and all(map(is_, own_counts, map(weakref.ref.__call__, known)))
+            if together is not None and mine and ctx.donate and not together.is_inference():
                 # Of all leaves. A new tensor for each takes longer than the update of a small leaf.
                 together.add_(1)
                 counts = state["count"]
             else:
-                # In new memory: members of a batch may share the counts of one state.
-                counts = dict(zip(grads, torch.tensor(before, dtype=torch.int64).add_(1).unbind(), strict=True))
+                counts = dict(zip(grads, apart(torch.tensor(before, dtype=torch.int64).add_(1)), strict=True))
         elif ctx.unread:
             new, own = self._on_device(given)
         elif self.in_graph is not None and (groups := _groups(self.in_graph[0], given)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import (
     Callable,
@@ -196,7 +197,16 @@ def counter(x: int = 0) -> Tensor:
 
 def counters(paths: Collection[str]) -> Leaves:
     """A counter for each of these leaves: the elements of one tensor, so that all of them are read at once."""
-    return dict(zip(paths, torch.zeros(len(paths), dtype=torch.int64).unbind(), strict=True))
+    return dict(zip(paths, apart(torch.zeros(len(paths), dtype=torch.int64)), strict=True))
+
+
+def apart(together: Tensor) -> tuple[Tensor, ...]:
+    """The elements of a tensor of counters, which remembers them in its `elements`: a step may write these at once."""
+    found = together.unbind()
+    if not torch.compiler.is_compiling():
+        # Weak: the elements keep their tensor alive.
+        together.elements = list(map(weakref.ref, found))  # type: ignore[attr-defined]
+    return found
 
 
 def whole(counts: Sequence[Tensor]) -> Tensor | None:

@@ -97,12 +97,18 @@ def alike(tensors: list[Tensor]) -> bool:
     return len(set(map(_DTYPE, tensors))) == 1 and (all(map(_IS_CPU, tensors)) or len(set(map(_DEVICE, tensors))) == 1)
 
 
-def typed(params: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+def typed(params: list[Tensor], grads: list[Tensor], of_one_dtype: bool = False) -> list[Tensor]:
     """Gradients in their parameters' dtypes and strides; the same tensors if they are already.
 
     Fused kernels walk memory, so a channels-last parameter needs a channels-last gradient.
+
+    Args:
+        params: the parameters.
+        grads: their gradients.
+        of_one_dtype: whether all parameters are known to have one dtype.
     """
-    if list(map(_DTYPE, params)) == list(map(_DTYPE, grads)):
+    wanted = {params[0].dtype} if of_one_dtype and params else None
+    if wanted == set(map(_DTYPE, grads)) if wanted else list(map(_DTYPE, params)) == list(map(_DTYPE, grads)):
         # Nearly all tensors are contiguous. Comparing strides takes longer, since it makes tuples.
         rows = all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))
         if rows or list(map(_STRIDE, params)) == list(map(_STRIDE, grads)):
@@ -289,7 +295,7 @@ def fused_update(
     if type(step) is not int or step < 1:
         check_step("fused_update", step)
     fused: Any = fused_adamw_ if decoupled else fused_adam_
-    as_stored = typed(params, grads)
+    as_stored = typed(params, grads, of_one_dtype=True)
     lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs
     # Metrics show the norms of the given gradients, not of gradients that were cast to their parameters' dtype.
     asked = norms is not None and as_stored is grads
