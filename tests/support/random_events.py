@@ -48,6 +48,8 @@ class Env:
         orders: of blocks in a call: "all", "own" for what a rank draws, or "usual".
         usual: that order.
         some: the ranks that do something else in this step.
+        grads: whether data of plain steps require gradients, for which the first layer is gathered in backward too; by
+            chance where None.
         talks: whether a collective of the user's follows each forward.
         sharded: whether a rank has shards of parameters.
         opts: of the models; none in the reference.
@@ -61,6 +63,7 @@ class Env:
     orders: str = "all"
     usual: tuple[int, ...] = ()
     some: tuple[int, ...] = ()
+    grads: bool | None = None
     talks: bool = False
     sharded: bool = False
     opts: Sequence[Any] = ()
@@ -159,7 +162,7 @@ def hooked(*handles: Any) -> Iterator[None]:
 
 @event("everyday uses promises unusual")
 def plain(env: Env, rng: random.Random, **how: Any) -> None:
-    x = env.draw(grad=rng.random() < 0.5)
+    x = env.draw(grad=rng.random() < 0.5 if env.grads is None else env.grads)
     loss = env.loss(x, rng.randrange(3), **how)
     if env.talks:
         env.talk()

@@ -240,21 +240,20 @@ class StopsBackward(torch.autograd.Function):
 
 
 class Stack(nn.Module):
-    """Blocks between a first and a last layer, each a unit of its own; which are used, and how, a call may tell.
-
-    A backward that is stopped at a block has the gradients of what is behind it, as in torch.
-    """
+    """Blocks between a first and a last layer, each a unit of its own; which are used, and how, a call may tell."""
 
     def __init__(self, form: Form, seed: int):
         super().__init__()
         torch.manual_seed(seed)
         # A trained layer at both ends: a model whose blocks are all frozen has nothing to train.
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(kind) for kind, _ in form.blocks)
         self.wraps = [wrap for _, wrap in form.blocks]
         if form.same:
             self.blocks.append(self.blocks[0])
             self.wraps.append(self.wraps[0])
+        # Behind the blocks, in a unit of its own: a backward that is stopped has its gradients, as in torch.
+        self.last = nn.Linear(WIDTH, WIDTH)
         if form.tied:
             self.last.weight = self.first.weight
         if form.frozen:

@@ -261,6 +261,8 @@ class Program:
             orders=self.orders,
             usual=self.usual,
             some=tuple(some.sample(range(self.size), some.randint(1, self.size))),
+            # The same in each step where ranks are to do the same.
+            grads=self.seed % 2 == 0 if self.orders == "usual" else None,
             talks=self.talks,
             sharded=self.stage == 3 and self.size > 1,
             own=random.Random(f"{self.seed} {step} {rank}"),
