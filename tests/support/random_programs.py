@@ -346,6 +346,8 @@ def each_everyday(size: int, few: bool) -> list[Program]:
     `few` of them have each event and each kind of blocks once.
     """
     rows = [((name, "plain"), NET) for name in events_of("everyday", ("one-process",))]
+    # A leaf that no call uses is in the unit of those that are differentiated twice.
+    rows += [(("products with hessians",), Form((("bare", "plain"),)))]
     for i, kind in enumerate((*KINDS, *DIFFERENTIATES)):
         wraps = ("plain",) if kind in DIFFERENTIATES else WRAPS[i % 3 :][:1] if few else WRAPS
         rows += [(("plain", "two in one"), Form(((kind, wrap), (kind, "plain")))) for wrap in wraps]
