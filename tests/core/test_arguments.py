@@ -290,7 +290,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "masked": (zf.masked, {"transform": None, "mask": None}, {}),
     "partition": (zf.partition, {"transforms": None, "labels": None}, {}),
     "shard": (zf.shard, {"mesh": None, "wire": None, "reduce_wire": None}, {}),
-    "reduce_scatter": (zf.reduce_scatter, {"mesh": None, "wire": None}, {}),
+    "reduce_scatter": (zf.reduce_scatter, {"mesh": None, "wire": None, "error_feedback": None}, {}),
     "all_reduce": (zf.all_reduce, {"mesh": None}, {}),
     "local": (zf.local, {}, {}),
     "watch": (zf.watch, {"fn": None, "then": None, "labels": None}, {}),

@@ -324,8 +324,8 @@ def markdown() -> str:
         "",
         "## Bytes per parameter",
         "",
-        "The bytes of the parameter, its gradient, two moments, and the compensation of `kahan`. Under ZeRO they are "
-        "divided by the number of ranks.",
+        "A number of the table counts the parameter, its gradient, two moments, and the compensation of `kahan`. Under "
+        "ZeRO divide what is sharded by the number of ranks.",
         "",
         "| stored, gradients | moments fp32 | bf16 | `kahan` | in backward | 8 bits | in backward | 4 bits |",
         "|---|---|---|---|---|---|---|---|",
