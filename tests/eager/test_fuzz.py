@@ -34,9 +34,16 @@ def test_an_attached_model_is_the_plain_one(share):
     assert not failed, f"{len(failed)} of {len(seeds)} programs failed:\n" + "\n".join(failed)
 
 
+# Each event in half of the pipelines at once.
+EVENTS = [
+    pytest.param(name, pipe, marks=pytest.mark.slow if (i + j) % 2 else ())
+    for i, name in enumerate(events_of("everyday"))
+    for j, pipe in enumerate(PIPES)
+]
+
+
 @pytest.mark.parametrize("every", [1, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pipe", PIPES)
-@pytest.mark.parametrize("name", events_of("everyday"))
+@pytest.mark.parametrize(("name", "pipe"), EVENTS)
 def test_each_event(name, pipe, every):
     # Each derivative of a rounded function loses about a bit.
     attached_is_plain(Program("everyday", 0, ((name,),) * every, (NET,), pipe=pipe, every=every), 6 * PIPES[pipe].tol)

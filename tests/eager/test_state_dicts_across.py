@@ -175,7 +175,8 @@ def check(ranks, folder, cells, seconds=300):
 
 
 CELLS = list(itertools.product(KINDS, KINDS, FORMS))
-PAIRS = cover(cell for cell in CELLS if not has_no_form(*cell, 2))
+# From each kind to each other one in one form, or back.
+PAIRS = [cell for i, cell in enumerate(cover(cell for cell in CELLS if not has_no_form(*cell, 2))) if i % 2]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed", "ignore:TypedStorage is deprecated", "ignore:.*barrier")

@@ -205,7 +205,7 @@ def looked_for(who: str, how: str, when: Any, stage: str, cast: str) -> bool:
 MANY = [(*row, *place) for row in ROWS for place in PLACES if looked_for(*row, *place)]
 # Ranks begin with half of them, in which everyone who writes, way, moment and stage stands too.
 QUICK = MANY[:: len(PLACES) - 1]
-FEWER = MANY[:: 2 * len(PLACES) + 1]
+FEWER = MANY[:: 3 * len(PLACES) + 1]
 # Between calls full parameters of the last one are there still.
 FEWER += [
     ("user", how.__name__, "between calls", "ZeRO-3", "as stored")
