@@ -9,9 +9,10 @@
 #define ZF_V f32
 #include "native_codes.h"
 #include "native_numbers.h"
+#include "native_prefetch.h"
 #include "native_sums.h"
 
-enum { MOST = 1024 /* elements of a block */, AHEAD = 4096 /* bytes */ };
+enum { MOST = 1024 /* elements of a block */ };
 
 /* Of both kinds of arithmetic; the last ones are of the fused one. */
 typedef struct { float beta2, weight, one_minus_beta2, rate, eps, keep, decay, spread; } scalars;

@@ -28,7 +28,10 @@ from .rounding import FORMAT
 MOST = 1024
 # torch's kernel rounds the last elements of a leaf, fewer than these, in another way: `fused_adam.LINE`.
 _LINE = 16
-_FILES = [Path(__file__).with_name(name) for name in ("coded_adam.c", "native_numbers.h", "native_sums.h")]
+_FILES = [
+    Path(__file__).with_name(name)
+    for name in ("coded_adam.c", "native_numbers.h", "native_prefetch.h", "native_sums.h")
+]
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -6,11 +6,12 @@
  */
 #include <math.h>
 
+#include "native_prefetch.h"
 #include "native_sums.h"
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LINE = 16, AHEAD = 1024 /* elements */ };
+enum { LINE = 16, NEXT = AHEAD / 4 /* elements */ };
 
 typedef struct { float beta2, weight, one_minus_beta2, step, spread, eps, keep, decay; } scalars;
 
@@ -42,10 +43,10 @@ INLINE void elements(float *restrict p, const float *restrict g, float *restrict
 INLINE double piece(int64_t n, float *p, const float *g, float *m, float *v, scalars s, int decoupled, int sum) {
     double sums[LINE] = {0}, total = 0;
     for (int64_t i = 0; i < n; i += LINE) { /* whole lines: so are leaves, and with them the ends of shares */
-        __builtin_prefetch(p + i + AHEAD, 1);
-        __builtin_prefetch(g + i + AHEAD, 0);
-        __builtin_prefetch(m + i + AHEAD, 1);
-        __builtin_prefetch(v + i + AHEAD, 1);
+        __builtin_prefetch(p + i + NEXT, 1);
+        __builtin_prefetch(g + i + NEXT, 0);
+        __builtin_prefetch(m + i + NEXT, 1);
+        __builtin_prefetch(v + i + NEXT, 1);
         elements(p + i, g + i, m + i, v + i, s, decoupled, sum ? sums : 0);
     }
     for (int k = 0; k < LINE; k++) total += sums[k];

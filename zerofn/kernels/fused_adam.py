@@ -138,7 +138,9 @@ LARGE = 1 << 20
 # multiple of this, which is at least the length of a vector, are left to torch's kernel.
 LINE = 16
 
-_FILES = [Path(__file__).with_name(name) for name in ("fused.c", "native_sums.h", "native_threads.h")]
+_FILES = [
+    Path(__file__).with_name(name) for name in ("fused.c", "native_prefetch.h", "native_sums.h", "native_threads.h")
+]
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 

@@ -13,6 +13,7 @@
 
 #include "native_draws.h"
 #include "native_numbers.h"
+#include "native_prefetch.h"
 #include "native_sums.h"
 
 /* ---- the update ---- */
@@ -57,10 +58,7 @@ INLINE codes element(float p, float g, float m, float v, float c, uint32_t index
 
 /* ---- a line of 32 elements: the whole loop body, of constant length ----
  * A constant length makes the element numbers constants too, where a loop of variable length rebuilds
- * a vector of them each time, and leaves room for one prefetch a cache line. Prefetching is worth a
- * quarter of the time: the processor's own stops at the end of each page of 4 KiB. */
-
-enum { AHEAD = 4096 /* bytes */ };
+ * a vector of them each time, and leaves room for one prefetch a cache line. */
 
 #define PREFETCH(pointer, dtype, write) \
     for (int b = 0; b < LINE * BYTES(dtype); b += 64) __builtin_prefetch((pointer) + AHEAD + b, write)

@@ -324,7 +324,7 @@ def _wait(process: subprocess.Popen[bytes], name: str, said: int, end: float) ->
 # second.
 
 
-_FILES = ("native.c", "native_draws.h", "native_numbers.h", "native_sums.h", "native_threads.h")
+_FILES = ("native.c", "native_draws.h", "native_numbers.h", "native_prefetch.h", "native_sums.h", "native_threads.h")
 _SOURCE, *_HEADERS = map(Path(__file__).with_name, _FILES)
 
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
