@@ -281,13 +281,12 @@ class Context:
         if self.choosing is None:
             return old.copy_(new)
         several: Any = old
-        if isinstance(several, TensorList) and new is not old:
+        if not isinstance(several, TensorList):
+            write_where(self.choosing, [old], [new])
+        elif new is not old:
             # What a formula returns as it was may have no elements.
             chosen: Any = torch.where(self.choosing, new.to(old.dtype), old)
             several.copy_(chosen)
-        if isinstance(several, TensorList):
-            return old
-        write_where(self.choosing, [old], [new])
         return old
 
     def number(self, x: Any) -> Any:

@@ -107,8 +107,11 @@ def typed(params: list[Tensor], grads: list[Tensor], of_one_dtype: bool = False)
         grads: their gradients.
         of_one_dtype: whether all parameters are known to have one dtype.
     """
-    wanted = {params[0].dtype} if of_one_dtype and params else None
-    if wanted == set(map(_DTYPE, grads)) if wanted else list(map(_DTYPE, params)) == list(map(_DTYPE, grads)):
+    if of_one_dtype and params:
+        alike = set(map(_DTYPE, grads)) == {params[0].dtype}
+    else:
+        alike = list(map(_DTYPE, params)) == list(map(_DTYPE, grads))
+    if alike:
         # Nearly all tensors are contiguous. Comparing strides takes longer, since it makes tuples.
         rows = all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))
         if rows or list(map(_STRIDE, params)) == list(map(_STRIDE, grads)):
