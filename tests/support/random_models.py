@@ -27,6 +27,7 @@ class Form(NamedTuple):
         again: which are called once more behind the others.
         tied: whether the last layer has the weight of the first.
         same: whether the first block is the last one too.
+        close: whether the first and the last layer are one unit.
         frozen: whether the first block is frozen.
         scale: whether there is a parameter of one number outside of blocks.
         outer: a checkpoint around all blocks.
@@ -40,6 +41,7 @@ class Form(NamedTuple):
     again: tuple[int, ...] = ()
     tied: bool = False
     same: bool = False
+    close: bool = False
     frozen: bool = False
     scale: bool = False
     outer: str = "plain"
@@ -247,13 +249,16 @@ class Stack(nn.Module):
         torch.manual_seed(seed)
         # A trained layer at both ends: a model whose blocks are all frozen has nothing to train.
         self.first = nn.Linear(WIDTH, WIDTH)
+        if form.close:
+            self.last = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(kind) for kind, _ in form.blocks)
         self.wraps = [wrap for _, wrap in form.blocks]
         if form.same:
             self.blocks.append(self.blocks[0])
             self.wraps.append(self.wraps[0])
-        # Behind the blocks, in a unit of its own: a backward that is stopped has its gradients, as in torch.
-        self.last = nn.Linear(WIDTH, WIDTH)
+        if not form.close:
+            # In a unit of its own: a backward that is stopped has its gradients, as in torch.
+            self.last = nn.Linear(WIDTH, WIDTH)
         if form.tied:
             self.last.weight = self.first.weight
         if form.frozen:

@@ -409,6 +409,7 @@ def _promises(rng: random.Random, seed: int, size: int | None) -> Program:
     ways.remove("plain")
     # Programs that only do the usual tell how many messages that takes.
     calm = rng.random() < 0.15
+    form = form._replace(close=calm and rng.random() < 0.5)
 
     def events(step: int) -> tuple[str, ...]:
         if calm or step <= TRUSTED or rng.random() < 0.55:

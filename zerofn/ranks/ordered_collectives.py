@@ -8,13 +8,14 @@ graph. Only a rank's own forward knows which parameters it needs next. This is h
    the result, and it adds zeros to a sum of gradients.
 2. A rank that has nothing more to ask for *rests*, after a call of the model, after a backward, and at a step. It joins
    what others ask for, until every rank rests (cf. torch's Join).
-3. A rank mostly does what it did the last time. So it remembers what it asked for from the first collective of a
-   forward to the end of its backward, a *pass*. With a message it sends a digest of what followed it the last time.
+3. A rank mostly does what it did the last time. So it remembers what it asked for from the first unit of a forward to
+   the end of its backward, a *pass*. With a message it sends a digest of what followed it the last time.
    If the digests of all ranks are equal, all of that is *promised*: it is run in this order without another message.
    A rank that now needs something else joins what is promised first, and then asks.
 4. A promise ends at the next rest, which is a message. But a rank that has done the same in several passes *trusts*.
    If all ranks do, the rests of the pass are promised too: nobody waits there. So a micro-step has two messages at any
-   depth: at the first collective of forward, and at the step.
+   depth: at the first collective of forward, and at the step. Where all that forward uses is still full, the first one
+   is the rest after forward.
 
 A rest without a message has a price. A rank may ask for more than was promised while the others have passed the rest.
 It then waits for them until their step. If they wait for it in a collective of the user's, none goes on. So a rest
@@ -80,7 +81,7 @@ class Habits:
 
     Args:
         by_themselves: the kinds of collectives that are exchanged each time.
-        kind_of_pass: tells passes apart that begin with the same collective, and go on in different ways.
+        kind_of_pass: tells passes apart that begin in the same way, and go on in different ones.
 
     Attributes:
         ahead: what this rank expects to ask for next, to the end of the pass.
@@ -91,7 +92,7 @@ class Habits:
     def __init__(self, by_themselves: Collection[int], kind_of_pass: Callable[[], Hashable]):
         self.by_themselves, self.kind_of_pass = by_themselves, kind_of_pass
         self.known: OrderedDict[Hashable, Pass] = OrderedDict()
-        # The first collective of the pass, and its kind; `None` between passes.
+        # What the pass began with, and its kind; `None` between passes.
         self.start: Hashable = None
         self.done: list[Asked] = []
         self.ahead: deque[Asked] = deque()
@@ -101,8 +102,8 @@ class Habits:
     def note(self, asked: Asked) -> None:
         """Note what this rank asks for, or that it rests or goes on with a unit."""
         if self.start is None:
-            if asked[0] > REST:
-                # A pass begins with a collective.
+            if asked[0] != REST:
+                # Also with a unit that is here: the rest after this call is then the message that promises backward.
                 self.start = asked, self.kind_of_pass()
                 last = self.known.get(self.start, NEVER)
                 self.ahead.extend(last.followed)
