@@ -18,6 +18,7 @@ EVEN: Any = dict(bits=4, code="linear", rounding="nearest")
 # Each with the dtype of parameters.
 TABLE: dict[str, Any] = {
     "adamw": (lambda **how: zf.quantize(zf.adamw(0.1, weight_decay=0.1), **how), torch.float32),
+    "dynamic": (lambda **how: zf.quantize(zf.adamw(0.1), code="dynamic", **how), torch.float32),
     "4 bits": (
         lambda **how: zf.quantize(zf.adam(0.1, betas=(0.4, 0.9), weight_decay=0.1), **{"bits": 4, **how}),
         torch.float32,

@@ -13,7 +13,7 @@ from zerofn.kernels import codes as module  # inside: from which size on C is ca
 from zerofn.kernels.codes import Float8  # inside: a public name asks for it as `wire="fp8"`
 
 SHAPES = [(1, 1), (1, 7), (3, 8), (5, 9), (2, 3, 5), (0, 4), (4, 0), (6, 1, 1)]
-KINDS = st.builds(Codes, st.sampled_from([8, 4]), st.integers(1, 9), st.booleans())
+KINDS = st.builds(Codes, st.sampled_from([8, 4]), st.integers(1, 9), st.sampled_from(module.MAPS))
 SIZES = st.sampled_from([1e-30, 1e-6, 1.0, 1e20])
 
 
@@ -32,10 +32,27 @@ def draw(seed, low=0):
 
 def table(codes, signed):
     """All numbers of a block with scale 1, as the papers define them, in float64."""
+    if codes.code == "dynamic":
+        return dynamic_table(codes.bits, signed)
     last = 2 ** (codes.bits - 1) - 1 if signed else 2**codes.bits - 1
     even = [n / last for n in range(-last if signed else 0, last + 1)]
     inverse = (lambda t: t / (2 - abs(t))) if signed else (lambda t: t * t)
-    return torch.tensor([inverse(t) if codes.companded else t for t in even], dtype=torch.float64)
+    return torch.tensor([inverse(t) if codes.code == "companded" else t for t in even], dtype=torch.float64)
+
+
+def dynamic_table(bits, signed):
+    """What each pattern of bits means: zeros, of which each is a power of ten, a one, and a fraction of [0.1, 1]."""
+    values, width = [0.0, 1.0], bits - 1
+    for pattern in range(1, 2**width):
+        zeros = width - pattern.bit_length()
+        fractions = [pattern - 2 ** (width - 1 - zeros)]
+        # Without a sign its bit is one more of the fraction.
+        fractions = fractions if signed else [2 * fractions[0], 2 * fractions[0] + 1]
+        count = 2 ** (width - 1 - zeros) * len(fractions)
+        found = [10**-zeros * (0.1 + 0.9 * (2 * f + 1) / (2 * count)) for f in fractions]
+        values += [*found, *(-x for x in found)] if signed else found
+    assert len(values) == 2**bits
+    return torch.tensor(sorted(values), dtype=torch.float64)
 
 
 @settings(max_examples=60)
@@ -61,8 +78,16 @@ def test_a_number_becomes_one_of_its_two_neighbours(codes, shape, size, seed, ro
             low = torch.where(mine == 0, values[high], values[low].clamp(min=least))
             assert (theirs / scale <= values[high].maximum(low) + 1e-6).all()
             assert (theirs / scale >= low.minimum(values[high]) - 1e-6).all()
-            assert (theirs[mine.abs() == scale] == mine[mine.abs() == scale]).all()
-            if rounds is None and not codes.companded:
+            # The dynamic map has 1, but no -1.
+            largest = (mine if codes.code == "dynamic" else mine.abs()) == scale
+            assert (theirs[largest] == mine[largest]).all()
+            if rounds is None and codes.code == "dynamic":
+                nearest = (places.unsqueeze(-1) - values).abs()
+                nearest = (
+                    nearest if values[0] < 0 else nearest.where((values > 0) | (mine == 0).unsqueeze(-1), math.inf)
+                )
+                assert ((theirs / scale - places).abs() <= nearest.amin(-1) + 1e-6).all()
+            if rounds is None and codes.code == "linear":
                 assert (theirs - mine).abs().max() <= scale * max(0.5 * float(values[1] - values[0]), least) + 1e-38
 
 
@@ -72,7 +97,11 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.fl
 @settings(max_examples=60)
 @given(KINDS, st.sampled_from(SHAPES), DTYPES, st.integers(0, 99), st.none() | st.integers(0, 9))
 def test_what_has_a_code_keeps_it(codes, shape, dtype, seed, rounds):
-    codes_and_scales = codes.encode(drawn(shape, seed, dtype=dtype), draw(1))
+    x = drawn(shape, seed, dtype=dtype)
+    if codes.code == "dynamic":
+        # Its largest negative number comes back smaller, and with it the scale: here another one is larger.
+        x.flatten(1)[:, :: codes.block] = 1e4
+    codes_and_scales = codes.encode(x, draw(1))
     x = codes.decode(*codes_and_scales, shape)
     again = codes.encode(x, None if rounds is None else draw(rounds))
     assert x.dtype == dtype and torch.equal(codes.decode(*again, shape), x)
@@ -101,10 +130,12 @@ def test_large_tensors_are_coded_in_pieces():
     assert torch.equal(codes.decode(*coded, x.shape)[1500:1501], codes.decode(numbers, scales, (1, 200)))
 
 
+@pytest.mark.parametrize("code", ["companded", "dynamic"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_rounding_is_right_on_average(bits):
-    codes, n = Codes(bits, 256), 4096
-    for numbers in (torch.linspace(-1, 1, 256), torch.linspace(1e-3, 1, 256)):
+def test_rounding_is_right_on_average(bits, code):
+    codes, n = Codes(bits, 256, code), 4096
+    least = {"companded": -1.0, "dynamic": -0.98 if bits == 8 else -0.8}[code]
+    for numbers in (torch.linspace(-1, 1, 256).clamp(min=least), torch.linspace(1e-3, 1, 256)):
         if bits == 4 and numbers[0] > 0:
             numbers = numbers.clamp(min=1 / 225)
         found = codes.decode(*codes.encode(numbers.repeat(n, 1), draw(5)), (n, 256)).double()
@@ -137,8 +168,9 @@ def test_bytes():
     assert numbers == {8: 256 * (1024 + 4 * 8), 4: 256 * (512 + 4 * 8)}
 
 
-def test_in_a_graph_and_along_a_batch():
-    codes, x = Codes(4, 5), drawn((6, 3, 13), 4)
+@pytest.mark.parametrize("code", ["companded", "dynamic"])
+def test_along_a_batch(code):
+    codes, x = Codes(4, 5, code), drawn((6, 3, 13), 4)
     want = [codes.encode(one, draw(7)) for one in x]
     found = torch.func.vmap(partial(codes.encode, draws=draw(7)))(x)
     assert all(
@@ -149,12 +181,12 @@ def test_in_a_graph_and_along_a_batch():
 
 
 @pytest.mark.parametrize("row", [2048, 129, 77, 1])
-@pytest.mark.parametrize(("companded", "signed"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(("code", "signed"), [*((code, False) for code in module.MAPS), ("linear", True)])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_the_kernel_gives_the_bits_of_torch(bits, companded, signed, row, monkeypatch):
-    codes, x = Codes(bits, 33, companded, signed), drawn((9000 // row, row), 1)
+def test_the_kernel_gives_the_bits_of_torch(bits, code, signed, row, monkeypatch):
+    codes, x = Codes(bits, 33, code, signed), drawn((9000 // row, row), 1)
     x[1, 0], x[2, -1], x[3] = torch.nan, torch.inf, -0.0 * x[3]
-    assert module._library(bits, companded, signed) is not None
+    assert module._library(bits, code, signed) is not None
     for at in (None, draw(3), draw(3, 2**32 - 9100), draw(3, 2**32 - 5000), BlockDraws(3)):
         found = codes.encode(x, at)
         back = codes.decode(*found, x.shape)
@@ -167,7 +199,7 @@ def test_the_kernel_gives_the_bits_of_torch(bits, companded, signed, row, monkey
 
 def test_random_bits_of_a_block_follow_from_the_block_alone():
     torch.manual_seed(0)
-    x, codes = torch.randn(3, 96), Codes(8, 32, False, True)
+    x, codes = torch.randn(3, 96), Codes(8, 32, "linear", True)
     found = codes.encode(x, BlockDraws(1))[0]
     # Elsewhere in a tensor, and beside others, a block has the same codes.
     for row in range(3):

@@ -33,6 +33,8 @@ GROUPS = {"matrix": zf.muon(LR), "rest": ADAM}
 TABLE = {
     "moments": [narrow(ADAM)],
     "4 bits": [narrow(ADAM, bits=4)],
+    "dynamic": [narrow(ADAM, code="dynamic")],
+    "dynamic, 4 bits to nearest": [narrow(zf.lion(LR), bits=4, code="dynamic", rounding="nearest")],
     "linear, to nearest": [narrow(ADAM, code="linear", rounding="nearest")],
     "bf16": [zf.precision(store_dtype=torch.bfloat16), narrow(zf.low_precision_adam(LR, state_dtype=torch.float32))],
     "fp32": [narrow(zf.low_precision_adam(LR, state_dtype=torch.float32, rounding="nearest"), bits=4)],
@@ -210,7 +212,7 @@ ROWS.rows(
     ValueError,
     (lambda: zf.quantize(zf.adamw(LR), bits=3), "a code has 8 or 4 bits"),
     (lambda: zf.quantize(zf.adamw(LR), bits=8.0), "a code has 8 or 4 bits"),
-    (lambda: zf.quantize(zf.adamw(LR), code="log"), "code is one of 'companded', 'linear'"),
+    (lambda: zf.quantize(zf.adamw(LR), code="log"), "code is one of 'companded', 'linear', 'dynamic'"),
     (lambda: zf.quantize(zf.adamw(LR), rounding="kahan"), "rounding is one of 'stochastic', 'nearest'"),
     (lambda: zf.quantize(zf.adamw(LR), slots="exp_avg"), "slots=('exp_avg',)"),
     (lambda: zf.quantize(zf.precision(torch.bfloat16)), "precision says how the model sees parameters"),

@@ -28,7 +28,7 @@ from ..ranks.group import Group
 
 AnyCodes = Codes | Float8
 # What may be asked for by name.
-INT8 = Codes(8, 128, companded=False, signed=True)
+INT8 = Codes(8, 128, "linear", signed=True)
 CODES: dict[str, AnyCodes] = {"int8": INT8, "fp8": Float8(128)}
 
 

@@ -144,7 +144,7 @@ class CodedAdam:
 
     def _function(self, dtype: torch.dtype, grad_dtype: torch.dtype, how: Codes) -> Any:
         random = self.rounding == "stochastic" and dtype is not torch.float32
-        return _library(self.fused, random, dtype, grad_dtype, how.bits, how.companded)
+        return _library(self.fused, random, dtype, grad_dtype, how.bits, how.code)
 
 
 def _call(
@@ -193,18 +193,18 @@ _NONE = Draws(0, torch.tensor(0), 0)
 
 
 @functools.cache
-def _library(fused: bool, random: bool, dtype: torch.dtype, grad: torch.dtype, bits: int, companded: bool) -> Any:
+def _library(fused: bool, random: bool, dtype: torch.dtype, grad: torch.dtype, bits: int, code: str) -> Any:
     """The C function, after a check that it gives the bits of torch on a sample; else ``None``."""
     command = native.quiet_compiler()
     if command is None:
         return None
     defines = [f"-DZF_P={_NAMES[dtype]}", f"-DZF_G={_NAMES[grad]}", f"-DZF_FUSED={int(fused)}"]
-    defines += [f"-DZF_RANDOM_P={int(random)}", *defines_of(Codes(bits, 128, companded))]
+    defines += [f"-DZF_RANDOM_P={int(random)}", *defines_of(Codes(bits, 128, code))]
     try:
         function = native.library(command, [*_FILES, *HEADERS], defines, _declared).zerofn_coded_adam
     except (OSError, AttributeError):
         return None
-    how, rounding = Codes(bits, 100, companded), "stochastic" if random else "nearest"
+    how, rounding = Codes(bits, 100, code), "stochastic" if random else "nearest"
     columns = [[x.reshape(-1, 180).to(kind)] for (x,), kind in zip(native.sample(180 * 4), (dtype, grad), strict=False)]
     moments = [torch.sin(torch.arange(720.0) * k).reshape(4, 180) for k in (1.0, 2.1)]
     moments[1] = moments[1].square()

@@ -13,10 +13,14 @@ The second one is for second moments. There a number other than zero never becom
 it. A negative scale says that the block has a negative number, so no transform needs to say which of its tensors are
 second moments. In such a block a zero comes back as -0.0.
 
+Or `x / scale` becomes an entry of a table, the *dynamic* map, which has about as many entries in each power of ten as
+in all below it (`dynamic_map`).
+
 Sources: blocks with a scale of their own and more codes for small numbers (Dettmers et al., "8-bit Optimizers via
 Block-wise Quantization", ICLR 2022); no zero among the codes of second moments (Li et al., "Memory Efficient Optimizers
-with 4-bit States", NeurIPS 2023); the two functions (FlashOptim, 2026). Other than there, rounding is stochastic, by
-bits from a counter (`rounding.py`): to nearest, a second moment that changes by a thousandth would stay.
+with 4-bit States", NeurIPS 2023); the two functions (FlashOptim, 2026); the dynamic map (Dettmers et al.). Other than
+there, rounding is stochastic, by bits from a counter (`rounding.py`): to nearest, a second moment that changes by a
+thousandth would stay.
 
 Gradients that are sent have codes that are evenly spaced and signed in every block (`Codes(signed=True)`), and are
 rounded by random bits that follow from the numbers of the block (`BlockDraws`).
@@ -43,6 +47,8 @@ from .rounding import FORMAT, as_int32, draw, random_bits, stream_key, stride_of
 
 # Of float8_e4m3fn.
 LARGEST = 448.0
+# How numbers from -1 to 1 become codes, in the order of `ZF_MAP` in `native_codes.h`.
+MAPS = ("linear", "companded", "dynamic")
 # Elements that are coded at once, so that temporary tensors stay in a CPU's cache.
 AT_ONCE = 1 << 17
 
@@ -102,7 +108,8 @@ class Codes:
     Attributes:
         bits: of a code, 8 or 4; two codes of 4 bits share a byte.
         block: numbers of a row that share a scale.
-        companded: whether small magnitudes get more codes than large ones; if not, codes are evenly spaced.
+        code: `"companded"`, by two functions, or `"dynamic"`, by `dynamic_map`: small magnitudes get more codes than
+            large ones; or `"linear"`: codes are evenly spaced.
         signed: whether a block without a negative number gets the codes of one with. Then every number may become zero,
             and stochastic rounding is right on average for all of them.
 
@@ -116,7 +123,7 @@ class Codes:
 
     bits: int = 8
     block: int = 128
-    companded: bool = True
+    code: str = "companded"
     signed: bool = False
 
     def nbytes(self, numel: int, itemsize: int = 4) -> int:
@@ -222,7 +229,7 @@ class Codes:
         numel = x.numel() if shape is None else prod(shape)
         if numel < LARGE or type(x) not in _PLAIN or not x.is_cpu or x.dtype != torch.float32 or not concrete(x):
             return None
-        return _library(self.bits, self.companded, self.signed)
+        return _library(self.bits, self.code, self.signed)
 
     def _bits(self, draws: Draws | BlockDraws | None, rows: Tensor, low: int) -> Tensor | None:
         """Random bits of these rows, by block; `low` is the place of their first number in the tensor."""
@@ -244,15 +251,23 @@ class Codes:
         lift = torch.ones_like(scale).masked_fill(scale < 2.0**-64, 2.0**64).masked_fill(scale > 2.0**64, 2.0**-64)
         y = size * lift * torch.where(scale > 0, scale * lift, torch.inf).reciprocal()
         signed, (n, m) = self.signed or _one_kind(negative), self._ends
-        if self.companded:
+        if self.code == "dynamic":
+            y = torch.copysign(y, x)
+            code = where(
+                signed,
+                lambda: self._from_table(x, y, scale, True, bits, rows.dtype),
+                lambda: self._from_table(x, y, scale, False, bits, rows.dtype),
+            )
+            return self._stored(code, x, scale, negative, signed, rows)
+        if self.code == "companded":
             at = where(signed, lambda: y * (2 * n) / (y + 1), lambda: y.sqrt() * m)
         else:
             at = where(signed, lambda: y * n, lambda: y * m)
         code = at.round()
         if bits is not None:
             # Never near 0 or 1: a number that has a code is not moved by what was rounded on the way here.
-            u, low = ((bits >> 16 & 0xFFF0) | 8).to(torch.float32) * 2.0**-16, at.floor()
-            if self.companded:
+            u, low = _fractions(bits), at.floor()
+            if self.code == "companded":
                 above = where(
                     signed, lambda: (y * (2 * n - low) - low) * (2 * n - 1 - low), lambda: y * m**2 - low * low
                 )
@@ -262,8 +277,33 @@ class Codes:
             found = low + (u * gap < above)
             # Numbers of 16 bits, and subnormal ones, are too far from their codes for that.
             code = torch.where(self._numbers(code, scale, signed, rows.dtype) == size, code, found)
+        code = where(signed, lambda: torch.copysign(code, x) + n, code)
+        return self._stored(code, x, scale, negative, signed, rows)
+
+    def _from_table(
+        self, x: Tensor, y: Tensor, scale: Tensor, signed: bool, bits: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """The places in a table of numbers `y`, from -1 to 1: of the nearest entry, or of one of two neighbours."""
+        table = self._table(signed, y)
+        low = (torch.bucketize(y, table, right=True) - 1).clamp(0, len(table) - 1)
+        high = (low + 1).clamp(max=len(table) - 1)
+        below, above = table[low], table[high]
+        code = torch.where(y - below > above - y, high, low)
+        if bits is not None:
+            found = torch.where(_fractions(bits) * (above - below) < y - below, high, low)
+            code = torch.where((table[code] * scale).to(dtype).to(scale.dtype) == x, code, found)
+        return code.to(scale.dtype)
+
+    def _table(self, signed: bool, like: Tensor) -> Tensor:
+        table = torch.tensor(dynamic_map(self.bits, signed), dtype=like.dtype)
+        # From memory that is not pinned the copy could wait for the device.
+        return table.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else table.to(like.device)
+
+    def _stored(
+        self, code: Tensor, x: Tensor, scale: Tensor, negative: Tensor, signed: bool | Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
         # A second moment other than zero gets a code other than zero.
-        code = where(signed, lambda: torch.copysign(code, x) + n, lambda: code.maximum((x > 0).to(wide)))
+        code = where(signed, code, lambda: code.maximum((x > 0).to(code.dtype)))
         # Without a finite number there is none.
         code = code.to(torch.uint8) * (scale > 0)
         scales = torch.where(negative, -scale, scale).squeeze(-1).to(rows.dtype)
@@ -273,6 +313,10 @@ class Codes:
         wide = torch.promote_types(scales.dtype, torch.float32)
         scale, code = scales.to(wide).unsqueeze(-1), self._blocks(codes).to(wide)
         signed, n = _one_kind(scale < 0), self._ends[0]
+        if self.code == "dynamic":
+            code = code.long()
+            found = where(signed, lambda: self._table(True, scale)[code], lambda: self._table(False, scale)[code])
+            return (found * scale.abs()).to(scales.dtype).flatten(1)[:, : codes.shape[1]]
         # Zeros get a sign: a block whose negative numbers have all become zero keeps its kind.
         code = where(signed, lambda: -(n - code), code)
         found = self._numbers(code, scale.abs(), signed, scales.dtype)
@@ -282,7 +326,7 @@ class Codes:
         """The numbers of codes from -127 to 127 or from 0 to 255, as they are in a dtype."""
         n, m = self._ends
         # By factors, since a GPU divides by a number so; n times its reciprocal is 1 for all n that occur.
-        if self.companded:
+        if self.code == "companded":
             y = where(signed, lambda: code / (2 * n - code.abs()), lambda: code * code * (1 / m**2))
         else:
             y = where(signed, lambda: code * (1 / n), lambda: code * (1 / m))
@@ -295,6 +339,28 @@ class Codes:
 
     def _blocks(self, rows: Tensor) -> Tensor:
         return _blocks(rows, self.block)
+
+
+def dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
+    """The table of dynamic tree quantization (Dettmers et al., 2022), in its order.
+
+    The bits of a code, without that of the sign, are zeros, a one and a fraction. With `e` zeros it is the middle of an
+    interval of `[0.1, 1]`, cut into as many as the fraction has values, times `10**-e`. Without a sign the fraction has
+    one bit more. Of the two codes that are left one is zero, the other is 1; as published there is no -1.
+
+    Examples:
+        >>> [round(x, 4) for x in dynamic_map(4, True)[7:]]
+        [-0.0, 0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0]
+        >>> len(dynamic_map(8, True)), len(dynamic_map(8, False)), min(dynamic_map(8, True))
+        (256, 256, -0.99296875)
+    """
+    levels = bits - 1
+    values: list[float] = []
+    for i in range(levels):
+        count = 2**i if signed else 2 ** (i + 1)
+        values += [10.0 ** (i + 1 - levels) * (0.1 + 0.9 * (j + 0.5) / count) for j in range(count)]
+    # A block whose negative numbers have all become zero keeps its kind.
+    return (*(-x for x in reversed(values)), -0.0, *values, 1.0) if signed else (0.0, *values, 1.0)
 
 
 @dataclass(frozen=True)
@@ -397,6 +463,11 @@ def _drawn(draws: Sequence[Any], sizes: Sequence[int], device: torch.device) -> 
     return draw((at * as_int32(stride)).add_(first), k1)
 
 
+def _fractions(bits: Tensor) -> Tensor:
+    """Numbers between 0 and 1, and never near either."""
+    return ((bits >> 16 & 0xFFF0) | 8).to(torch.float32) * 2.0**-16
+
+
 def _one_kind(signed: Tensor) -> bool | Tensor:
     """Of blocks that are all of one kind, on a CPU, whether it is the signed one: then half of the work is left out."""
     if not signed.is_cpu or not concrete(signed):
@@ -470,21 +541,24 @@ def _decode(kernel: Any, codes: Tensor, scales: Tensor, how: Codes, row: int) ->
 
 def defines_of(how: Codes) -> list[str]:
     """Macro definitions for the compiler, as `native_codes.h` wants them."""
-    found = [f"-DZF_BITS={how.bits}", f"-DZF_COMPANDED={int(how.companded)}", f"-DZF_SIGNED={int(how.signed)}"]
+    found = [f"-DZF_BITS={how.bits}", f"-DZF_MAP={MAPS.index(how.code)}", f"-DZF_SIGNED={int(how.signed)}"]
+    if how.code == "dynamic":
+        tables = [[f"{x!r}f" for x in dynamic_map(how.bits, signed)] for signed in (True, False)]
+        found += [f"-DZF_{name}={','.join(t)}" for name, t in zip(("TABLE", "POSITIVE_TABLE"), tables, strict=True)]
     return [*found, f"-DZF_STRIDE={stride_of(FORMAT)}u"]
 
 
 @functools.cache
-def _library(bits: int, companded: bool, signed: bool = False) -> Any:
+def _library(bits: int, code: str, signed: bool = False) -> Any:
     """The C library, after a check that it gives the bits of torch on a sample; else ``None``."""
     command = native.quiet_compiler()
     if command is None:
         return None
     try:
-        library = native.library(command, _FILES, defines_of(Codes(bits, 128, companded, signed)), _declared)
+        library = native.library(command, _FILES, defines_of(Codes(bits, 128, code, signed)), _declared)
     except (OSError, AttributeError):
         return None
-    how, draws = Codes(bits, 37, companded, signed), Draws(1, torch.tensor(2), 3, 4)
+    how, draws = Codes(bits, 37, code, signed), Draws(1, torch.tensor(2), 3, 4)
     x = torch.cat([one.reshape(-1, 90) for (one,) in native.sample(90 * 5)]).nan_to_num(0.0)
     for given in (None, draws, BlockDraws(5)):
         mine = _encode(library, x, how, given)

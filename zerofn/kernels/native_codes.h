@@ -1,7 +1,7 @@
 /* A block of floats as codes of 8 or 4 bits, and back: the formulas of zerofn/kernels/codes.py, bit for bit.
  *
- * Of codes.c and coded_adam.c. -DZF_BITS= 8 or 4, -DZF_COMPANDED= 1 or 0, -DZF_SIGNED= 1 or 0, -DZF_STRIDE= of
- * counters (rounding.py).
+ * Of codes.c and coded_adam.c. -DZF_BITS= 8 or 4, -DZF_MAP= 0 (linear), 1 (companded) or 2 (dynamic, by -DZF_TABLE=
+ * and -DZF_POSITIVE_TABLE=), -DZF_SIGNED= 1 or 0, -DZF_STRIDE= of counters (rounding.py).
  */
 #pragma once
 #include <math.h>
@@ -14,14 +14,22 @@ enum { STRIP = 64, LAST_SIGNED = (1 << (ZF_BITS - 1)) - 1, LAST = (1 << ZF_BITS)
 /* To the nearest whole number, of two the even one. */
 INLINE float rounded(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
+#if ZF_MAP == 2
+static const float of_signed[LAST + 1] = {ZF_TABLE}, of_positive[LAST + 1] = {ZF_POSITIVE_TABLE};
+#define TABLE(is_signed) ((is_signed) ? of_signed : of_positive)
+#endif
+
 INLINE float number(float code, float scale, int is_signed) {
     const float n = TWICE, one = (float)(1.0 / LAST_SIGNED), all = (float)(1.0 / LAST);
     const float square = (float)(1.0 / ((double)LAST * LAST));
-    if (ZF_COMPANDED) return (is_signed ? code / (n - fabsf(code)) : code * code * square) * scale;
+    if (ZF_MAP == 1) return (is_signed ? code / (n - fabsf(code)) : code * code * square) * scale;
     return code * (is_signed ? one : all) * scale;
 }
 
 INLINE float decoded(uint8_t code, float scale, int is_signed) {
+#if ZF_MAP == 2
+    return TABLE(is_signed)[code] * scale;
+#endif
     float c = (float)code;
     return number(is_signed ? -(LAST_SIGNED - c) : c, scale, is_signed);
 }
@@ -62,15 +70,50 @@ INLINE float stored_scale(of_block b) {
     return b.is_signed ? -scale : scale;
 }
 
+#if ZF_MAP == 2
+/* The last entry that is not above a number; or the first one. */
+INLINE int place(const float *table, float y) {
+    int low = 0;
+    if (ZF_BITS == 8) {
+        low = table[128] <= y ? 128 : 0;
+        low += table[low + 64] <= y ? 64 : 0;
+        low += table[low + 32] <= y ? 32 : 0;
+        low += table[low + 16] <= y ? 16 : 0;
+    }
+    low += table[low + 8] <= y ? 8 : 0;
+    low += table[low + 4] <= y ? 4 : 0;
+    low += table[low + 2] <= y ? 2 : 0;
+    return low + (table[low + 1] <= y);
+}
+
+INLINE float from_table(float x, of_block b, int is_signed, int random, uint32_t counter, uint32_t k1) {
+    const float *table = TABLE(is_signed);
+    float y = x * b.lift * b.reciprocal;
+    int low = place(table, y), high = low < LAST ? low + 1 : LAST;
+    float below = table[low], above = table[high];
+    int code = y - below > above - y ? high : low;
+    if (random) {
+        float u = (float)(int32_t)((draw(counter, k1) >> 16 & 0xfff0u) | 8u) * 0x1p-16f;
+        int found = u * (above - below) < y - below ? high : low;
+        code = table[code] * b.scale == x ? code : found;
+    }
+    return (float)(!is_signed && x > 0.0f && code < 1 ? 1 : code);
+}
+#endif
+
 /* In a `common` block nothing is lifted, and rounding cannot move a number that has a code: it need not be looked for. */
 INLINE float coded(float x, of_block b, int is_signed, int random, int common, uint32_t counter, uint32_t k1) {
+#if ZF_MAP == 2
+    (void)common;
+    return from_table(x, b, is_signed, random, counter, k1);
+#endif
     float size = is_signed ? fabsf(x) : x, y = (common ? size : size * b.lift) * b.reciprocal;
-    float at = !ZF_COMPANDED ? y * (is_signed ? LAST_SIGNED : LAST)
+    float at = ZF_MAP == 0 ? y * (is_signed ? LAST_SIGNED : LAST)
              : is_signed ? y * TWICE / (y + 1.0f) : sqrtf(y) * LAST;
     float code = rounded(at);
     if (random) {
         float u = (float)(int32_t)((draw(counter, k1) >> 16 & 0xfff0u) | 8u), low = floorf(at), above, gap = 0x1p-16f;
-        if (!ZF_COMPANDED) above = at - low;
+        if (ZF_MAP == 0) above = at - low;
         else if (is_signed) { above = (y * (TWICE - low) - low) * (TWICE - 1 - low); gap *= TWICE; }
         else { above = y * (LAST * LAST) - low * low; gap *= low + low + 1.0f; }
         float found = u * gap < above ? low + 1.0f : low;
