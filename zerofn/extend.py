@@ -110,6 +110,7 @@ from zerofn.kernels.fused_adam import (
     plain,
     typed,
 )
+from zerofn.kernels.masters import master_of, split_master
 from zerofn.kernels.norms import length, not_finite, not_finite_each, squared_norm
 from zerofn.kernels.recording import (
     certain,
@@ -314,6 +315,7 @@ __all__ = [
     "listening",
     "makes_parameters",
     "many_for_fused",
+    "master_of",
     "may",
     "mean_over",
     "misfit",
@@ -344,6 +346,7 @@ __all__ = [
     "scaled",
     "select",
     "span",
+    "split_master",
     "squared_norm",
     "stochastic_round",
     "straight_through",

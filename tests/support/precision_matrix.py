@@ -20,12 +20,15 @@ from torch import Tensor, nn
 import zerofn as zf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SPLIT = "bf16+8"  # bf16 parameters, and residuals of 8 bits: the optimizer updates masters in fp32
+IN_STATE = {**DTYPES, SPLIT: torch.bfloat16}
 # Moments as codes, with a scale of 4 bytes for each block of 128.
 CODES = {"8 bits": 8, "4 bits": 4}
 BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {k: n / 8 + 4 / 128 for k, n in CODES.items()}
+BYTES[SPLIT] = 3
 # Half the distance between neighbours, relative to the larger. A code is off by 2**-6 of the largest number at most,
 # and is read in the second of two steps alone, where half of the moment comes from it.
-UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "8 bits": 2.0**-8}
+UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "8 bits": 2.0**-8, SPLIT: 2.0**-16}
 
 
 class Cell(NamedTuple):
@@ -47,7 +50,7 @@ class Cell(NamedTuple):
 
 
 AXES: dict[str, tuple[str, ...]] = {
-    "stored": ("fp32", "bf16", "fp16"),
+    "stored": ("fp32", SPLIT, "bf16", "fp16"),
     "gradients": ("fp32", "bf16", "fp16"),
     "moments": ("fp32", "bf16", "fp16", "8 bits"),
     "compute": ("fp32", "bf16", "fp16"),
@@ -62,22 +65,22 @@ AXES: dict[str, tuple[str, ...]] = {
 # (which cells, the words of the error, why). The error is raised before anything trains.
 REFUSED = (
     (
-        "moments=fp16",
+        "moments fp16",
         lambda c: c.moments == "fp16",
         r"low_precision_adam\(state_dtype=torch.float16\)(.|\n)*6e-8",
         "squared gradients fall below fp16's smallest number",
     ),
     (
-        "rounding=kahan with stored=fp32",
-        lambda c: c.stored == "fp32" and c.rounding == "kahan",
+        "kahan, stored fp32 or bf16+8",
+        lambda c: c.stored in ("fp32", SPLIT) and c.rounding == "kahan",
         r"low_precision_adam\(rounding='kahan', .*nothing to round(.|\n)*: stored in torch.float32",
-        "an fp32 parameter loses nothing that kahan could carry along",
+        "updates in fp32 lose nothing that kahan could carry",
     ),
     (
-        "rounding=stochastic with stored=fp32, moments=fp32 or 8 bits",
-        lambda c: c.stored == "fp32" and c.moments in ("fp32", *CODES) and c.rounding == "stochastic",
+        "stochastic, stored fp32 or bf16+8, moments fp32 or 8 bits",
+        lambda c: c.stored in ("fp32", SPLIT) and c.moments in ("fp32", *CODES) and c.rounding == "stochastic",
         r"low_precision_adam\(rounding='stochastic', .*nothing to round(.|\n)*: stored in torch.float32",
-        "it stores nothing in fewer bits",
+        "it rounds nothing",
     ),
 )
 
@@ -174,7 +177,7 @@ def loss_of(out: Tensor, y: Tensor) -> Tensor:
 
 def pipeline(cell: Cell) -> zf.Transform:
     dtypes = zf.precision(
-        store_dtype=DTYPES[cell.stored],
+        store_dtype=SPLIT if cell.stored == SPLIT else DTYPES[cell.stored],
         grad_dtype=DTYPES[cell.gradients],
         param_dtype=DTYPES[cell.compute],
         reduce_dtype=DTYPES[cell.reduce],
@@ -197,7 +200,7 @@ def optimizer(moments: str, rounding: str, *given: Any) -> zf.Transform:
 
 def reference(stored: str) -> dict[str, Tensor]:
     """The change of each parameter in float64: plain autograd on the whole batch, Adam from its definition."""
-    model = EveryKindOfLeaf().to(DTYPES[stored]).double()
+    model = EveryKindOfLeaf().to(IN_STATE[stored]).double()
     params = dict(model.named_parameters())
     start = {k: p.detach().clone() for k, p in params.items()}
     m = {k: torch.zeros_like(p) for k, p in start.items()}
@@ -223,8 +226,11 @@ def bound(cell: Cell) -> float:
     rounded on the way to the coarsest of the grids it met.
     """
     often = {"nearest": 1 * STEPS, "stochastic": 2 * STEPS, "kahan": 1}[cell.rounding]
-    grids = [cell.gradients, cell.compute, cell.reduce, cell.moments] + ["bf16"] * (cell.autocast == "bf16")
-    return often * UNIT[cell.stored] + STEPS * LR / EPS * max(UNIT[g] for g in grids)
+    # The model sees masters rounded to bf16: so does who measures the change, and each of two gradients.
+    seen = UNIT["bf16"] if cell.stored == SPLIT else 0.0
+    grids = [cell.gradients, cell.compute, cell.reduce, cell.moments]
+    grids += ["bf16"] * (cell.autocast == "bf16" or cell.stored == SPLIT)
+    return seen + often * UNIT[cell.stored] + STEPS * LR / EPS * max(UNIT[g] for g in grids)
 
 
 def run_cells(cells: list[Cell]) -> list[dict[str, dict[str, Tensor]]]:
@@ -324,15 +330,15 @@ def markdown() -> str:
         "",
         "## Bytes per parameter",
         "",
-        "A number of the table counts the parameter, its gradient, two moments, and the compensation of `kahan`. Under "
-        "ZeRO divide what is sharded by the number of ranks.",
+        "A number of the table counts the parameter, its gradient, two moments, the compensation of `kahan`, and the "
+        "residual of `bf16+8`. Under ZeRO divide what is sharded by the number of ranks.",
         "",
         "| stored, gradients | moments fp32 | bf16 | `kahan` | in backward | 8 bits | in backward | 4 bits |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for stored, gradients in itertools.product(AXES["stored"], AXES["gradients"]):
         row = [state_bytes(stored, gradients, m, "nearest") for m in ("fp32", "bf16")]
-        kahan = "refused" if stored == "fp32" else str(state_bytes(stored, gradients, "bf16", "kahan"))
+        kahan = "refused" if stored in ("fp32", SPLIT) else str(state_bytes(stored, gradients, "bf16", "kahan"))
         eight, four = (state_bytes(stored, gradients, m, "nearest") for m in CODES)
         less = BYTES[gradients]
         cells = [*row, kahan, row[1] - less, f"{eight:.2f}", f"{eight - less:.2f}", f"{four:.2f}"]

@@ -28,6 +28,7 @@ def by_kind(path):
 
 # In fp32 torch's fused AdamW gives the last elements of a piece other last bits.
 ADAM = zf.nadam(LR)
+MASTERS = zf.precision(store_dtype="bf16+8")
 GROUPS = {"matrix": zf.muon(LR), "rest": ADAM}
 # What stands behind the reduction, by name.
 TABLE = {
@@ -47,6 +48,9 @@ TABLE = {
     "norms": [narrow(zf.lamb(LR))],
     "an average": [narrow(zf.schedule_free_adamw(LR), slots=["exp_avg_sq"])],
     "wrapped": [zf.lookahead(narrow(ADAM), 2)],
+    "masters": [MASTERS, zf.clip_by_global_norm(0.1), narrow(ADAM), zf.ema(0.9)],
+    "masters, wide moments": [MASTERS, zf.offload(zf.lookahead(ADAM, 2))],
+    "masters at owners": [MASTERS, zf.partition(GROUPS, by_kind)],
 }
 
 

@@ -286,6 +286,10 @@ class _Reinterpret(Function):
         ctx.mark_non_differentiable(output)
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        return None
+
+    @staticmethod
     def vmap(info: Any, in_dims: tuple, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:  # type: ignore[override]
         return _Reinterpret.apply(x, dtype), in_dims[0]
 

@@ -134,10 +134,10 @@ def _example(low: float, high: float) -> str:
     return f"{0.9 if high == 1.0 else max(low, 1e-3):g}"
 
 
-def check_dtype(function: str, name: str, value: Any, allowed: tuple[torch.dtype, ...]) -> None:
+def check_dtype(function: str, name: str, value: Any, allowed: tuple[torch.dtype | str, ...]) -> None:
     """Refuse a dtype that is not among `allowed`; `None` stands for "as it is" and passes."""
     if value is not None and value not in allowed:
-        names = ", ".join(str(d) for d in allowed)
+        names = ", ".join(map(repr, allowed))
         raise ValueError(
             explain(
                 f"{function}({name}={value!r})",

@@ -525,6 +525,8 @@ def pipeline(
         parts = tuple([replace_innermost(p, held, layout) for p in parts])
     found = [_resolved(part, layout, ranks) for part in parts]
     parts = tuple([_sending(part, view, layout, checked) for part, view in zip(parts, found, strict=True)])
+    for around in [view.around for view in found if view is not None and view.around is not None]:
+        parts = tuple([replace_innermost(part, partial(_kept_by, around), layout) for part in parts])
     check_views(found, layout)
     talking = frozenset([view.name for view in found if view is not None and view.wire is not None])
     factors = tuple([(view.name, view.factor) for view in found if view is not None and view.factor is not None])
@@ -561,6 +563,11 @@ def _sending(part: Transform, view: View | None, layout: Layout, checked: bool) 
     if view is None or view.update is None:
         return part
     return guard(replace(part, update_fn=view.update), len(layout.leaves), checked)
+
+
+def _kept_by(around: Callable[..., Transform], t: Transform, paths: Set[str], where: str) -> Transform:
+    """An optimizer that keeps what a view does not store; any other transform as it is."""
+    return around(t, paths) if t.facts.optimizes else t
 
 
 def _check_second(parts: Sequence[Transform], road: Road) -> None:

@@ -53,6 +53,7 @@ class Spec:
         averaged_by: gradients are averaged over replicas (`Replicate`).
         local_by: it is to stay this rank's own.
         cast_by: it has the dtype of gradients.
+        split_by: the optimizer is to keep some bits of the parameter, which are not stored with it.
         unscaled_by: the loss scale has been divided out.
         summed_by: it is a sum over micro-batches.
         changed_by: it is a function of the gradient, and not the gradient itself.
@@ -77,6 +78,7 @@ class Spec:
     averaged_by: str = ""
     local_by: str = ""
     cast_by: str = ""
+    split_by: str = ""
     unscaled_by: str = ""
     summed_by: str = ""
     changed_by: str = ""

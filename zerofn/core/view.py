@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -38,6 +38,7 @@ class Dtypes:
         grad_dtype: of gradients that update halves get.
         reduce_dtype: of sums of gradients over ranks.
         output_dtype: of the model's floating-point outputs.
+        residual: whether the optimizer updates in fp32, and keeps in 8 bits more what the stored bf16 has rounded away.
         buffers: by name, the dtype to which each floating-point buffer of an attached model is cast.
         by_path: the dtypes of leaves that have their own.
     """
@@ -47,6 +48,7 @@ class Dtypes:
     grad_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
+    residual: bool = False
     buffers: Callable[[Sequence[str]], Mapping[str, torch.dtype | None]] | None = None
     by_path: Mapping[str, Dtypes] = field(default_factory=dict)
 
@@ -214,6 +216,8 @@ class View:
             a learned number a parameter.
         update: the update half of the transform, in the place of its `update_fn`: one that sends by a group of ranks
             which `view_fn` has opened.
+        around: of a view that stores less of a parameter than is updated: a function `(optimizer, paths) -> optimizer`
+            that makes of the optimizer of some leaves one that keeps the rest in its state.
         traceable: whether a compiler can make a graph of the wire: `unpack` then returns a gradient for every leaf,
             since a graph cannot branch on a number.
     """
@@ -232,6 +236,7 @@ class View:
     factor: Factor | None = None
     reads: bool = False
     update: Callable[..., Any] | None = None
+    around: Callable[[Any, Set[str]], Any] | None = None
     traceable: bool = False
 
     def reading(self, state: Callable[[], Mapping[str, Any]]) -> View:

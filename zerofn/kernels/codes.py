@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._compat.functorch import reinterpret
+from .._compat.tensors import is_shape_only
 from . import native
 from .recording import concrete, number, where
 from .rounding import FORMAT, as_int32, draw, random_bits, stream_key, stride_of
@@ -470,7 +471,7 @@ def _fractions(bits: Tensor) -> Tensor:
 
 def _one_kind(signed: Tensor) -> bool | Tensor:
     """Of blocks that are all of one kind, on a CPU, whether it is the signed one: then half of the work is left out."""
-    if not signed.is_cpu or not concrete(signed):
+    if not signed.is_cpu or not concrete(signed) or is_shape_only(signed):
         return signed
     found = bool(signed.any())
     return found if not found or bool(signed.all()) else signed

@@ -20,6 +20,7 @@ from ..extend import (
     Prepared,
     Ranks,
     Scope,
+    Spec,
     Transform,
     TransformState,
     View,
@@ -31,6 +32,7 @@ from ..extend import (
     mean_over,
     narrow_mean,
     transform,
+    watches_parameters,
     wide_copy,
 )
 
@@ -120,8 +122,16 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
         return View(update=partial(update, ranks("every", mesh)))
 
     facts = Facts(watches=True, sees_old=False, keeps=False)
-    halves: Any = dict(init_fn=init, prepare_fn=prepare, update_fn=partial(update, None), view_fn=view)
+    halves: Any = dict(
+        init_fn=init, prepare_fn=prepare, update_fn=partial(update, None), view_fn=view, through=_through
+    )
     return Transform("every", Scope.WHOLE, "element", facts, **halves)
+
+
+def _through(spec: Spec) -> Spec:
+    why = "it gives parameters new values behind the optimizer, which has 8 bits more of the old ones"
+    spec.refuse("split_by", why, "precision(store_dtype=torch.float32, param_dtype=torch.bfloat16)")
+    return watches_parameters(spec)
 
 
 def _outer(state: TransformState) -> TransformState:

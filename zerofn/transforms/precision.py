@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,9 +11,34 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain
-from ..extend import Dtypes, Layout, Leaf, Ranks, Spec, Transform, View, check_dtype, labels_by_path, transform
+from ..extend import (
+    MASTERS,
+    Context,
+    Dtypes,
+    Entry,
+    Layout,
+    Leaf,
+    Leaves,
+    Prepared,
+    Ranks,
+    Scope,
+    Spec,
+    State,
+    Transform,
+    TransformState,
+    View,
+    check_dtype,
+    labels_by_path,
+    master_of,
+    rebuild,
+    split_master,
+    transform,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# A `store_dtype`: bf16, and a residual of 8 bits in the optimizer's state.
+SPLIT = "bf16+8"
+RESIDUAL = "master_residual"
 
 
 def _cast(dtypes: Dtypes) -> View:
@@ -34,24 +59,87 @@ def _cast(dtypes: Dtypes) -> View:
         stored = own.store_dtype or leaf.dtype
         return own.param_dtype not in (None, stored) or dtypes.gradient(leaf) != stored
 
-    return View(view, pull, store, changes, dtypes=dtypes)
+    split = any([own.residual for own in (dtypes, *dtypes.by_path.values())])
+    return View(view, pull, store, changes, dtypes=dtypes, around=partial(_with_residuals, dtypes) if split else None)
 
 
-def _through(spec: Spec) -> Spec:
+def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transform:
+    """An optimizer that updates fp32 masters: stored bf16 parameters, and residuals that it keeps in its state."""
+    split = [path for path in paths if dtypes.by_path.get(path, dtypes).residual]
+    if not split:
+        return inner
+
+    def masters(state: TransformState, params: Leaves) -> Leaves:
+        kept = state[RESIDUAL]
+        return {path: master_of(x, kept[path]) if path in kept else x for path, x in params.items()}
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        wide = {path: x.to(torch.float32) if path in split else x for path, x in leaves.items()}
+        kept = {path: torch.zeros_like(x, dtype=torch.int8) for path, x in leaves.items() if path in split}
+        state = inner.init_fn(wide, layout)
+        if MASTERS in state:
+            raise ValueError(_two_masters(inner.name))
+        return {**state, RESIDUAL: kept}
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        # One that sees leaves alone does not look at them before its update.
+        looks = inner.scope is not Scope.LEAF
+        return inner.prepare_fn(state, grads, masters(state, params) if looks else params, ctx)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        out, new = inner.update_fn(grads, state, masters(state, params), carry, ctx)
+        kept = state[RESIDUAL]
+        pairs = {path: split_master(x) for path, x in out.items() if path in kept}
+        stored = ctx.into_each({path: params[path] for path in pairs}, {path: p for path, (p, _) in pairs.items()})
+        rest = ctx.into_each({path: kept[path] for path in pairs}, {path: r for path, (_, r) in pairs.items()})
+        return {path: stored.get(path, x) for path, x in out.items()}, {**new, RESIDUAL: rest}
+
+    # One bucket at a time has masters in full.
+    plain = replace(inner.facts, counterpart=None, torch_names=(), copies=True)
+    return replace(inner, facts=plain, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
+
+
+def _two_masters(name: str) -> str:
+    wrong = f"precision(store_dtype={SPLIT!r}) with offload({name}(...), compute='host', master_dtype=...)"
+    why = "each keeps what bf16 parameters have lost, and one of the two would have no effect"
+    return explain(wrong, why, f"precision(store_dtype={SPLIT!r}) with offload({name}(...), compute='host')")
+
+
+def masters_from(old: State, state: State) -> State:
+    """`state` with the fp32 parameters of another chain, `old`, in bf16 and residuals, where it has residuals.
+
+    A residual at the owner of a leaf stays as it is, since no rank has the parameter whole.
+    """
+    leaves = dict(state.leaves)
+
+    def taken(e: Entry) -> Any:
+        wide = old.leaves.get(e.path)
+        if e.slot.rpartition("/")[2] != RESIDUAL or wide is None or wide.dtype != torch.float32:
+            return e.value
+        if e.elsewhere or e.value.shape != wide.shape:
+            return e.value
+        leaves[e.path], residual = split_master(wide)
+        return residual
+
+    return replace(rebuild(state, taken), leaves=leaves)
+
+
+def _through(split: bool, spec: Spec) -> Spec:
     spec.refuse("cast_by", "the dtypes would be set twice", spec.once)
     spec.refuse("changed_by", "it would act on gradients in the compute dtype, before they are cast to their own")
     spec.refuse("summed_by", "gradients would be added up in the compute dtype; cast them first")
     spec.refuse("unscaled_by", "gradients would be unscaled in the compute dtype, where small ones vanish")
-    return spec.after("cast_by")
+    return spec.after("cast_by").after("split_by") if split else spec.after("cast_by")
 
 
 Dtype = torch.dtype | None | Mapping[str, torch.dtype | None]
+StoredDtype = torch.dtype | str | None | Mapping[str, torch.dtype | str | None]
 
 
 @transform
 def precision(
     param_dtype: Dtype = None,
-    store_dtype: Dtype = None,
+    store_dtype: StoredDtype = None,
     grad_dtype: Dtype = None,
     reduce_dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
@@ -71,7 +159,8 @@ def precision(
 
     Args:
         param_dtype: dtype in which the model computes with parameters.
-        store_dtype: dtype in which the state stores parameters.
+        store_dtype: dtype in which the state stores parameters. `"bf16+8"` stores them in bf16, and 8 bits more of each
+            in the optimizer's state: any optimizer then updates masters of 24 bits, in fp32 (docs/precision.md).
         grad_dtype: dtype of gradients as optimizers and other updates get them; by default that of storage, and fp32
             for fp16, whose smallest number many gradients are below. fp32 on bf16 parameters sums backwards in fp32.
         reduce_dtype: dtype of sums over ranks; by default `param_dtype`, and fp32 if that is fp16.
@@ -109,10 +198,18 @@ def precision(
     check_dtype("precision", "reduce_dtype", reduce_dtype, FLOATS)
     check_dtype("precision", "output_dtype", output_dtype, FLOATS)
     buffers = None if buffer_dtype is None else partial(_of_buffers, buffer_dtype, labels)
-    one = {**given, **dict.fromkeys(several)}
+    one = _fields({**given, **dict.fromkeys(several)})
     dtypes = Dtypes(**one, reduce_dtype=reduce_dtype, output_dtype=output_dtype, buffers=buffers)
     view = partial(_view, dtypes, several, labels)
-    return Transform("precision", needs="element", view_fn=view, through=_through)
+    split = SPLIT in (store_dtype.values() if isinstance(store_dtype, Mapping) else (store_dtype,))
+    return Transform("precision", needs="element", view_fn=view, through=partial(_through, split))
+
+
+def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as fields of `Dtypes`."""
+    if given.get("store_dtype") == SPLIT:
+        return {**given, "store_dtype": torch.bfloat16, "residual": True}
+    return dict(given)
 
 
 def _view(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any, layout: Layout, ranks: Ranks) -> View:
@@ -120,7 +217,10 @@ def _view(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any,
     if several:
         of = labels_by_path(labels, layout, {label for x in several.values() for label in x})
         _check_labels(several, of)
-        own = {label: replace(dtypes, **{name: x[label] for name, x in several.items()}) for label in set(of.values())}
+        own = {
+            label: replace(dtypes, **_fields({name: x[label] for name, x in several.items()}))
+            for label in set(of.values())
+        }
         dtypes = replace(dtypes, by_path={path: own[label] for path, label in of.items()})
     return _cast(dtypes)
 
@@ -136,7 +236,7 @@ def _check_given(given: Mapping[str, Dtype], labels: Any) -> None:
         raise ValueError(explain("precision(buffer_dtype={...}, labels=...)", why, right.replace("param", "buffer")))
     for name, x in given.items():
         for dtype in x.values() if isinstance(x, Mapping) else (x,):
-            check_dtype("precision", name, dtype, FLOATS)
+            check_dtype("precision", name, dtype, (*FLOATS, SPLIT) if name == "store_dtype" else FLOATS)
 
 
 def _of_buffers(given: Any, labels: Any, names: Sequence[str]) -> dict[str, torch.dtype | None]:

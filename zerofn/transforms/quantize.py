@@ -39,6 +39,7 @@ from ..extend import (
     transform,
     without_derivative,
 )
+from .precision import RESIDUAL, masters_from
 
 CODES, SCALES = "codes", "scales"
 COUNT_OF_ROUNDINGS = "quantize_count"
@@ -254,7 +255,8 @@ class _Narrow:
 def quantize_state(tx: Transform, state: State, like: State) -> State:
     """The state of a chain without `quantize` as one of `tx`, which has it: to go on with moments in fewer bits.
 
-    Tensors are rounded to the nearest code. All other entries are those of `state`.
+    Tensors are rounded to the nearest code, and fp32 parameters to the 24 bits of `precision(store_dtype="bf16+8")`, if
+    `tx` has it. All other entries are those of `state`.
 
     Args:
         tx: the chain with `quantize`; the transforms have the names that they have in `state`.
@@ -288,7 +290,7 @@ def quantize_state(tx: Transform, state: State, like: State) -> State:
         pair = scales.get((e.owner, e.slot, e.path, above + SCALES)) if name in (CODES, SCALES) else None
         found = old.get(place if pair is not None else (e.owner, e.slot, e.path, e.below))
         if found is None:
-            if e.slot.split("/")[-1] != COUNT_OF_ROUNDINGS:
+            if e.slot.split("/")[-1] not in (COUNT_OF_ROUNDINGS, RESIDUAL):
                 wrong.append((e.key, "is not in the state"))
             return e.value
         row = shapes[e.path][1:].numel() if pair is not None else 0
@@ -307,7 +309,7 @@ def quantize_state(tx: Transform, state: State, like: State) -> State:
     if wrong:
         right = "a state of the same chain without quantize, and zf.init(tx, params) of the same parameters"
         raise ValueError(bad_leaves("quantize_state: two states that do not belong together", wrong, right))
-    return made
+    return masters_from(state, made)
 
 
 def _last(below: str) -> str:

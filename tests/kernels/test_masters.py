@@ -1,0 +1,141 @@
+"""24-bit masters: every pair of a bf16 number and a residual is one number, and the nearest one."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+import zerofn as zf
+from zerofn.extend import master_of, split_master
+
+BF16, F32 = torch.bfloat16, torch.float32
+P = lambda: zf.precision(store_dtype="bf16+8")  # noqa: E731
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
+
+
+def test_every_pair_is_one_number_and_back():
+    """All 2**24 pairs. In the order of their patterns, the masters of one sign rise by 256 from each to the next."""
+    kept = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).repeat(0x7F7F)
+    p = torch.arange(1, 0x7F80, dtype=torch.int16).repeat_interleave(256).view(BF16)
+    x, y = master_of(p, kept), master_of(-p, kept)
+    assert bits(x)[0] == 0x8000 and bits(x)[-1] == 0x7F7F7F00
+    assert bool((bits(x).diff() == 256).all()) and torch.equal(bits(y), bits(-x))
+    for same, whole in ((p, x), (-p, y)):
+        back, again = split_master(whole)
+        assert torch.equal(bits(back), bits(same)) and torch.equal(again, kept)
+
+
+@pytest.mark.parametrize("special", [0.0, -0.0, torch.inf, -torch.inf, torch.nan])
+def test_a_residual_that_was_left_by_another_number_does_not_count(special):
+    """Somebody may have written zero over a parameter: a residual of -1 would make a NaN of its pattern."""
+    kept = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8)
+    x = master_of(torch.full((256,), special, dtype=BF16), kept)
+    assert torch.equal(x.nan_to_num(7.0), torch.full((256,), special).nan_to_num(7.0))
+    assert bool((x.signbit() == torch.tensor(special).signbit()).all())
+
+
+@given(arrays(np.uint32, 64, elements=st.integers(0, 2**32 - 1)))
+def test_any_pattern_is_rounded_as_the_formula_in_float64(patterns):
+    """16 significant bits to nearest, ties to even; the bf16 number is the nearest to that."""
+    x = torch.from_numpy(patterns.view(np.float32).copy())
+    p, kept = split_master(x)
+    assert torch.equal(p.isnan(), x.isnan())
+    found, wide = master_of(p, kept).double(), x.double()
+    _, exponent = torch.frexp(wide)
+    unit = torch.ldexp(torch.ones_like(wide), exponent.clamp(min=-125) - 16)
+    expected = (wide / unit).round() * unit
+    # What is nearest to zero or infinity among the bf16 numbers is that.
+    expected = torch.where(p == 0, torch.copysign(torch.zeros_like(wide), wide), expected)
+    expected = torch.where(p.isinf(), p.double(), expected)
+    there = ~x.isnan()
+    assert torch.equal(found[there], expected[there])
+    usual = there & (x.abs() >= 2.0**-126) & p.isfinite()
+    assert bool(((found - wide).abs() <= 2.0**-16 * wide.abs())[usual].all())
+    apart = (p.double() - expected).abs()
+    assert bool((apart <= (x.to(BF16).double() - expected).abs())[usual].all())
+
+
+def test_an_update_is_that_of_fp32_masters_rounded_once():
+    """Against float64, step by step from the same masters: each stored number is within 2**-16 of the formula's."""
+    torch.manual_seed(0)
+    lr, params = 1e-3, {"w": torch.randn(40, 5), "gain": torch.ones(7)}
+    tx = zf.chain(P(), zf.sgd(lr, momentum=0.9))
+    state = zf.init(tx, params)
+    momentum = {k: torch.zeros_like(x, dtype=torch.float64) for k, x in params.items()}
+    for _ in range(5):
+        before = {k: master_of(x, state.transforms["sgd"]["master_residual"][k]) for k, x in state.leaves.items()}
+        grads = {k: torch.randn_like(x).to(BF16) for k, x in params.items()}
+        state, _ = zf.update(tx, grads, state)
+        for k, x in before.items():
+            momentum[k] = 0.9 * momentum[k] + grads[k].double()
+            expected = x.double() - lr * momentum[k]
+            after = master_of(state.leaves[k], state.transforms["sgd"]["master_residual"][k])
+            assert float(((after.double() - expected) / expected).abs().max()) <= 2.0**-16 + 2.0**-23
+            assert torch.equal(state.leaves[k], after.to(BF16)) or k == "w"
+
+
+def test_updates_that_bf16_loses_add_up():
+    """100 steps of 2e-4 from 1: half the gap of bf16 is 20 times, and of masters a thirteenth of, a step."""
+    ones, grads = {"w": torch.ones(8)}, {"w": torch.ones(8, dtype=BF16)}
+    ends = {}
+    for name, dtypes in {"bf16": zf.precision(store_dtype=BF16), "bf16+8": P()}.items():
+        tx = zf.chain(dtypes, zf.sgd(2e-4))
+        state = zf.init(tx, ones)
+        for _ in range(100):
+            state, _ = zf.update(tx, grads, state)
+        ends[name] = state
+    assert torch.equal(ends["bf16"].leaves["w"], torch.ones(8, dtype=BF16))
+    own = ends["bf16+8"]
+    end = master_of(own.leaves["w"], own.transforms["sgd"]["master_residual"]["w"])
+    torch.testing.assert_close(end, torch.full((8,), 0.98), rtol=0, atol=100 * 2.0**-17)
+
+
+def test_derivatives_pass_through_as_with_fp32_parameters():
+    w, c = torch.randn(6).to(BF16).float(), torch.randn(6)
+
+    def run(lr, dtypes):
+        tx = zf.chain(dtypes, zf.sgd(lr))
+        step = zf.make_step(lambda p: (p["w"].float() * c).square().sum(), tx)
+        state = zf.init(tx, {"w": w})
+        for _ in range(3):
+            state, _ = step(state)
+        return state.params["w"].float().square().sum()
+
+    at = torch.tensor(0.01)
+    wide = torch.func.grad(lambda lr: run(lr, zf.precision(store_dtype=F32)))(at)
+    for derivative in (torch.func.grad, torch.func.jacfwd):
+        assert torch.allclose(derivative(lambda lr: run(lr, P()))(at), wide, rtol=0.02), derivative
+
+
+def test_leaves_by_label_frozen_ones_and_members():
+    params = {"w": torch.ones(3), "wide": torch.ones(3), "still": torch.ones(3)}
+    dtypes = zf.precision(store_dtype={"n": "bf16+8", "w": F32}, labels=lambda path: "w" if path == "wide" else "n")
+    tx = zf.chain(dtypes, zf.partition({"a": zf.sgd(0.1), "none": None}, lambda p: "none" if p == "still" else "a"))
+    state = zf.init(tx, params)
+    assert {k: x.dtype for k, x in state.leaves.items()} == {"w": BF16, "wide": F32, "still": BF16}
+    assert list(state.transforms["partition"]["a"]["master_residual"]) == ["w"]
+    grads = {k: torch.ones_like(x) for k, x in state.leaves.items()}
+    state, _ = zf.update(tx, grads, state)
+    # 0.9 is 0.8984375 and 102.4 of 256 parts of 2**-8.
+    assert state.leaves["w"][0] == 0.8984375
+    assert int(state.transforms["partition"]["a"]["master_residual"]["w"][0]) == 102
+
+
+def test_what_is_refused():
+    offloaded = zf.offload(zf.sgd(0.1), compute="host", master_dtype=F32)
+    with pytest.raises(ValueError, match=r"master_dtype=...\)\n  why: .*one of the two would have no effect"):
+        zf.init(zf.chain(P(), offloaded), {"w": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"precision comes before every: .*8 bits more of the old ones"):
+        zf.chain(P(), zf.sgd(0.1), zf.every(2, zf.sgd(0.7)))
+    with pytest.raises(ValueError, match=r"store_dtype='bf16\+4'\)\n  why: .*'bf16\+8'"):
+        zf.precision(store_dtype="bf16+4")
+    with pytest.raises(ValueError, match=r"param_dtype='bf16\+8'"):
+        zf.precision(param_dtype="bf16+8")
+    with pytest.raises(ValueError, match="nothing to round"):
+        zf.init(zf.chain(P(), zf.low_precision_adam(state_dtype=F32)), {"w": torch.ones(2)})
