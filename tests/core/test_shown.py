@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from html.parser import HTMLParser
 
+import optree
 import public_names
 import pytest
 import torch
 from hypothesis import given, settings
 from random_programs import pipelines
+from time_limits import limit
 
 import zerofn as zf
 from zerofn import schedules
+from zerofn.core.html import BYTES, SECONDS, table  # inside: what every notebook's tables are made of
 
 NAMES = {**public_names.NAMES, "torch": torch, "schedules": schedules}
 
@@ -127,6 +131,25 @@ def test_states_and_tables_show_their_bytes_as_bars():
         assert "KiB" in shape.text and "3.91" in shape.text and ">0.00" not in html.replace("state", "")
 
 
+def shown_on_a_rank():
+    """The state of one step sharded, and of one replicated."""
+    chains = [zf.chain(reduce(), zf.adamw(1e-3)) for reduce in (zf.reduce_scatter, zf.all_reduce)]
+    return [zf.attach(torch.nn.Linear(64, 64), tx).state._repr_html_() for tx in chains]
+
+
+def test_states_show_what_a_rank_has_whole_and_what_as_a_shard():
+    for sharded, replicated in zf.launch(shown_on_a_rank, 2, timeout=limit()):
+        assert sharded.count("shard<") == 2 and replicated.count("whole<") == 2
+        assert "whole<" not in sharded and "shard<" not in replicated
+    stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *[zf.init(zf.sgd(1.0), {"w": torch.ones(3)})] * 2)
+    assert "whole" in stacked._repr_html_() and "shard" not in stacked._repr_html_()
+
+
+def test_seconds_have_digits_and_whole_numbers_have_none():
+    assert ">1.25<" in table(["phase"], [(["forward"], 1.25)], SECONDS)
+    assert ">1<" in table(["part"], [(["step"], 1.0)], BYTES)
+
+
 def test_what_has_no_bytes_has_no_row():
     state = zf.init(
         zf.chain(zf.clip_by_global_norm(1.0), zf.sgd(0.1)), {"w": torch.zeros(1000), "none": torch.zeros(0)}
@@ -146,3 +169,25 @@ def test_an_attached_model_shows_its_chain_its_metrics_and_its_state():
     assert not shape.open
     for word in ("Linear, attached", "model→clip_by_global_norm", "grad_norm", "step 1", "float32", "bytes"):
         assert word in shape.text, word
+
+
+def test_metrics_are_a_dict_that_is_shown_as_a_table():
+    model = torch.nn.Linear(3, 2)
+    opt = zf.attach(model, zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-3)))
+    assert "none yet" in Shape(opt.metrics._repr_html_()).text
+    model(torch.ones(3)).sum().backward()
+    opt.step()
+    shape = Shape(opt.metrics._repr_html_())
+    assert not shape.open and "metrics of the last step" in shape.text
+    for name, x in opt.metrics.items():
+        assert name in shape.text and f"{x.item():.4g}" in shape.text, name
+    # What takes a dict takes it: both kinds of trees, a file without its class, a compiler.
+    plain = {name: float(x) for name, x in opt.metrics.items()}
+    assert torch.utils._pytree.tree_map(float, opt.metrics) == plain
+    assert optree.tree_map(float, opt.metrics) == plain
+    file = io.BytesIO()
+    torch.save(opt.metrics, file)
+    file.seek(0)
+    assert {name: float(x) for name, x in torch.load(file).items()} == plain
+    doubled = torch.compile(lambda metrics: 2 * metrics["grad_norm"], backend="eager", fullgraph=True)
+    assert doubled(opt.metrics) == 2 * plain["grad_norm"]

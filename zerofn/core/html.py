@@ -52,10 +52,11 @@ def table(head: Sequence[str], rows: Sequence[tuple[Sequence[str], float]], unit
     most = max((size for _, size in rows), default=0.0) or 1.0
     unit, one = next((u for u in reversed(units) if u[1] <= most), units[0])
     rows = [(words, size) for words, size in rows if size / one >= 0.005]
+    digits = 0 if one == 1 and all(float(size).is_integer() for _, size in rows) else 2
     titles = "".join(f'<td style="{CELL};{SMALL};text-align:left">{escape(t)}</td>' for t in (*head, unit))
     lines = [f"<tr>{titles}<td></td></tr>"]
     for words, size in rows:
-        number = f"{size / one:,.0f}" if one == 1 else f"{size / one:,.2f}"
+        number = f"{size / one:,.{digits}f}"
         cells = "".join(f'<td style="{CELL};text-align:left">{escape(word)}</td>' for word in words)
         bar = f'<div style="background:{FILL};height:0.8em;width:{200 * size / most:.0f}px"></div>'
         lines.append(f'<tr>{cells}<td style="{CELL};text-align:right">{number}</td><td style="{CELL}">{bar}</td></tr>')

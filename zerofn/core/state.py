@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import repeat
+from math import prod
 from operator import is_
 from typing import Any, ClassVar
 
@@ -35,7 +36,7 @@ from .facts import AVERAGE
 from .layout import Layout, Leaf, Leaves
 from .plain_layouts import as_plain, from_plain
 from .transform import TransformState
-from .tree import Tree, flatten, named, nested, register_global
+from .tree import Tree, named, nested, register_global
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A mark says what has happened to the memory of a state: donated to the next one, or half written by a step that
@@ -414,17 +415,27 @@ class State:
     def _repr_html_(self) -> str:
         # Imported in notebooks alone.
         from .html import card, kept
+        from .state_entries import entries
 
-        parts = {"params": self.leaves, **self.transforms}
         tensors = [
-            (name, [str(x.dtype).removeprefix("torch."), str(x.device)], x.nbytes)
-            for name, tree in parts.items()
-            for x in flatten(tree)[0]
-            if isinstance(x, Tensor)
+            (
+                e.owner,
+                [
+                    str(e.value.dtype).removeprefix("torch."),
+                    # Stacked states have more elements than their leaves.
+                    "shard" if e.value.numel() < prod(e.shape) else "whole",
+                    str(e.value.device),
+                ],
+                e.value.nbytes,
+            )
+            for e in entries(self)
+            if e.owner and isinstance(e.value, Tensor)
         ]
         at = self.layout.placement
         where = f", shard {at.rank} of {at.size}" if at.size > 1 else ""
-        return card(f"State, step {self.step.tolist()}{where}", kept(tensors, ["dtype", "device"]), text=repr(self))
+        return card(
+            f"State, step {self.step.tolist()}{where}", kept(tensors, ["dtype", "place", "device"]), text=repr(self)
+        )
 
     def copies_on_device(self) -> tuple[Any, ...]:
         """The copies into this state. The device waits for them before all that is launched from here on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.autograd import set_grad_mode
-from .._compat.functorch import uncompiled
+from .._compat.functorch import register_pytree_node, uncompiled
 from .._compat.tensors import HOOKS_OF, profiler_runs
 from .._errors import explain
 from .._interrupts import interrupts_held
@@ -21,12 +21,36 @@ from ..core.arguments import check_flag
 from ..core.facts import OVERFLOW_LEAF, SKIPPED_STEPS
 from ..core.state import State
 from ..core.transform import Transform
+from ..core.tree import register_global
 from ..core.uncompiled import kept_out_of_graphs
 from .attachment import Attachment
 from .resident_params import Start, from_values
 
 if TYPE_CHECKING:
     from .loading import LoadedStates
+
+
+class Metrics(dict[str, Tensor]):
+    """The metrics of a step: a dict that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        # Imported in notebooks alone.
+        from ..core.html import card, numbers
+
+        told = [(name, f"{x.item():.4g}") for name, x in self.items() if x.numel() == 1]
+        return card("metrics of the last step", numbers(told) if told else "none yet", text=repr(self))
+
+    def __reduce__(self) -> Any:
+        # Of plain containers, which torch.load takes by default.
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+def _metrics(names: Iterable[str], values: Iterable[Tensor]) -> Metrics:
+    return Metrics(zip(names, values, strict=True))
+
+
+register_global(Metrics, lambda m: (tuple(m.values()), tuple(m)), _metrics)
+register_pytree_node(Metrics, lambda m: (list(m.values()), tuple(m)), lambda values, names: _metrics(names, values))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `Optimizer` is what `zf.attach` returns. Its methods have the names of `torch.optim`.
@@ -59,7 +83,7 @@ class Optimizer(torch.optim.Optimizer):
         for name in HOOKS_OF.values():
             setattr(self, name, OrderedDict())
         self._tx = tx
-        self.metrics: dict[str, Tensor] = {}
+        self.metrics = Metrics()
         self.lr_scheduler: Any = None
         try:
             self._own = own = Attachment(model, tx, in_backward, start, hold_frozen, check, capturable)
@@ -126,7 +150,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             with interrupts_held(), ranged(PHASE, "update") if listened else NOTHING:
                 step = own.step if fully is None else partial(own.step_fully_sharded, fully)
-                self.metrics = step(weight, given)
+                self.metrics = Metrics(step(weight, given))
                 if self.lr_scheduler is not None and bool(self.metrics["updated"]):
                     self.lr_scheduler.step(**(lr_kwargs or {}))
         except BaseException:
@@ -240,10 +264,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _repr_html_(self) -> str:
         # Imported in notebooks alone.
-        from ..core.html import card, numbers
+        from ..core.html import card
 
-        told = numbers([(name, f"{x.item():.4g}") for name, x in self.metrics.items() if x.numel() == 1])
-        metrics = card("metrics of the last step", told) if self.metrics else ""
+        metrics = self.metrics._repr_html_() if self.metrics else ""
         shown = (self.tx._repr_html_(), metrics, self.state._repr_html_())
         return card(f"{type(self._own.model).__name__}, attached", *shown)
 
