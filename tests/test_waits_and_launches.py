@@ -403,3 +403,10 @@ def test_a_rank_waits_for_nothing(ranks, stage):
     assert scaled == {}
     unused = ranks.submit(virtual_cuda.call, "equal_ranks", "waits", stage, unused=True).result(timeout=limit())
     assert sum(unused.values()) == 1, unused
+
+
+# Of 38 leaves: under `shard` those of a unit are updated together, before the next gather.
+@pytest.mark.parametrize(("stage", "launches"), [("all_reduce", 3), ("reduce_scatter", 3), ("shard", 14)])
+def test_leaves_of_a_rank_are_updated_together_within_backward(ranks, stage, launches):
+    found = ranks.submit(virtual_cuda.call, "equal_ranks", "within_backward", stage).result(timeout=limit())
+    assert found == (launches, {}, [])

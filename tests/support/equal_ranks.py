@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from virtual_cuda import LOG, places
+from virtual_cuda import LOG, Row, places
 from virtual_steps import counting
 
 import zerofn as zf
+from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
 from zerofn.ranks import backend  # inside: the collectives below, of one process and of several
 
 
@@ -103,6 +104,13 @@ STAGES: dict[str, Callable[..., zf.Transform]] = {
     "zero-3": lambda *rest: zf.chain(zf.shard(), *rest),
 }
 
+# No window of micro-steps, which updates within backward do not have.
+STAGES_WITHOUT_WINDOWS: dict[str, Callable[[], zf.Transform]] = {
+    "all_reduce": lambda: zf.chain(zf.all_reduce(), zf.adamw(1e-3)),
+    "reduce_scatter": lambda: zf.chain(zf.reduce_scatter(), zf.adamw(1e-3)),
+    "shard": lambda: zf.chain(zf.shard(), zf.adamw(1e-3)),
+}
+
 
 def waits(stage: str, ranks: int = 8, unused: bool = False, scaled: bool = False) -> dict[str, int]:
     """Where the host waits in one step of a rank among `ranks`, after steps that agree on the order of units.
@@ -133,6 +141,31 @@ def waits(stage: str, ranks: int = 8, unused: bool = False, scaled: bool = False
         found = places([row for row in rows if row.where], "wait")
     opt.detach()
     return found
+
+
+def within_backward(stage: str, ranks: int = 8) -> tuple[int, dict[str, int], list[str]]:
+    """Of a step within backward: launches of updates, waits, and what has other bits than leaf by leaf."""
+    if not dist.is_initialized():
+        start(ranks)
+    known, last, found = in_backward.TOGETHER, list[Row](), []
+    for most in (0, known):
+        in_backward.TOGETHER = most
+        torch.manual_seed(0)
+        model = Model().cuda()
+        opt = zf.attach(model, STAGES_WITHOUT_WINDOWS[stage](), in_backward=True)
+        for x in torch.arange(24, device="cuda").view(3, 1, 8):
+            with LOG() as rows:
+                model(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+            last = rows
+        found.append({path: x.detach().cpu() for path, x in opt.state.params.items()})
+        opt.detach()
+    in_backward.TOGETHER = known
+    alone, together = found
+    launches = sum(row.count for row in last if row.kind == "launch" and "kernels/fused_adam.py" in row.where)
+    wrong = [path for path, x in alone.items() if not torch.equal(x, together[path])]
+    return launches, places([row for row in last if row.where], "wait"), wrong
 
 
 def refused_on_the_host(ranks: int = 8) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, cast
@@ -206,11 +205,8 @@ class GradientHooks:
             self._use(self.in_backward, path, grad)
 
     def _use(self, to: InBackward, path: str, grad: Tensor) -> None:
-        """Update a leaf. Its gathered copies become out of date, also those of an evaluation before the step."""
         check_readable({path: grad}, self.params)
-        with nullcontext() if self.units is None else self.units.updating(path):
-            # What is gathered must not change later.
-            to.arrived(path, grad, alone=self.units is not None)
+        to.arrived(path, grad)
 
     def _hold(self, path: str, grad: Tensor) -> None:
         """Keep a gradient until all ranks are at a step, because nothing can be added to one that was used.

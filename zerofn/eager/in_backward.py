@@ -1,7 +1,8 @@
 """The update in backward: each leaf is updated as soon as its gradient has arrived, and the gradient is freed.
 
 On a GPU, where the host needs longer for a leaf's launches than the device, leaves wait for each other until their
-gradients have `TOGETHER` bytes, or backward ends.
+gradients have `TOGETHER` bytes, or backward ends; under `shard` until the next all-gather, which has the updates of all
+gradients before it on all ranks; and those whose reduction ends after backward, until the step ends.
 
 Every update half must treat leaves alone. The user asks for it by an argument, and no pipeline implies it: an
 exception half-way through backward leaves some leaves updated and others not, and `p.grad` is never seen. Ctrl-C
@@ -16,7 +17,8 @@ on any rank is used on all. If only some ranks fail under `shard`, shards of one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -98,6 +100,9 @@ class InBackward:
         pipe: a pipeline of leafwise updates.
         current: the current state.
         context: returns the context of a step; called once per step.
+
+    Attributes:
+        updating: entered around the update of these leaves. Their gathered copies become out of date.
     """
 
     def __init__(self, pipe: Pipeline, current: CurrentState, context: Callable[[], Context]):
@@ -110,16 +115,12 @@ class InBackward:
         self.done: set[str] = set()
         # Gradients of leaves that are updated together.
         self.waiting: dict[str, Tensor] = {}
+        self.updating: Callable[[Iterable[str]], AbstractContextManager[None]] = lambda paths: nullcontext()
         # Whether the step is being given up: a second gradient of a leaf that still arrives is then dropped.
         self.closing = False
 
-    def arrived(self, path: str, grad: Tensor, alone: bool = False) -> None:
+    def arrived(self, path: str, grad: Tensor) -> None:
         """Update one leaf, or let it wait for others. Ctrl-C comes between two leaves.
-
-        Args:
-            path: of the leaf.
-            grad: its gradient.
-            alone: whether it is updated at once on a GPU too.
 
         Raises:
             RuntimeError: it has been updated since the last `step`.
@@ -129,9 +130,10 @@ class InBackward:
             if path in self.done or path in self.waiting:
                 return
             self.waiting[path] = grad
-            if alone or not grad.is_cuda or not in_backward() or sum(map(_BYTES, self.waiting.values())) >= TOGETHER:
+            if not grad.is_cuda or sum(map(_BYTES, self.waiting.values())) >= TOGETHER:
                 self._update()
-            elif len(self.waiting) == 1:
+            elif len(self.waiting) == 1 and in_backward():
+                # What arrives outside of a backward, as from the last reductions, waits for the end of the step.
                 at_end_of_backward(self.update)
 
     def _begin(self, path: str, grad: Tensor) -> None:
@@ -160,8 +162,9 @@ class InBackward:
 
     def update(self) -> None:
         """Update the leaves that wait."""
-        with interrupts_held(), torch.no_grad():
-            self._update()
+        if self.waiting:
+            with interrupts_held(), torch.no_grad():
+                self._update()
 
     def _update(self) -> None:
         """Update leaves; recorded in a step that looks for what users' functions have from elsewhere."""
@@ -171,15 +174,16 @@ class InBackward:
         stored, ctx = {path: self.current.state.leaves[path] for path in grads}, self.under_way.ctx
         ctx.written.clear()
         try:
-            with torch.set_grad_enabled(ctx.looks):
-                new = self.under_way.feed(grads, stored)
+            with self.updating(grads):
+                with torch.set_grad_enabled(ctx.looks):
+                    new = self.under_way.feed(grads, stored)
+                for path, x in new.items():
+                    if x is not stored[path]:
+                        stored[path].copy_(x)
         except BaseException:
             if ctx.written:
                 self.current.tear()
             raise
-        for path, x in new.items():
-            if x is not stored[path]:
-                stored[path].copy_(x)
         self.done.update(grads)
 
     def wait_for_copies(self) -> None:

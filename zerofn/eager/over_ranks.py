@@ -37,6 +37,8 @@ def hook(home: ResidentParams) -> None:
     )
     home.units, blocks = _units(home, hooks.accept, faces)
     hooks.units = home.units
+    if home.units is not None and home.in_backward is not None:
+        home.in_backward.updating = home.units.updating
     # Weak: a cycle would keep the process groups of a detached model until the garbage collector runs.
     late += [] if home.units is None else [weakref.ref(home.units)]
     home.hook_modules(blocks)
@@ -99,7 +101,8 @@ def _units(
     units, blocks = split(home.model, pipe.layout.leaves, home.shown)
     plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
     # An update in backward takes the gradient that is there.
-    how: Any = dict(sums_by_themselves=home.in_backward is not None, shown=home.shown, faces=faces)
+    update = None if home.in_backward is None else home.in_backward.update
+    how: Any = dict(update=update, shown=home.shown, faces=faces)
     return Units(plans, pipe, home.params, wanted, home.scale, accept, **how), blocks
 
 

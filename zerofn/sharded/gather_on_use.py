@@ -58,7 +58,7 @@ class Units:
         scale: the current loss scale.
         accept: takes a shard's gradient that autograd does not bring to it, and whether hooks on it are to be run.
         prefetch: whether the unit that is expected next is gathered before it is used.
-        sums_by_themselves: whether ranks agree on each reduce-scatter alone.
+        update: see `Schedule`.
         shown: by path, the tensors that the graph of a gather leads to: the shards themselves, or what a model has in
             their place.
         faces: converts gradients between shards and what leads to them; `None` where those are the shards.
@@ -77,7 +77,7 @@ class Units:
         scale: Callable[[], Tensor | None],
         accept: Callable[[Leaf, Tensor, bool], None],
         prefetch: bool = True,
-        sums_by_themselves: bool = False,
+        update: Callable[[], object] | None = None,
         shown: Leaves | None = None,
         faces: Faces | None = None,
     ):
@@ -89,7 +89,7 @@ class Units:
         forward_writes = ForwardWrites(params, plans.wire.span, exact)
         units = [Unit(plans, i, params, scale, forward_writes) for i in range(len(plans.units))]
         data = plans.wire.group
-        self.schedule = Schedule(units, forward_writes, control, data, accept, prefetch, sums_by_themselves)
+        self.schedule = Schedule(units, forward_writes, control, data, accept, prefetch, update)
         # By unit and place in it: how often a parameter has changed.
         self.age = self.schedule.age
         self.suspended = self.left = False
@@ -215,9 +215,9 @@ class Units:
         return outside_inference_mode()
 
     @contextmanager
-    def updating(self, path: str) -> Iterator[None]:
-        """Inside, one leaf is updated alone, in backward."""
-        with self.schedule.updating({self.plans.place[path], (self.plans.alone[path], 0)}):
+    def updating(self, paths: Iterable[str]) -> Iterator[None]:
+        """Inside, these leaves are updated, in backward."""
+        with self.schedule.updating([at for p in paths for at in (self.plans.place[p], (self.plans.alone[p], 0))]):
             yield
 
     def end_of_call(self) -> None:

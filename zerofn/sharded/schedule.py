@@ -85,8 +85,9 @@ class Schedule:
         data: the group of the collectives.
         accept: takes a shard's gradient that autograd does not bring to it, and whether hooks on it are to be run.
         prefetch: whether the unit that is expected next is unsharded before it is used.
-        sums_by_themselves: whether ranks agree on each reduce-scatter alone. A leaf that is updated within backward
-            must know whether other ranks contribute to its gradient later.
+        update: where leaves are updated within backward, updates those whose gradients are here. What is gathered after
+            a gradient has come has the update on all ranks. Ranks then agree on each reduce-scatter alone: a leaf must
+            know whether other ranks contribute to its gradient later.
 
     Attributes:
         live: the unsharded units by number, the last used one at the end.
@@ -116,9 +117,10 @@ class Schedule:
         data: Group,
         accept: Callable[[Leaf, Tensor, bool], None],
         prefetch: bool,
-        sums_by_themselves: bool,
+        update: Callable[[], object] | None,
     ):
         self.units, self.forward_writes, self.accept, self.prefetch = units, forward_writes, accept, prefetch
+        self.update = update
         self.live: OrderedDict[int, Unit] = OrderedDict()
         self.coming: tuple[int, Callable[[], list[Tensor]]] | None = None
         self.known: dict[int, tuple[StorageRef, int, int]] = {}
@@ -138,7 +140,7 @@ class Schedule:
             lambda kind, i: this()._join(kind, i),  # type: ignore[union-attr]
             lambda kind, i: this()._prefetch(kind, i),  # type: ignore[union-attr]
             gathers_first,
-            (GRADIENTS,) if sums_by_themselves else (),
+            () if update is None else (GRADIENTS,),
             lambda: this()._kind_of_pass(),  # type: ignore[union-attr]
             lambda: collectives_begun(control.pg, data.pg),
         )
@@ -148,6 +150,8 @@ class Schedule:
 
     def full(self, i: int) -> list[Tensor] | None:
         """The full parameters of a unit in the compute dtype, if they are here or on their way, and up to date."""
+        if self.update is not None:
+            self.update()
         unit = self.units[i]
         if writes(unit.shards) != unit.counts:
             # User code has written into a shard between two calls.
@@ -242,7 +246,7 @@ class Schedule:
 
     @contextmanager
     def updating(self, places: Collection[tuple[int, int]]) -> Iterator[None]:
-        """Inside, one leaf is updated alone, in backward. Full copies, at these places, become out of date.
+        """Inside, leaves are updated, in backward. Full copies, at these places, become out of date.
 
         Writes of forward into such a copy are stored first: once the shard has changed, a write cannot be told from the
         update. Later writes into the copy are not stored, since they would undo the update.
@@ -286,7 +290,7 @@ class Schedule:
         """
         unit = self.units[i]
         if kind == PARAMETERS:
-            return self._perform(kind, i, unit.unshard)
+            return self._perform(kind, i, partial(self._unshard, i))
         return self._perform(kind, i, partial(unit.reduce if kind == GRADIENTS else unit.gather, tensors))
 
     def reduce_later(self, i: int, grads: tuple[Tensor | None, ...], wanted: list[bool]) -> None:
@@ -363,7 +367,7 @@ class Schedule:
         # At most two units are full: the one that comes, and one gathered now. What computes has its own tensors.
         self.reshard(keep=ALIVE - 1 - self.gathering)
         with outside_inference_mode(), torch.no_grad():
-            self.coming = i, self.units[i].unshard()
+            self.coming = i, self._unshard(i)
         return True
 
     def _join(self, kind: int, i: int) -> Callable[[], object]:
@@ -379,7 +383,13 @@ class Schedule:
                 # What others use now this rank mostly uses soon.
                 return lambda: None
             self.reshard(keep=ALIVE - 1)
-            return unit.unshard()
+            return self._unshard(i)
+
+    def _unshard(self, i: int) -> Callable[[], list[Tensor]]:
+        """Begin the all-gather of a unit's parameters. Return a function that waits for it."""
+        if self.update is not None:
+            self.update()
+        return self.units[i].unshard()
 
     def _accept(self, unit: Unit, end: Callable[[], list[Tensor | None]]) -> None:
         """Wait for a reduce-scatter that only other ranks wanted, and keep this rank's shards of the gradients."""
