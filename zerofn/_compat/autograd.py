@@ -13,15 +13,6 @@ import torch
 from torch import Tensor
 
 
-def increment_versions(written: list[Tensor]) -> None:
-    """Increment the versions of tensors that a kernel has written, so that a backward that saved one of them raises."""
-    try:
-        torch.autograd.graph.increment_version(written)
-    except RuntimeError:
-        # Inference tensors have no version.
-        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])
-
-
 def has_hooks(p: Any) -> bool:
     """Whether a leaf has hooks for its gradient."""
     with torch.DisableTorchFunctionSubclass():

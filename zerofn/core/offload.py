@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from .._compat.autograd import increment_versions
 from .._compat.tensors import foreach, is_shape_only
 from ..kernels.recording import concrete
 from .context import Context
@@ -203,7 +203,7 @@ class Bucket:
                 self.changed = {}
             self.leaving = queue(self.device, True).copy([(self.home, self.flat)])
             # Written by way of the memory that they have together.
-            increment_versions(self.homes)
+            increment_version(self.homes)
         return self.leaving
 
     def wait_on_host(self) -> None:

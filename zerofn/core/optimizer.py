@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
-from .._compat.tensors import foreach, foreach_add
+from .._compat.tensors import foreach, foreach_add, viewed
 from .._errors import explain
 from ..kernels.formulas import NotOnLists, TensorList, batches, computed, on_lists, once
 from ..kernels.norms import squared_norm
@@ -23,7 +24,7 @@ from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .facts import Facts, Scope
 from .layout import Layout, Leaves
-from .state import apart, counter, counters, whole
+from .state import counter
 from .transform import OfTensors, ScalarOrSchedule, Transform, TransformState
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -138,6 +139,31 @@ class Given(NamedTuple):
 Derived = Callable[[Any, Any, Numbers], Numbers]
 
 
+def counters(paths: Collection[str]) -> Leaves:
+    """A counter for each of these leaves: the elements of one tensor, so that all of them are read at once."""
+    return dict(zip(paths, apart(torch.zeros(len(paths), dtype=torch.int64)), strict=True))
+
+
+def apart(together: Tensor) -> tuple[Tensor, ...]:
+    """The elements of a tensor of counters, which remembers them in its `elements`: a step may write these at once."""
+    found = together.unbind()
+    if not torch.compiler.is_compiling():
+        # Weak: the elements keep their tensor alive.
+        together.elements = list(map(weakref.ref, found))  # type: ignore[attr-defined]
+    return found
+
+
+def whole(counts: Collection[Tensor]) -> Tensor | None:
+    """The tensor of which these counters are all the elements, in their order; `None` if there is none.
+
+    Others on the same memory are counters of another state: members of a batch share those of the one that they were
+    made from.
+    """
+    found = None if not counts else viewed(next(iter(counts)))
+    known = getattr(found, "elements", ())
+    return found if len(known) == len(counts) and all(map(is_, counts, map(weakref.ref.__call__, known))) else None
+
+
 def one_more(counts: Leaves, paths: Collection[str], ctx: Context) -> Leaves:
     """Counts of these leaves plus one, by one `foreach` call: single additions show in a step of many small leaves."""
     before = list(map(counts.__getitem__, paths))
@@ -159,7 +185,7 @@ def _counted_unread(before: list[Tensor], ctx: Context) -> list[Tensor]:
             # A list: torch would read a single 0-d tensor as a number.
             foreach("add_", before, [one.to(before[0])] * len(before) if isinstance(one, Tensor) else one)
         return before
-    return [*((torch.stack(before) if together is None else together) + one).unbind()]
+    return [*apart((torch.stack(before) if together is None else together) + one)]
 
 
 def next_counts(counts: Leaves, paths: Collection[str]) -> tuple[dict[int, list[str]], list[int], Tensor | None]:
@@ -440,23 +466,26 @@ Operator = Callable[[LeafList], bool]
 CodedKernel = tuple[Callable[[LeafList], list[bool]], Kernel]
 
 
-@dataclass(frozen=True)
-class UpdateOfCodes:
+class UpdateOfCodes(partial):
     """An update half that can also update leaves whose state is kept as codes, without their numbers in memory.
 
+    It is called as the update half on numbers, by C.
+
     Attributes:
-        update_fn: on numbers.
         coded_fn: the same where slots have `zerofn.kernels.codes.Coded` in place of tensors. It returns parameters and
             slots, in their memory if that is donated, of those leaves that it can update so.
     """
 
-    update_fn: Callable[..., tuple[Leaves, TransformState]]
     coded_fn: Callable[..., tuple[Leaves, TransformState]]
 
-    def __call__(
-        self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context
-    ) -> tuple[Leaves, TransformState]:
-        return self.update_fn(grads, state, params, carry, ctx)
+    def __new__(
+        cls,
+        update_fn: Callable[..., tuple[Leaves, TransformState]],
+        coded_fn: Callable[..., tuple[Leaves, TransformState]],
+    ) -> UpdateOfCodes:
+        made = super().__new__(cls, update_fn)
+        made.coded_fn = coded_fn
+        return made
 
 
 def optimizer(
@@ -630,13 +659,12 @@ class _OptimizerUpdate:
             groups, before, together = next_counts(state["count"], grads)
             new, own = _in_place(kernel, groups.items(), given)
             # Behind the kernel: one that refuses its arguments leaves them as they are.
-            # Others on the same memory are counts of another state: members of a batch share those of the one that they
-            # were made from.
-            known, own_counts = getattr(together, "elements", ()), state["count"].values()
-            mine = len(known) == len(own_counts) and all(map(is_, own_counts, map(weakref.ref.__call__, known)))
-            if together is not None and mine and ctx.donate and not together.is_inference():
-                # Of all leaves. A new tensor for each takes longer than the update of a small leaf.
+            if together is not None and ctx.donate and not together.is_inference():
+                # A new tensor for each takes longer than the update of a small leaf.
                 together.add_(1)
+                if own is slots:
+                    # Everything is in its memory.
+                    return new, state
                 counts = state["count"]
             else:
                 counts = dict(zip(grads, apart(torch.tensor(before, dtype=torch.int64).add_(1)), strict=True))

@@ -26,9 +26,10 @@ from .facts import OF_PIECES, Scope
 from .guest import complete
 from .layout import Layout, Leaf, Leaves, Placement, canonical
 from .number_graphs import check_numbers
+from .optimizer import apart, whole
 from .returned_values import COMPARED, CheckedUpdate, Comparing, own_prepared, own_start
 from .spec import Station
-from .state import State, counter, whole
+from .state import State, counter
 from .survey import (
     NEEDED,
     at_views,
@@ -317,9 +318,9 @@ def with_counters_on_device(pipe: Pipeline, state: State, first: int | None = No
 def _moved(x: Any, device: torch.device) -> Any:
     """Tensors of a state, on a device; counters of leaves that are one tensor stay one."""
     if isinstance(x, dict):
-        together = whole(list(x.values())) if all(isinstance(y, Tensor) for y in x.values()) else None
+        together = whole(x.values()) if all(isinstance(y, Tensor) for y in x.values()) else None
         if together is not None:
-            return dict(zip(x, _moved(together, device).unbind(), strict=True))
+            return dict(zip(x, apart(_moved(together, device)), strict=True))
         return {key: _moved(y, device) for key, y in x.items()}
     return tree_map(lambda y: y.to(device) if isinstance(y, Tensor) and y.is_cpu else y, x)
 

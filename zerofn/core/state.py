@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import (
     Callable,
@@ -12,24 +11,20 @@ from collections.abc import (
     KeysView,
     Mapping,
     MutableMapping,
-    Sequence,
     ValuesView,
 )
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import repeat
 from math import prod
-from operator import is_
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._compat.functorch import innermost, innermost_transform, is_wrapped, register_pytree_node
 from .._compat.saved_states import state_from
-from .._compat.tensors import viewed
 from .._errors import bad_leaves, explain, kind_of
 from ..kernels.recording import recorded
 from .facts import AVERAGE
@@ -196,28 +191,6 @@ def counter(x: int = 0) -> Tensor:
     return torch.tensor(x, dtype=torch.int64)
 
 
-def counters(paths: Collection[str]) -> Leaves:
-    """A counter for each of these leaves: the elements of one tensor, so that all of them are read at once."""
-    return dict(zip(paths, apart(torch.zeros(len(paths), dtype=torch.int64)), strict=True))
-
-
-def apart(together: Tensor) -> tuple[Tensor, ...]:
-    """The elements of a tensor of counters, which remembers them in its `elements`: a step may write these at once."""
-    found = together.unbind()
-    if not torch.compiler.is_compiling():
-        # Weak: the elements keep their tensor alive.
-        together.elements = list(map(weakref.ref, found))  # type: ignore[attr-defined]
-    return found
-
-
-def whole(counts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor of which these counters are all elements, in their order; `None` if there is none."""
-    found = viewed(counts[0]) if counts else None
-    if found is None or found.shape != (len(counts),) or not all(map(is_, map(viewed, counts), repeat(found))):
-        return None
-    return found
-
-
 @dataclass(frozen=True, eq=False)
 class State:
     """Stored parameters, the state of every transform, and counters: a node for optree and for torch.func.
@@ -241,13 +214,16 @@ class State:
     step: Tensor
     micro_step: Tensor
     layout: Layout
-    # Copies into `transforms`, one behind the other on each queue.
+    # Copies into `transforms`, one behind the other on each queue; of a `StateUnderWay`.
     _copies: tuple[Any, ...] = ()
-    # No field: `transforms` for the next step, which waits on the device. Tensors may be on their way to the host.
-    arriving: ClassVar[dict[str, TransformState]]
     _parameters: Leaves | None = None
     _shown: Callable[[Any], Any] | None = None
     _named: Callable[[str, LeafTensors], LeafTensors] | None = None
+
+    @property
+    def arriving(self) -> dict[str, TransformState]:
+        """`transforms` for the next step, which waits on the device: tensors may be on their way to the host."""
+        return self.transforms
 
     @contextmanager
     def given_away(self, written: Collection[str]) -> Iterator[None]:
@@ -269,6 +245,7 @@ class State:
         This is the one exception to frozen fields: after an interrupt the user has only this object, and would
         otherwise lose the run.
         """
+        object.__setattr__(self, "__class__", type(new))
         vars(self).update(vars(new))
 
     def check_usable(self, where: str) -> None:
@@ -444,21 +421,24 @@ class State:
         return self._copies
 
 
-def _transforms(state: State) -> dict[str, TransformState]:
-    """The states of transforms, once all copies into them have ended."""
-    if state._copies:
-        for copy in state._copies:
+class StateUnderWay(State):
+    """A state with copies into its `transforms` that are under way (`offload`): who reads them waits for the copies."""
+
+    @property
+    def transforms(self) -> dict[str, TransformState]:  # type: ignore[override]
+        """The states of transforms, once all copies into them have ended."""
+        for copy in self._copies:
             copy.wait_on_host()
-        vars(state)["_copies"] = ()
-    return state.arriving
+        vars(self)["_copies"] = ()
+        return self.arriving
 
+    @transforms.setter
+    def transforms(self, transforms: dict[str, TransformState]) -> None:
+        vars(self)["transforms"] = transforms
 
-def _set_transforms(state: State, transforms: dict[str, TransformState]) -> None:
-    object.__setattr__(state, "arriving", transforms)
-
-
-# Set here, since a field of a dataclass cannot be a property.
-State.transforms = property(_transforms, _set_transforms)  # type: ignore[assignment]
+    @property
+    def arriving(self) -> dict[str, TransformState]:  # type: ignore[override]
+        return vars(self)["transforms"]
 
 
 # Of what `State.__reduce__` writes. `restored` reads this form, and those before it.
@@ -504,8 +484,9 @@ def _unflatten(layout: Layout, children: Any) -> State:
     return State(leaves, transforms, step, micro_step, layout)
 
 
-register_global(State, _flatten, _unflatten)
-register_pytree_node(State, lambda s: (list(_flatten(s)[0]), s.layout), lambda children, s: _unflatten(s, children))
+for _kind in State, StateUnderWay:
+    register_global(_kind, _flatten, _unflatten)
+    register_pytree_node(_kind, lambda s: (list(_flatten(s)[0]), s.layout), lambda children, s: _unflatten(s, children))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from .executor import finish, run
 from .layout import Leaf, Leaves
 from .pipeline import Pipeline, init_transforms, on_one_gpu
 from .returned_values import check_readable, misshapen
-from .state import State
+from .state import State, StateUnderWay
 from .tree import Tree, flatten, tree_map, tree_paths
 
 Metrics = dict[str, Tensor]
@@ -119,10 +119,13 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
             ctx = replace(ctx, donate=False)
     trained = pipe.layout.trained
     trainable = state.leaves if len(trained) == len(state.leaves) else {p: state.leaves[p] for p in trained}
-    copies = state.copies_on_device() if state._copies else ()
+    if state._copies:
+        copies, before = state.copies_on_device(), state.arriving
+    else:
+        copies, before = (), state.transforms
     try:
         with torch.set_grad_enabled((ctx.recorded or ctx.looks) and torch.is_grad_enabled()):
-            signal, states, emitted = run(pipe.stretches, grads, state.arriving, trainable, ctx)
+            signal, states, emitted = run(pipe.stretches, grads, before, trainable, ctx)
             new = signal or {} if emitted is True else finish(signal, trainable, emitted)
     except BaseException as error:
         ctx.wait_for_copies()
@@ -139,7 +142,8 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
     if ctx.looks:
         pipe.looked()
     copies = ctx.begun_copies(copies) if ctx.under_way else copies
-    after = State({**state.leaves, **new}, states, step, state.micro_step + 1, state.layout, copies)
+    made = StateUnderWay if copies else State
+    after = made({**state.leaves, **new}, states, step, state.micro_step + 1, state.layout, copies)
     if donated:
         after = tree_map(partial(_into, level), state, after)
     elif ctx.unread and ctx.donate:

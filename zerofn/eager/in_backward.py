@@ -33,7 +33,7 @@ from ..core.context import Context
 from ..core.executor import GRAD_NORM, Segment, stretch
 from ..core.facts import Scope
 from ..core.pipeline import Pipeline
-from ..core.state import State
+from ..core.state import State, StateUnderWay
 from ..core.survey import effect
 from ..core.transform import Transform
 from ..core.update import refuse_capture
@@ -218,7 +218,8 @@ class InBackward:
         if self.ctx.looks:
             self.pipe.looked()
         step = state.step + 1
-        self.current.state = State(state.leaves, transforms, step, state.micro_step + 1, state.layout, copies)
+        made = StateUnderWay if copies else State
+        self.current.state = made(state.leaves, transforms, step, state.micro_step + 1, state.layout, copies)
         metrics = {
             "updated": torch.tensor(True),
             "step": step.clone(),

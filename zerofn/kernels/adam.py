@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from zerofn._compat.autograd import increment_versions
 from zerofn._compat.functorch import while_traced
 from zerofn._compat.tensors import has_triton
 from zerofn._errors import explain
@@ -344,7 +344,7 @@ def _by_kind(leaves: Leaves, kinds: Sequence[Any]) -> Iterator[tuple[Any, Sequen
 
 def _written(leaves: Leaves) -> None:
     """Tell autograd what a kernel wrote."""
-    increment_versions([*leaves.params, *leaves.exp_avgs, *leaves.exp_avg_sqs, *(leaves.compensations or ())])
+    increment_version([*leaves.params, *leaves.exp_avgs, *leaves.exp_avg_sqs, *(leaves.compensations or ())])
 
 
 def _append(norms: list[Any] | None, found: dict[int, Any], leaves: Leaves) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from zerofn._compat.autograd import increment_versions
+from torch.autograd.graph import increment_version
 
 from . import native
 from .adam import adam_, scalars
@@ -140,7 +139,7 @@ class CodedAdam:
         if norms is not None:
             norms += found
         coded = [x for one in (*exp_avgs, *exp_avg_sqs) for x in (one.codes, one.scales)]
-        increment_versions([*params, *coded])
+        increment_version([*params, *coded])
 
     def _function(self, dtype: torch.dtype, grad_dtype: torch.dtype, how: Codes) -> Any:
         random = self.rounding == "stochastic" and dtype is not torch.float32

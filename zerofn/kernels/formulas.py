@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from .._compat.autograd import increment_versions
 from .._compat.functorch import functorch_active, is_wrapped
 from .._compat.tensors import foreach, foreach_mul, has_triton
 from .recording import certain, differentiated, recorded
@@ -577,7 +577,7 @@ def _by_triton(pending: Sequence[TensorList]) -> bool:
         if x.memory is None:
             x.memory = [torch.empty_like(t, dtype=x.dtype) for t in x.like]
     found.run(module, pending, [])
-    increment_versions([t for x in pending for t in x.memory or ()])
+    increment_version([t for x in pending for t in x.memory or ()])
     return True
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from zerofn._compat.autograd import increment_versions
 from zerofn._compat.functorch import functorch_active, is_wrapped
 from zerofn._compat.tensors import fused_adam_, fused_adamw_
 from zerofn._errors import explain, kind_of
@@ -312,7 +312,7 @@ def fused_update(
     if lists[0]:
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)
-    increment_versions([*params, *exp_avgs, *exp_avg_sqs])
+    increment_version([*params, *exp_avgs, *exp_avg_sqs])
 
 
 def fused_on_device(
@@ -340,7 +340,7 @@ def fused_on_device(
     rate = lr.to(params[0].device, torch.float32) if isinstance(lr, Tensor) else lr
     found = None if comes is None else torch.logical_not(comes, out=torch.empty_like(comes, dtype=torch.float32))
     fused(*lists, [], counts, lr=rate, amsgrad=False, maximize=False, found_inf=found, **numbers)
-    increment_versions([*params, *exp_avgs, *exp_avg_sqs])
+    increment_version([*params, *exp_avgs, *exp_avg_sqs])
 
 
 def _run(

@@ -23,10 +23,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Partial as Unsummed
 
-from .._compat.autograd import arguments_of_functions, in_backward, increment_versions
+from .._compat.autograd import arguments_of_functions, in_backward
 from .._compat.functorch import asked_by_compiler, functorch_active, uncompiled
 from .._compat.tensors import CONVERTING, local_of, memory, schema, set_local, spec_of, version
 from .._errors import explain
@@ -935,7 +936,7 @@ def _write_elements(func: Any, name: str, args: tuple, kwargs: dict, targets: An
         func(*_map(lambda x: _mine(x, likes[0]), args), **_map(lambda x: _mine(x, likes[0]), kwargs))
         if name in FUSED:
             # torch counts no write of these kernels, and a gathered copy would be taken for up to date.
-            increment_versions([local_of(x) for x in likes])
+            increment_version([local_of(x) for x in likes])
         for x in tensors:
             if isinstance(x, Face):
                 _settled(x)
