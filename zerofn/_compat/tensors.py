@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from math import gcd
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -378,14 +378,20 @@ split_into = torch.split_with_sizes_copy
 joined: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors  # type: ignore[attr-defined]
 
 
+@cache
+def foreach_of(name: str) -> Callable[..., Any]:
+    """torch's operation `name` on lists of tensors: one launch for many on a GPU."""
+    return getattr(torch, f"_foreach_{name}")
+
+
 def foreach(name: str, *args: Any, **kwargs: Any) -> Any:
-    """torch's operation `name` on lists of tensors: one launch for many on a GPU.
+    """The result of torch's operation `name` on lists of tensors, as a list.
 
     Examples:
         >>> foreach("add", [torch.ones(1), torch.ones(2)], 1)
         [tensor([2.]), tensor([2., 2.])]
     """
-    found = getattr(torch, f"_foreach_{name}")(*args, **kwargs)
+    found = foreach_of(name)(*args, **kwargs)
     return found if found is None else list(found)
 
 

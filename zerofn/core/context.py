@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .._compat.tensors import foreach
+from .._compat.tensors import foreach, foreach_of
 from .._errors import explain, kind_of
 from ..kernels.formulas import TensorList, at_once, in_place, write_where
 from ..kernels.norms import leaf_norms
@@ -324,22 +324,26 @@ class Context:
         Args:
             operation: the name of one of torch's that knows lists of tensors, such as `"add"`.
             olds: the first arguments, which the results replace.
-            given: its second argument for all of them, a number; or by path, a tensor for each.
+            given: its second argument for all of them, a number; or by path, a tensor for each. A leaf without one has
+                no result.
             begun: by path, whether there is a first argument; where not, the result is the second. From `read_each`.
         """
         several = isinstance(given, Mapping)
-        if begun is not None and len([path for path in olds if begun[path] is True]) < len(olds):
+        if several and len(given) < len(olds):
+            olds = {path: x for path, x in olds.items() if path in given}
+        if begun is not None and (self.recorded or set(map(begun.__getitem__, olds)) != {True}):
             return self._put_where(operation, olds, given, begun)
         if not olds or self.recorded or not self.donate:
             op = getattr(torch, operation)
             return {path: self.put(op, x, given[path] if several else given) for path, x in olds.items()}
         self.written.add(self.prefix)
         tensors, second = list(olds.values()), list(map(given.__getitem__, olds)) if several else given
-        if not self.unread or self.choosing is None:
-            # Asked here, since it is asked in every step.
-            (in_place if tensors[0].is_cuda else foreach)(f"{operation}_", tensors, second)
-        else:
+        if self.unread and self.choosing is not None:
             write_where(self.choosing, tensors, foreach(operation, tensors, second))
+        elif tensors[0].is_cuda:
+            in_place(f"{operation}_", tensors, second)
+        else:
+            foreach_of(f"{operation}_")(tensors, second)
         return dict(olds)
 
     def _put_where(self, operation: str, olds: Leaves, given: Leaves, begun: Mapping[str, Any]) -> Leaves:
@@ -375,6 +379,8 @@ class Context:
 
     def marked(self, flags: Leaves, paths: Collection[str], known: Mapping[str, Any]) -> Leaves:
         """0-d flags, by path, with those of these paths true; one that is `known` to be true stays the same tensor."""
+        if not self.recorded and set(map(known.__getitem__, paths)) <= {True}:
+            return flags
         return {p: torch.ones_like(x) if p in paths and known[p] is not True else x for p, x in flags.items()}
 
     def on_host(self, *numbers: Tensor) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import c_float
 from functools import cache
 from itertools import groupby, repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from torch.autograd.graph import increment_version
 from .._compat.functorch import functorch_active, is_wrapped
 from .._compat.tensors import foreach, foreach_mul, has_triton
 from .recording import certain, differentiated, recorded
+
+# Of every leaf in every step, by C. No graph asks so.
+_DTYPE = attrgetter("dtype")
 
 
 def once(*numbers: Any) -> tuple[Any, ...]:
@@ -121,9 +125,9 @@ def scaled(tensors: dict[str, Tensor], factor: Tensor | None) -> dict[str, Tenso
         return over_leaves(
             lambda x: x * (_as(of_lists, x.dtype) if isinstance(x, TensorList) else factor.to(x.dtype)), tensors
         )
+    if not recorded((factor, *tensors.values())) and len(dtypes := set(map(_DTYPE, tensors.values()))) == 1:
+        return dict(zip(tensors, foreach_mul(list(tensors.values()), factor.to(*dtypes)), strict=True))
     factors = {dtype: factor.to(dtype) for dtype in {x.dtype for x in tensors.values()}}
-    if len(factors) == 1 and not recorded((factor, *tensors.values())):
-        return dict(zip(tensors, foreach_mul(list(tensors.values()), *factors.values()), strict=True))
     return {path: x * factors[x.dtype] for path, x in tensors.items()}
 
 

@@ -101,12 +101,12 @@ class _Window:
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         now = ctx.read(state[COUNT]) + 1
         due = (now >= self.every) if ctx.boundary is None else ctx.boundary
-        new = {COUNT: _reset(state[COUNT] + 1, due)}
+        new = {COUNT: where(due, torch.zeros_like(state[COUNT]), lambda: state[COUNT] + 1)}
         weight, total = None, now if ctx.averaged else 1
         if self.weighted:
             weight = _weight(ctx)
             sum_of_weights = state["weight"] + weight
-            new["weight"] = _reset(sum_of_weights, due)
+            new["weight"] = where(due, torch.zeros_like(sum_of_weights), sum_of_weights)
             total = where(due, lambda: _total(sum_of_weights, ctx), lambda: torch.ones_like(sum_of_weights))
             weight, total = ctx.number(weight), ctx.number(total)
         return Prepared(carry=(due, weight, total), state=new, emit=due)
@@ -117,21 +117,22 @@ class _Window:
             # Whether the window closes is chosen afterwards, between sums and means.
             ctx = replace(ctx, donate=False)
         begun = ctx.read_each(state["seen"])
-        sums = {path: x for path, x in state["sum"].items() if path in grads}
-        addends: Leaves = grads
+        addends = grads
         if self.weighted:
-            addends = over_leaves(lambda so_far, g: _weighed(g.to(so_far.dtype), weight), sums, grads)
+            addends = over_leaves(lambda g, so_far: _weighed(g.to(so_far.dtype), weight), grads, state["sum"])
         # The first gradient of a window overwrites the sum of the one before.
-        sums = ctx.put_each("add", sums, addends, begun)
-        seen = ctx.marked(state["seen"], sums, begun)
+        sums = ctx.put_each("add", state["sum"], addends, begun)
+        seen = ctx.marked(state["seen"], grads, begun)
         if not may(due):
             return grads, {"sum": sums, "seen": seen}
-        held = {p: x for p, x in (state["sum"] | sums).items() if p in sums or may(begun[p])}
-        out = ctx.put_each("div", held, total)
+        if len(sums) < len(begun):
+            # And those of leaves that only an earlier micro-step of the window had a gradient of.
+            sums = {p: x for p, x in {**state["sum"], **sums}.items() if p in sums or may(begun[p])}
+        means = ctx.put_each("div", sums, total)
         # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and without
         # `donate`. Setting `seen` to false closes the window, so the buffer need not be zeroed.
-        closed = {"sum": out, "seen": {p: torch.zeros_like(x) for p, x in seen.items()}}
-        return out, select(due, closed, {"sum": held, "seen": seen})
+        closed = {"sum": means, "seen": {p: torch.zeros_like(x) for p, x in seen.items()}}
+        return means, select(due, closed, {"sum": sums, "seen": seen})
 
 
 def _through(spec: Spec) -> Spec:
@@ -146,11 +147,6 @@ def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
 def _weighed(g: Tensor, weight: Any) -> Tensor:
     """`g * weight`. A micro-batch of weight 0 counts for nothing, even if its mean gradient is 0 / 0."""
     return times(where(weight != 0, g, lambda: torch.zeros_like(g)), weight)
-
-
-def _reset(x: Tensor, due: Any) -> Tensor:
-    """`x` while the window is open, zero once it is due."""
-    return where(due, torch.zeros_like(x), x)
 
 
 def _weight(ctx: Context) -> Tensor:
