@@ -10,8 +10,11 @@ from time_limits import limit
 from torch import nn
 
 import zerofn as zf
-from zerofn.core.layout import make_layout  # inside: layouts of leaves that no model has
-from zerofn.core.plain_layouts import as_plain, from_plain  # inside: layouts of older files
+from zerofn.core.layout import (  # inside: layouts of older files
+    as_plain,
+    from_plain,
+    make_layout,  # inside: layouts of leaves that no model has
+)
 from zerofn.extend import Facts, Transform, entries, transform
 from zerofn.testing import check_transform
 

@@ -56,12 +56,12 @@ def test_a_steady_step_makes_as_many_calls_for_many_leaves_as_for_few(layers):
         model(torch.ones(2, 4)).sum().backward()
         made = calls_of(opt.step)
         opt.zero_grad()
-    assert len(made) <= 36, made
+    assert len(made) <= 32, made
     # No tensor is made for a leaf: moments and counts are written where they are.
     after = [leaves for leaves in opt.state.transforms["adamw"].values() if isinstance(leaves, dict)]
     assert len(before) == 3 and all(new[p] is x for old, new in zip(before, after, strict=True) for p, x in old.items())
     assert {int(count) for count in opt.state.transforms["adamw"]["count"].values()} == {5}
-    assert len({name.partition(":")[0] for name in made}) <= 15, made
+    assert len({name.partition(":")[0] for name in made}) <= 13, made
 
 
 def zero_1():
@@ -85,7 +85,7 @@ def steady_step(chain):
     return made
 
 
-@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 136, 31), (zero_3, 79, 27)])
+@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 123, 29), (zero_3, 75, 25)])
 def test_a_step_over_ranks_stays_as_short_as_it_is(chain, calls, modules):
     for made in zf.launch(steady_step, 2, chain, timeout=limit()):
         assert len(made) <= calls, made

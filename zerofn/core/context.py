@@ -346,7 +346,7 @@ class Context:
             foreach_of(f"{operation}_")(tensors, second)
         return dict(olds)
 
-    def _put_where(self, operation: str, olds: Leaves, given: Leaves, begun: Mapping[str, Any]) -> Leaves:
+    def _put_where(self, operation: str, olds: Leaves, given: Any, begun: Mapping[str, Any]) -> Leaves:
         """`put_each` where some of the first arguments are not there, or Python cannot read whether they are."""
         there = {path: x for path, x in olds.items() if begun[path] is not False}
         found = self.put_each(operation, there, given)

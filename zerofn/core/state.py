@@ -28,8 +28,7 @@ from .._compat.saved_states import state_from
 from .._errors import bad_leaves, explain, kind_of
 from ..kernels.recording import recorded
 from .facts import AVERAGE
-from .layout import Layout, Leaf, Leaves
-from .plain_layouts import as_plain, from_plain
+from .layout import Layout, Leaf, Leaves, as_plain, from_plain
 from .transform import TransformState
 from .tree import Tree, named, nested, register_global
 
