@@ -17,7 +17,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from math import prod
 from typing import Any
 
 import torch
@@ -391,23 +390,16 @@ class State:
     def _repr_html_(self) -> str:
         # Imported in notebooks alone.
         from .html import card, kept
-        from .state_entries import entries
 
-        tensors = [
-            (
-                e.owner,
-                [
-                    str(e.value.dtype).removeprefix("torch."),
-                    # Stacked states have more elements than their leaves.
-                    "shard" if e.value.numel() < prod(e.shape) else "whole",
-                    str(e.value.device),
-                ],
-                e.value.nbytes,
-            )
-            for e in entries(self)
-            if e.owner and isinstance(e.value, Tensor)
-        ]
         at = self.layout.placement
+        sizes = {leaf.path: leaf.numel for leaf in self.layout.leaves}
+        tensors = []
+        for owner, own in {"params": {"": self.leaves}, **self.transforms}.items():
+            for name, x in named(own, self.layout.every):
+                if isinstance(x, Tensor):
+                    # Stacked states have more elements than their leaves.
+                    place = "shard" if at.size > 1 and name.path and x.numel() < sizes[name.path] else "whole"
+                    tensors.append((owner, [str(x.dtype).removeprefix("torch."), place, str(x.device)], x.nbytes))
         where = f", shard {at.rank} of {at.size}" if at.size > 1 else ""
         return card(
             f"State, step {self.step.tolist()}{where}", kept(tensors, ["dtype", "place", "device"]), text=repr(self)
