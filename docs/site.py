@@ -110,7 +110,7 @@ def errors() -> str:
 
 
 def _shown(wrong: str, why: str, right: str) -> Iterator[str]:
-    yield "```text"
+    yield "```{ .text .message }"
     yield wrong
     yield f"  why:   {why}"
     yield f"  write: {right}"

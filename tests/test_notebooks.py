@@ -32,7 +32,8 @@ try:
 except ImportError:
     from pathlib import Path
 
-    place = next(Path().glob("zerofn-*.whl"), "..")  # a wheel that you uploaded, or the clone around
+    # A wheel that you uploaded (in a clone: pip wheel --no-deps .), or the clone around.
+    place = next(Path().glob("zerofn-*.whl"), "..")
     %pip install --quiet '{place}[notebooks]'
     import zerofn as zf
 
