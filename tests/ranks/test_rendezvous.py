@@ -258,3 +258,30 @@ def test_work_that_ends_after_its_time_limit_and_before_it_is_asked():
     failed = Work("all_reduce", 8, group, lambda **_: EndsLate("Timed out waiting 1800000ms for recv"))
     with pytest.raises(RuntimeError, match="1800000ms"):
         failed.wait()
+
+
+class Endless(EndsLate):
+    """Work of gloo that does not end."""
+
+    def __init__(self):
+        super().__init__()
+        self.limits = []
+
+    def wait(self, limit):
+        self.limits.append(limit.total_seconds())
+        time.sleep(self.limits[-1])
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return False
+
+
+def test_a_wait_with_a_limit_sleeps_in_gloo_and_leaves_errors_to_the_wait_without():
+    group, endless = Group(size=2, ranks=(0, 1)), Endless()
+    assert not Work("all_reduce", 8, group, lambda **_: endless).done_within(0.05)
+    # gloo takes a limit below a millisecond for none.
+    assert min(endless.limits) >= 1e-3 and len(endless.limits) <= 3
+    failed = Work("all_reduce", 8, group, lambda **_: EndsLate("Timed out waiting 1800000ms for recv"))
+    assert failed.done_within(60.0)
+    with pytest.raises(RuntimeError, match="1800000ms"):
+        failed.wait()

@@ -111,9 +111,6 @@ class Decoding:
             self.decode()
         return True
 
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
 
 def gather_codes(
     parts: Sequence[Tensor], widths: Sequence[int], codes: AnyCodes, group: Group

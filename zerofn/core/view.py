@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
@@ -461,8 +462,13 @@ def linear_map(x: Tensor, scale: Tensor | None, forth: Map, back: Map) -> Tensor
 
 
 def is_linear_map(node: Any) -> bool:
-    """Whether an autograd node is that of a linear map."""
-    return callable(getattr(node, "forth", None))
+    """Whether an autograd node is that of a linear map, or of torch's own cast."""
+    return callable(getattr(node, "forth", None)) or is_cast(node)
+
+
+def is_cast(node: Any) -> bool:
+    """Whether an autograd node is that of torch's own cast, which no write in place has."""
+    return node is not None and node.name() == "ToCopyBackward0"
 
 
 def untracked() -> bool:
@@ -553,10 +559,23 @@ class LeafView:
         narrow = narrow.to(self.grad_dtype) if scale is None else divided(narrow, scale, self.grad_dtype)
         return identity(narrow) if narrow is g else narrow
 
+    @cached_property
+    def cast(self) -> torch.dtype | None:
+        """The dtype to which the views cast the parameter, if they do nothing else to it."""
+        # A `Function` in Python takes ten times as long as torch's own cast, in forward and in backward.
+        dtypes = self.stages[0].dtypes if len(self.stages) == 1 else None
+        if dtypes is None or dtypes.gradient(self.leaf) != self.grad_dtype:
+            return None
+        return dtypes.of(self.leaf).param_dtype
+
     def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """The parameter that the model sees, differentiable; `x` itself if no view changes it."""
         if scale is None and not self.stages:
             return x
+        # The transpose of torch's cast gives a gradient in the dtype of `x`.
+        if scale is None and self.cast not in (None, x.dtype) and x.dtype == self.grad_dtype:
+            with ranged(VIEW, self.stages[0].name):
+                return x.to(self.cast)
         return linear_map(x, scale, self.forth, self.back)
 
     def transposed(self, g: Tensor, scale: Tensor | None) -> Tensor:
@@ -593,6 +612,10 @@ def _of_leaf(fn: Callable[[Tensor, Leaf], Tensor], leaf: Leaf) -> Map:
 
 class ForwardOnlyView(LeafView):
     """A view that refuses a backward, because that would average gradients over ranks without their weights."""
+
+    @cached_property
+    def cast(self) -> None:
+        """None: torch's own cast would let a backward through."""
 
     def back(self, g: Tensor, scale: Tensor | None) -> NoReturn:
         raise ValueError(

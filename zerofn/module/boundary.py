@@ -30,7 +30,7 @@ from .._compat.functorch import NOT_WRAPPED, functorch_active, level_of
 from .._compat.tensors import has_ended
 from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
-from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, multiplied
+from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, is_cast, multiplied
 from ..sharded.compiled import CompiledCalls
 from ..sharded.gather_on_use import Units, Walks
 from ..sharded.unit import outside_inference_mode
@@ -221,7 +221,7 @@ class ParameterViews:
     def get(self, path: str, stored: Tensor) -> Tensor:
         """The view of a parameter, the same all through a call, so that a parameter used twice has one cotangent."""
         view = self.pipe.views_at_use[path]
-        if current_node() is not None and (handed := self._handed(path)) is not None:
+        if current_node() is not None and (handed := self._handed(path, stored)) is not None:
             return handed
         if self.units is not None:
             if stored is self.units.shown[path]:
@@ -246,7 +246,7 @@ class ParameterViews:
             found = self.local.seen[path] = (stored, seen)
         return found[1]
 
-    def _handed(self, path: str) -> Tensor | None:
+    def _handed(self, path: str, stored: Tensor) -> Tensor | None:
         """The view that forward has given to the user's `autograd.Function` whose backward calls a module again.
 
         Such a backward, as of an adjoint method, asks for the gradient of its argument, so the module must compute
@@ -255,15 +255,17 @@ class ParameterViews:
         ctx = current_function()
         if ctx is None:
             return None
-        edges = [(node, output) for node, output in ctx.next_functions if self._gives(node, output, path)]
+        edges = [(node, output) for node, output in ctx.next_functions if self._gives(node, output, path, stored)]
         if not edges:
             return None
         last = self.local.last_views.get(path, (lambda: None, None))[0]()
         found = [last, *ctx.saved_tensors]
         return next((x for x in found if x is not None and (x.grad_fn, x.output_nr) in edges), None)
 
-    def _gives(self, node: Any, output: int, path: str) -> bool:
+    def _gives(self, node: Any, output: int, path: str, stored: Tensor) -> bool:
         """Whether an output of an autograd node is a view of a parameter."""
+        if is_cast(node):
+            return getattr(node.next_functions[0][0], "variable", None) is stored
         if self.units is not None and getattr(node, "units", None) is self.units:
             return self.units.plans.place[path] == (node.i, output)
         made_by = getattr(getattr(node, "forth", None), "__self__", None)

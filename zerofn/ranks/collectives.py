@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +35,9 @@ class Done:
         return True
 
     def is_completed(self) -> bool:
+        return True
+
+    def done_within(self, seconds: float) -> bool:
         return True
 
 
@@ -101,6 +106,23 @@ class Work:
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self.work is None or self.work.is_completed()
+
+    def done_within(self, seconds: float) -> bool:
+        """Wait for so many seconds at most. Return whether `wait` would return at once now."""
+        deadline = time.monotonic() + seconds
+        while not self.is_completed():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            if self.group.device.type != "cpu":
+                # Its `wait` makes the GPU wait, and not the host.
+                time.sleep(5e-5)
+                continue
+            # To ask again and again would take processor time from gloo's own threads. An error is left to `wait`. gloo
+            # counts in milliseconds, of which none is no limit.
+            with suppress(RuntimeError):
+                self.work.wait(timedelta(seconds=max(left, 1e-3)))
+        return True
 
     def _wait_for_peers(self, error: RuntimeError) -> None:
         """Go on after a wait that has ended with `error`. Any error but that of a time limit is raised."""

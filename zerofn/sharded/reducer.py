@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -255,15 +254,12 @@ class Stream:
 
     def _done_in_time(self, work: Any, what: str) -> bool:
         """Wait for a collective for some seconds (`PATIENCE`). Return whether it is done."""
-        deadline = time.monotonic() + self.patience
         with ranged(WAIT, what):
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    # Most likely it will not be done in time in any step of this program.
-                    self.patience /= 4
-                    return False
-                time.sleep(5e-5)
-        return True
+            if work.done_within(self.patience):
+                return True
+        # Most likely it will not be done in time in any step of this program.
+        self.patience /= 4
+        return False
 
     def _send(self) -> None:
         """Send the next bucket with the gradients that have arrived for it."""
