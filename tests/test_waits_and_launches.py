@@ -36,8 +36,10 @@ LAUNCHES: dict[str, int | tuple[int, int]] = {
     "low precision, kahan": 6,
     "low precision, nearest": 6,
     "clip, low precision": 6,
-    # Each gradient is divided by the scale as it leaves backward, in 148 launches; two are of the output. At the end
-    # of backward it would be too late: by then it is added to an older `p.grad`, and hooks have seen it.
+    # Each gradient is divided by the scale as it leaves backward, in 148 launches; two are of the output. In fp16, for
+    # which the scale is, these launches cast the gradient in any case. At the end of backward it would be too late: by
+    # then a gradient is added to an older `p.grad`, or to one that came past the model, and hooks have seen it. A node
+    # of autograd for many leaves would run the hooks of those without a gradient.
     "scale, clip, low precision": (170, 12),
     "scale, overflow": (168, 12),
     "rmsprop": 5,
@@ -181,6 +183,14 @@ def test_a_loss_scale_takes_one_launch_for_each_leaf_and_that_within_backward(de
     for leaves in (148, 160):
         found = ask(device, "counts", "attached", pipeline, leaves=leaves)
         assert (found["launches"] - found["step"], found["step"]) == (leaves + 2, step)
+
+
+@pytest.mark.parametrize(("stored", "more"), [(False, 11), (True, 15)], ids=["computed", "stored"])
+@pytest.mark.parametrize("leaves", [148, pytest.param(160, marks=pytest.mark.slow)])
+def test_a_loss_scale_for_fp16_has_no_launch_for_each_leaf(device, stored, more, leaves):
+    """The launch that casts a gradient to float32 in any case divides it, too."""
+    scaled, plain = ask(device, "with_and_without_a_scale", leaves, stored)
+    assert (scaled - plain, plain > leaves) == (more, True)
 
 
 @pytest.mark.parametrize("pipeline", ["offload", "offload, chain"])

@@ -144,19 +144,36 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
 
 def attached(pipeline: str, leaves: int = 10, steps: int = 2, **how: Any) -> list[Row]:
     """What one step asks, from the first operator of forward to the end of `step`; after others, which may build."""
+    given = {"weight": 3.0} if "weighted" in pipeline else {}
+    return _attached(PIPELINES[pipeline](), leaves, steps, given, **how)
+
+
+def _attached(tx: zf.Transform, leaves: int, steps: int, given: dict[str, float], **how: Any) -> list[Row]:
     torch.manual_seed(0)
     model = Many(leaves).cuda()
-    opt = zf.attach(model, PIPELINES[pipeline](), **how)
+    opt = zf.attach(model, tx, **how)
     x = torch.ones((), device="cuda")
     found: list[Row] = []
     for _ in range(steps):
         with LOG() as rows:
             loss = model(x.to(next(model.parameters()).dtype)).float()
             loss.backward()
-            opt.step(**({"weight": 3.0} if "weighted" in pipeline else {}))
+            opt.step(**given)
             opt.zero_grad()
         found = rows
     return _own(found)
+
+
+def with_and_without_a_scale(leaves: int, stored: bool) -> list[int]:
+    """Launches of a step of an attached model that computes in fp16, and is `stored` so: with a loss scale, without."""
+    scale = zf.scale_loss("dynamic", init_scale=2.0**4)
+    narrow = zf.precision(store_dtype=FP16) if stored else zf.precision(param_dtype=FP16)
+    last = zf.low_precision_adam(1e-3) if stored else zf.adamw(1e-3)
+    with counting():
+        return [
+            virtual_cuda.count(_attached(zf.chain(narrow, *more, last), leaves, 2, {}), "launch")
+            for more in ([scale], [])
+        ]
 
 
 def pure(pipeline: str, leaves: int = 10, steps: int = 2, donate: bool = True) -> list[Row]:
