@@ -110,7 +110,7 @@ from zerofn.kernels.fused_adam import (
     plain,
     typed,
 )
-from zerofn.kernels.masters import master_of, split_master
+from zerofn.kernels.masters import bf16_of_master, master_of, residual_of_master
 from zerofn.kernels.norms import length, not_finite, not_finite_each, squared_norm
 from zerofn.kernels.recording import (
     certain,
@@ -276,6 +276,7 @@ __all__ = [
     "at_most",
     "at_once",
     "bad_leaves",
+    "bf16_of_master",
     "buffers_in",
     "certain",
     "chain",
@@ -342,11 +343,11 @@ __all__ = [
     "rebuild",
     "recorded",
     "reduce_scatter_into",
+    "residual_of_master",
     "root",
     "scaled",
     "select",
     "span",
-    "split_master",
     "squared_norm",
     "stochastic_round",
     "straight_through",

@@ -9,18 +9,29 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 import zerofn as zf
-from zerofn.extend import master_of, split_master
+from zerofn.extend import bf16_of_master, master_of, residual_of_master
+from zerofn.kernels import masters  # inside: from which size on the kernel is called
 
 BF16, F32 = torch.bfloat16, torch.float32
 P = lambda: zf.precision(store_dtype="bf16+8")  # noqa: E731
+
+
+def split_master(x):
+    p, kept = x.to(BF16), torch.zeros_like(x, dtype=torch.int8)
+    return bf16_of_master(p, x), residual_of_master(kept, x)
 
 
 def bits(x: Tensor) -> Tensor:
     return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
-def test_every_pair_is_one_number_and_back():
+@pytest.mark.parametrize("by", ["the formulas", "C"])
+def test_every_pair_is_one_number_and_back(by, monkeypatch):
     """All 2**24 pairs. In the order of their patterns, the masters of one sign rise by 256 from each to the next."""
+    if by == "C":
+        assert masters._checked() is not None
+    else:
+        monkeypatch.setattr(masters, "LARGE", 2**40)
     kept = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).repeat(0x7F7F)
     p = torch.arange(1, 0x7F80, dtype=torch.int16).repeat_interleave(256).view(BF16)
     x, y = master_of(p, kept), master_of(-p, kept)

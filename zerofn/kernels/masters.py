@@ -16,13 +16,21 @@ number whose residual is still there.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from .._compat.autograd import increment_versions
 from .._compat.functorch import reinterpret
-from .recording import differentiated, straight_through
+from .._compat.tensors import is_shape_only
+from . import native
+from .recording import concrete, differentiated, straight_through
 
-_SIZE, _INFINITE = 0x7FFFFFFF, 0x7F800000
+_SIZE, _INFINITE, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC000
 
 
 def master_of(p: Tensor, residual: Tensor) -> Tensor:
@@ -33,6 +41,10 @@ def master_of(p: Tensor, residual: Tensor) -> Tensor:
         >>> (master_of(p, torch.tensor([1, -128, 64, 9], dtype=torch.int8)) - p) * 2**15
         tensor([  1., -64., -64.,   0.])
     """
+    if kernel := _kernel(p, residual):
+        x = torch.empty_like(p, dtype=torch.float32)
+        kernel(0, x, p, residual)
+        return x
     wide = p.to(torch.float32)
     pattern = reinterpret(wide, torch.int32)
     size = pattern & _SIZE
@@ -40,20 +52,98 @@ def master_of(p: Tensor, residual: Tensor) -> Tensor:
     return straight_through(wide, reinterpret(pattern + more, torch.float32))
 
 
-def split_master(x: Tensor) -> tuple[Tensor, Tensor]:
-    """An fp32 tensor as the nearest bf16 numbers and their residuals, int8. Derivatives pass to the bf16 numbers.
+def bf16_of_master(p: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The bf16 tensor of a master `x`, fp32, in the place of the old one. Derivatives pass as through a cast.
 
     Examples:
-        >>> p, residual = split_master(torch.tensor([1.0, 1.0 + 2**-15, 1.0 + 3 * 2**-9, torch.inf]))
-        >>> p.tolist(), residual.tolist()
-        ([1.0, 1.0, 1.0078125, inf], [0, 1, -64, 0])
+        >>> x = torch.tensor([1.0, 1.0 + 2**-15, 1.0 + 3 * 2**-9, torch.inf])
+        >>> bf16_of_master(x.bfloat16(), x).tolist()
+        [1.0, 1.0, 1.0078125, inf]
     """
-    pattern = reinterpret(x, torch.int32)
-    near = (pattern + 0x7F + ((pattern >> 8) & 1)) >> 8
-    top = (near + 0x80) >> 8
-    p = reinterpret(top.to(torch.int16), torch.bfloat16)
-    # The sum above carries a NaN over into another number.
-    p = torch.where(x.isnan(), torch.nan, p)
+    if kernel := _kernel(x, p):
+        new = torch.empty_like(p) if out is None else out
+        kernel(1, x, new, None)
+        return new
+    top = (_first_bits(x) + 0x80) >> 8
+    new = reinterpret(top.to(torch.int16), torch.bfloat16)
     if differentiated(x):
-        p = straight_through(x, p.to(torch.float32)).to(torch.bfloat16)
-    return p, (near - (top << 8)).to(torch.int8)
+        new = straight_through(x, new.to(torch.float32)).to(torch.bfloat16)
+    return new if out is None else out.copy_(new)
+
+
+def residual_of_master(residual: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The residual, int8, of a master `x`, fp32, in the place of the old one.
+
+    Examples:
+        >>> x = torch.tensor([1.0, 1.0 + 2**-15, 1.0 + 3 * 2**-9, torch.inf])
+        >>> residual_of_master(torch.zeros(4, dtype=torch.int8), x).tolist()
+        [0, 1, -64, 0]
+    """
+    if kernel := _kernel(x, residual):
+        new = torch.empty_like(residual) if out is None else out
+        kernel(2, x, None, new)
+        return new
+    first = _first_bits(x)
+    new = (first - (((first + 0x80) >> 8) << 8)).to(torch.int8)
+    return new if out is None else out.copy_(new)
+
+
+def _first_bits(x: Tensor) -> Tensor:
+    """The first 24 bits of each number as an int32, rounded. Of a NaN they could become those of another number."""
+    pattern = reinterpret(x, torch.int32)
+    return torch.where(x.isnan(), _NAN, (pattern + 0x7F + ((pattern >> 8) & 1)) >> 8)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The same in C, for leaves that are large enough for a call of it.
+
+
+# Elements from which on the kernel is called: fewer take less time than the call.
+LARGE = 1 << 13
+_FILES = [Path(__file__).with_name(name) for name in ("masters.c", "native_threads.h")]
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _kernel(*tensors: Tensor) -> Callable[..., None] | None:
+    """The kernel, if it takes these tensors; what it writes is like one of them."""
+    x = tensors[0]
+    if x.numel() < LARGE or not concrete(x) or differentiated(x):
+        return None
+    if not all([type(each) in _PLAIN and each.is_cpu and each.is_contiguous() for each in tensors]):
+        return None
+    return None if is_shape_only(x) else _checked()
+
+
+@functools.cache
+def _checked() -> Callable[..., None] | None:
+    """The kernel, after a check that it gives the bits of the formulas on a sample; else ``None``."""
+    command = native.quiet_compiler()
+    if command is None:
+        return None
+    try:
+        function = native.library(command, _FILES, (), _declared).zerofn_masters
+    except (OSError, AttributeError):
+        return None
+
+    def kernel(kind: int, x: Tensor, p: Tensor | None, residual: Tensor | None) -> None:
+        places = [None if one is None else one.data_ptr() for one in (x, p, residual)]
+        function(kind, *places, x.numel(), torch.get_num_threads(), native.parallel())
+        increment_versions([one for one in (x, p, residual)[kind : kind + 1] if one is not None])
+
+    # In each tensor fewer elements than the formulas leave to the kernel.
+    (x,) = native.sample(LARGE - 1)[0]
+    p, residual = bf16_of_master(x.bfloat16(), x), residual_of_master(torch.zeros_like(x, dtype=torch.int8), x)
+    mine = torch.empty_like(x), torch.empty_like(p), torch.empty_like(residual)
+    kernel(0, mine[0], p, residual)
+    kernel(1, x, mine[1], None)
+    kernel(2, x, None, mine[2])
+    same = native.same_bits([[mine[0]], [mine[1]]], [[master_of(p, residual)], [p]]) and torch.equal(mine[2], residual)
+    return kernel if same else None
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    function = library.zerofn_masters
+    pointers = [ctypes.c_void_p] * 3
+    function.argtypes = [ctypes.c_int, *pointers, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
+    function.restype = None
+    return library

@@ -27,11 +27,12 @@ from ..extend import (
     Transform,
     TransformState,
     View,
+    bf16_of_master,
     check_dtype,
     labels_by_path,
     master_of,
     rebuild,
-    split_master,
+    residual_of_master,
     transform,
 )
 
@@ -89,10 +90,9 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         out, new = inner.update_fn(grads, state, masters(state, params), carry, ctx)
         kept = state[RESIDUAL]
-        pairs = {path: split_master(x) for path, x in out.items() if path in kept}
-        stored = ctx.into_each({path: params[path] for path in pairs}, {path: p for path, (p, _) in pairs.items()})
-        rest = ctx.into_each({path: kept[path] for path in pairs}, {path: r for path, (_, r) in pairs.items()})
-        return {path: stored.get(path, x) for path, x in out.items()}, {**new, RESIDUAL: rest}
+        stored = {path: ctx.put(bf16_of_master, params[path], x) if path in kept else x for path, x in out.items()}
+        rest = {path: ctx.put(residual_of_master, kept[path], x) for path, x in out.items() if path in kept}
+        return stored, {**new, RESIDUAL: rest}
 
     # One bucket at a time has masters in full.
     plain = replace(inner.facts, counterpart=None, torch_names=(), copies=True)
@@ -118,8 +118,8 @@ def masters_from(old: State, state: State) -> State:
             return e.value
         if e.elsewhere or e.value.shape != wide.shape:
             return e.value
-        leaves[e.path], residual = split_master(wide)
-        return residual
+        leaves[e.path] = bf16_of_master(leaves[e.path], wide)
+        return residual_of_master(e.value, wide)
 
     return replace(rebuild(state, taken), leaves=leaves)
 
