@@ -110,7 +110,7 @@ from zerofn.kernels.fused_adam import (
     plain,
     typed,
 )
-from zerofn.kernels.masters import bf16_of_master, master_of, residual_of_master
+from zerofn.kernels.masters import Room, bf16_of_master, master_of, residual_of_master
 from zerofn.kernels.norms import length, not_finite, not_finite_each, squared_norm
 from zerofn.kernels.recording import (
     certain,
@@ -250,6 +250,7 @@ __all__ = [
     "Prepared",
     "Ranks",
     "Replicate",
+    "Room",
     "ScalarOrSchedule",
     "Scope",
     "Shard",

@@ -1,10 +1,12 @@
 /* One step of torch's fused Adam over lists of fp32 leaves, and on the way the sum of squares of each gradient.
+ * With -DZF_BF16 gradients are bf16, and no fp32 copy of them is made.
  *
  * Built by zerofn/kernels/fused_adam.py on first use. The bits are those of torch's kernel on processors that fuse a
  * product with a sum, where it fuses just those that are `fmaf` here; with -ffp-contract=off nothing else is. The last
  * elements of a leaf, fewer than a line, are torch's own: it computes those in double.
  */
 #include <math.h>
+#include <string.h>
 
 #include "native_prefetch.h"
 #include "native_sums.h"
@@ -13,21 +15,36 @@
 
 enum { LINE = 16, NEXT = AHEAD / 4 /* elements */ };
 
+#ifdef ZF_BF16
+typedef uint16_t grad;
+INLINE float value(grad x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float found;
+    memcpy(&found, &bits, 4);
+    return found;
+}
+#else
+typedef float grad;
+INLINE float value(grad x) { return x; }
+#endif
+
 typedef struct { float beta2, weight, one_minus_beta2, step, spread, eps, keep, decay; } scalars;
 
 typedef struct {
     int64_t entries;
-    float *const *p, *const *g, *const *m, *const *v;
+    float *const *p;
+    const grad *const *g;
+    float *const *m, *const *v;
     const int64_t *numel;
     scalars s;
     int decoupled;
     double *squares; /* of each gradient; null where nobody asks */
 } job;
 
-INLINE void elements(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, scalars s,
+INLINE void elements(float *restrict p, const grad *restrict g, float *restrict m, float *restrict v, scalars s,
                      int decoupled, double *sums) {
     for (int i = 0; i < LINE; i++) {
-        float x = p[i], d = g[i];
+        float x = p[i], d = value(g[i]);
         if (sums) sums[i] += (double)d * d;
         if (decoupled) x = x * s.keep;
         else d = fmaf(x, s.decay, d);
@@ -40,7 +57,7 @@ INLINE void elements(float *restrict p, const float *restrict g, float *restrict
     }
 }
 
-INLINE double piece(int64_t n, float *p, const float *g, float *m, float *v, scalars s, int decoupled, int sum) {
+INLINE double piece(int64_t n, float *p, const grad *g, float *m, float *v, scalars s, int decoupled, int sum) {
     double sums[LINE] = {0}, total = 0;
     for (int64_t i = 0; i < n; i += LINE) { /* whole lines: so are leaves, and with them the ends of shares */
         __builtin_prefetch(p + i + NEXT, 1);
@@ -53,7 +70,7 @@ INLINE double piece(int64_t n, float *p, const float *g, float *m, float *v, sca
     return total;
 }
 
-static double of_kind(int64_t n, float *p, const float *g, float *m, float *v, scalars s, int decoupled, int sum) {
+static double of_kind(int64_t n, float *p, const grad *g, float *m, float *v, scalars s, int decoupled, int sum) {
     if (decoupled) return sum ? piece(n, p, g, m, v, s, 1, 1) : piece(n, p, g, m, v, s, 1, 0);
     return sum ? piece(n, p, g, m, v, s, 0, 1) : piece(n, p, g, m, v, s, 0, 0);
 }

@@ -161,13 +161,19 @@ class _Job(ctypes.Structure):
 
 
 def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
-    """Whether `run` takes these lists of parameters, gradients and moments, which are `LARGE` together."""
-    for column in columns:
-        if set(map(type, column)) - _PLAIN or set(map(_DTYPE, column)) != {torch.float32}:
+    """Whether `run` takes these lists of parameters, gradients and moments, which are `LARGE` together.
+
+    Gradients are all fp32, or all bf16.
+    """
+    for i, column in enumerate(columns):
+        dtypes = set(map(_DTYPE, column))
+        if set(map(type, column)) - _PLAIN or not (
+            dtypes == {torch.float32} or (i == 1 and dtypes == {torch.bfloat16})
+        ):
             return False
         if not all(map(_IS_CPU, column)) or not all(map(Tensor.is_contiguous, column)):
             return False
-    return _function(decoupled, beta1 > 0.5) is not None
+    return _function(decoupled, beta1 > 0.5, columns[1][0].dtype) is not None
 
 
 def run(
@@ -183,7 +189,7 @@ def run(
     norms: bool = False,
 ) -> list[float]:
     """One update in place, of all elements except `ends`; with `norms` it returns the gradients' norms."""
-    function = _function(decoupled, beta1 > 0.5)
+    function = _function(decoupled, beta1 > 0.5, columns[1][0].dtype)
     assert function is not None
     # With no decay nothing is added: 0 * p would be NaN for an infinite parameter.
     no_sum = decoupled or weight_decay == 0
@@ -222,7 +228,7 @@ def _call(
 
 
 @functools.cache
-def _function(decoupled: bool, near: bool) -> Any:
+def _function(decoupled: bool, near: bool, dtype: torch.dtype) -> Any:
     """The C function, after a check that it gives the bits of torch's kernel on a sample; else ``None``.
 
     Which products torch's kernel fuses with sums depends on torch's compiler and on the processor.
@@ -230,21 +236,25 @@ def _function(decoupled: bool, near: bool) -> Any:
     Args:
         decoupled: whether the weight decay is decoupled from the gradient.
         near: whether ``1 - beta1`` is below a half: `torch.lerp` has a formula for either case.
+        dtype: of gradients, fp32 or bf16.
     """
     command = native.quiet_compiler()
     if command is None:
         return None
     try:
-        function = native.library(command, _FILES, (), _declared).zerofn_fused_adam
+        defines = ["-DZF_BF16"] if dtype is torch.bfloat16 else []
+        function = native.library(command, _FILES, defines, _declared).zerofn_fused_adam
     except (OSError, AttributeError):
         return None
     mine, torchs = _sample(), _sample()
+    mine[1] = [x.to(dtype) for x in mine[1]]
+    torchs[1] = [x.to(torch.float32) for x in mine[1]]
     beta1 = 0.9 if near else 0.25
     _call(function, mine, _scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     how = dict(lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False)
     fused(*torchs, [], [torch.tensor(3.0)], **how)
-    return function if same_bits(mine, torchs) else None
+    return function if same_bits([mine[0], *mine[2:]], [torchs[0], *torchs[2:]]) else None
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -300,16 +310,21 @@ def fused_update(
     if type(step) is not int or step < 1:
         check_step("fused_update", step)
     fused: Any = fused_adamw_ if decoupled else fused_adam_
-    as_stored = typed(params, grads, of_one_dtype=True)
-    lists: Columns = params, as_stored, exp_avgs, exp_avg_sqs
+    lists: Columns = params, grads, exp_avgs, exp_avg_sqs
+    large = sum(map(Tensor.numel, params)) >= LARGE
+    taken = large and can(lists, decoupled, numbers["beta1"])
+    if not taken:
+        lists = params, typed(params, grads, of_one_dtype=True), exp_avgs, exp_avg_sqs
+        taken = large and lists[1] is not grads and can(lists, decoupled, numbers["beta1"])
     # Metrics show the norms of the given gradients, not of gradients that were cast to their parameters' dtype.
-    asked = norms is not None and as_stored is grads
-    if sum(map(Tensor.numel, params)) >= LARGE and can(lists, decoupled, numbers["beta1"]):
+    asked = norms is not None and lists[1] is grads
+    if taken:
         found = run(lists, step, lr, **numbers, decoupled=decoupled, norms=asked)
         lists = ends(lists)
         if norms is not None:
             norms += found
     if lists[0]:
+        lists = lists[0], typed(lists[0], lists[1], of_one_dtype=True), *lists[2:]
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)
     increment_version([*params, *exp_avgs, *exp_avg_sqs])

@@ -33,8 +33,13 @@ from .recording import concrete, differentiated, straight_through
 _SIZE, _INFINITE, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC000
 
 
-def master_of(p: Tensor, residual: Tensor) -> Tensor:
+def master_of(p: Tensor, residual: Tensor, room: Room | None = None) -> Tensor:
     """The master, fp32, of a bf16 tensor and its residual, int8. Derivatives pass to `p` as through a cast.
+
+    Args:
+        p: the bf16 tensor.
+        residual: of the same shape.
+        room: memory for the master, if it is only needed for a while.
 
     Examples:
         >>> p = torch.tensor([1.0, 1.0, -1.0, 0.0], dtype=torch.bfloat16)
@@ -42,7 +47,7 @@ def master_of(p: Tensor, residual: Tensor) -> Tensor:
         tensor([  1., -64., -64.,   0.])
     """
     if kernel := _kernel(p, residual):
-        x = torch.empty_like(p, dtype=torch.float32)
+        x = torch.empty_like(p, dtype=torch.float32) if room is None else room.of(p.shape)
         kernel(0, x, p, residual)
         return x
     wide = p.to(torch.float32)
@@ -86,6 +91,29 @@ def residual_of_master(residual: Tensor, x: Tensor, *, out: Tensor | None = None
     first = _first_bits(x)
     new = (first - (((first + 0x80) >> 8) << 8)).to(torch.int8)
     return new if out is None else out.copy_(new)
+
+
+class Room:
+    """Memory on the CPU for the masters of a bucket, which those of the next one take after it.
+
+    New memory costs more than the update: the system fills each page with zeros when it is first written.
+    """
+
+    def __init__(self) -> None:
+        self.flat = torch.empty(0, dtype=torch.float32)
+        self.elements = self.taken = 0
+
+    def emptied(self, elements: int) -> Room:
+        """The room without tensors, for so many elements."""
+        self.elements, self.taken = elements, 0
+        return self
+
+    def of(self, shape: torch.Size) -> Tensor:
+        """A tensor in it."""
+        if not self.taken and len(self.flat) < self.elements:
+            self.flat = torch.empty(self.elements, dtype=torch.float32)
+        begin, self.taken = self.taken, self.taken + shape.numel()
+        return self.flat[begin : self.taken].view(shape)
 
 
 def _first_bits(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from ..extend import (
     Leaves,
     Prepared,
     Ranks,
+    Room,
     Scope,
     Spec,
     State,
@@ -70,9 +71,9 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
     if not split:
         return inner
 
-    def masters(state: TransformState, params: Leaves) -> Leaves:
+    def masters(state: TransformState, params: Leaves, room: Room | None = None) -> Leaves:
         kept = state[RESIDUAL]
-        return {path: master_of(x, kept[path]) if path in kept else x for path, x in params.items()}
+        return {path: master_of(x, kept[path], room) if path in kept else x for path, x in params.items()}
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         wide = {path: x.to(torch.float32) if path in split else x for path, x in leaves.items()}
@@ -85,10 +86,13 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
         # One that sees leaves alone does not look at them before its update.
         looks = inner.scope is not Scope.LEAF
-        return inner.prepare_fn(state, grads, masters(state, params) if looks else params, ctx)
+        prepared = inner.prepare_fn(state, grads, masters(state, params) if looks else params, ctx)
+        return replace(prepared, carry=(prepared.carry, Room()))
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        out, new = inner.update_fn(grads, state, masters(state, params), carry, ctx)
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Room], ctx: Context):
+        own, room = carry
+        wide = masters(state, params, room.emptied(sum(map(Tensor.numel, params.values()))))
+        out, new = inner.update_fn(grads, state, wide, own, ctx)
         kept = state[RESIDUAL]
         stored = {path: ctx.put(bf16_of_master, params[path], x) if path in kept else x for path, x in out.items()}
         rest = {path: ctx.put(residual_of_master, kept[path], x) for path, x in out.items() if path in kept}
