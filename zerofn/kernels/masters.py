@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from .._compat.autograd import increment_versions
 from .._compat.functorch import reinterpret
 from .._compat.tensors import is_shape_only
 from . import native
@@ -156,7 +156,7 @@ def _checked() -> Callable[..., None] | None:
     def kernel(kind: int, x: Tensor, p: Tensor | None, residual: Tensor | None) -> None:
         places = [None if one is None else one.data_ptr() for one in (x, p, residual)]
         function(kind, *places, x.numel(), torch.get_num_threads(), native.parallel())
-        increment_versions([one for one in (x, p, residual)[kind : kind + 1] if one is not None])
+        increment_version([one for one in (x, p, residual)[kind : kind + 1] if one is not None])
 
     # In each tensor fewer elements than the formulas leave to the kernel.
     (x,) = native.sample(LARGE - 1)[0]
