@@ -22,6 +22,7 @@ OF_FSDP2 = {
     "hooks on parameters": RAISES,
     "tied across blocks": RAISES,
     "gradients by parameters": RAISES,
+    "a penalty on gradients of parameters": RAISES,
     "a weight penalty in the loss": RAISES,
     "a number as a parameter": RAISES,
     "vmap of gradients by inputs": RAISES,

@@ -1,6 +1,7 @@
 """Sharded parameters outside of the model's calls: the full ones to whatever computes, parts to whatever looks."""
 
 import copy
+import itertools
 import pickle
 import re
 
@@ -320,20 +321,30 @@ def test_what_looks_or_writes_finds_the_part(ranks):
 # -- mistakes ------------------------------------------------------------------------------
 
 
+def replaced(model, opt, x):
+    for p in model.parameters():
+        p.data = torch.full(p.shape, 0.1, dtype=p.dtype)
+
+
+def updated(model, opt, x):
+    model(x).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
 def stale():
-    """What is said of each graph from before a step."""
+    """What is said of each graph from before a step, or from before parameters got other data."""
     said = []
-    for make_loss in (
+    losses = (
         lambda model, x: model(x).square().mean(),
         lambda model, x: model.blocks[0].weight.square().sum(),
         lambda model, x: model.blocks[0].weight[0],
-    ):
+    )
+    for make_loss, change in itertools.product(losses, (updated, replaced)):
         model, x = make(), rows(0, 0)
         opt = zf.attach(model, PIPES["shard"]())
         loss = make_loss(model, x)
-        model(x).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        change(model, opt, x)
         with pytest.raises(RuntimeError) as error:
             (loss * loss).sum().backward()
         said.append(str(error.value))
@@ -341,7 +352,7 @@ def stale():
     return said
 
 
-def test_a_graph_from_before_a_step():
+def test_a_graph_from_before_parameters_changed():
     for said in zf.launch(stale, 2, timeout=limit()):
         for text in said:
             assert re.search(r"a graph from before the parameters were updated(.|\n)*before opt.step", text), text

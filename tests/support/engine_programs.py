@@ -91,13 +91,28 @@ def in_full(x):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Engines.
+# Engines. `mean` is what other ranks' gradients make of one that `torch.autograd.grad` returns.
+
+
+class Mean(torch.autograd.Function):
+    """Each rank has the same function of the mean, and gradients are averaged once more behind it."""
+
+    @staticmethod
+    def forward(ctx, g):
+        g = g.clone()
+        dist.all_reduce(g)
+        return g / dist.get_world_size()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
 
 
 class Averaged:
     """Plain models. `step()` averages gradients over ranks, and is plain SGD."""
 
     name = "averaged"
+    mean = staticmethod(Mean.apply)
 
     def attach(self, model):
         self.model = model
@@ -126,6 +141,7 @@ class Averaged:
 
 class Ours:
     name = "shard"
+    mean = staticmethod(lambda g: g)
 
     def attach(self, model):
         self.model = model
@@ -140,6 +156,7 @@ class Ours:
 
 class Fsdp2:
     name = "FSDP2"
+    mean = staticmethod(lambda g: g)
 
     def attach(self, model):
         self.model, mesh = model, init_device_mesh("cpu", (dist.get_world_size(),))
@@ -267,6 +284,16 @@ def gradients_by_parameters(engine, rank):
         p.grad = g
     opt.step()
     return opt.full()
+
+
+@program
+def a_penalty_on_gradients_of_parameters(engine, rank):
+    def backward(model, step):
+        loss = usual(model, rank, step)
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + 0.1 * sum(engine.mean(g).square().sum() for g in grads)).backward()
+
+    return stepped(engine, net(), backward)
 
 
 @program
@@ -519,6 +546,21 @@ def two_backwards_then_a_step(engine, rank):
             usual(model, rank, 2 * step + i).backward()
 
     return stepped(engine, net(), backward)
+
+
+@program
+def words_generated_between_steps(engine, rank):
+    opt, found = engine.attach(net()), {}
+    for step in range(2):
+        usual(opt.model, rank, step).backward()
+        opt.step()
+        opt.zero_grad()
+        ids = batch(rank, step)[0]
+        with torch.inference_mode():
+            for _ in range(4):
+                ids = torch.cat([ids, opt.model(ids[:, -LENGTH:])[:, -1:].argmax(-1)], 1)
+        found[f"words {step}"] = ids.double()
+    return found | opt.full()
 
 
 @program
