@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from .._compat.autograd import gradient_hooks, hooks_after, increment_versions, share_hooks
+from .._compat.autograd import gradient_hooks, hooks_after, share_hooks
 from .._compat.functorch import uncompiled
 from .._compat.tensors import local_of, locals_of, read_grad, registered, set_local, set_spec, spec_of, write_grad
 from .._errors import explain
@@ -79,7 +80,7 @@ class ShardedParameter(Face, GuardedParameter):
             # Its old memory is the user's: `kept = p.data; p.data = average; evaluate(); p.data = kept`.
             Tensor.data.__set__(self.row, now if is_whole(self) else flat(self))  # type: ignore[attr-defined]
             # As a write: a graph from before it has other numbers, and gathers these.
-            increment_versions([self.row])
+            increment_version(self.row)
             if not is_whole(self):
                 vars(self.row)["adopted"] = self.row.data_ptr()
                 self.asks.moved(self.path)
