@@ -114,9 +114,11 @@ def state_formula(stage: int, dtype: str, n: int) -> float:
     With one micro-batch in a step no full gradient has to wait at stage 1 either.
     """
     p, g, s = 4, 4, 8
-    if stage == 2 and dtype == "bf16":
-        return 2 + (p + g + s) / n  # the resident parameters are the bf16 ones, the masters are cut
-    return {0: p + g + s, 1: p + (g + s) / n, 2: p + (g + s) / n, 3: (p + g + s) / n}[stage]
+    cut = 1 if stage == 0 else n
+    if stage == 3:
+        return (p + g + s) / cut
+    # The resident parameters are the stored ones, or bf16 ones beside their masters.
+    return 2 + (p + g + s) / cut if dtype == "bf16" else p + (g + s) / cut
 
 
 def traffic_formula(o: dict[str, Any], stage: int, dtype: str, shapes: dict[str, list[int]], n: int) -> int:
@@ -134,7 +136,7 @@ def traffic_formula(o: dict[str, Any], stage: int, dtype: str, shapes: dict[str,
     if stage == 0:
         return 2 * (n - 1) * (total * seen + flags) // n
     scattered = (n - 1) * (total * seen // n + flags)
-    gathered = total * (4 if stage == 1 else seen)
+    gathered = total * seen
     if stage == 3:
         last = f"blocks.{o['layers'] - 1}."
         again = (x for name, x in numels.items() if name.startswith("blocks.") and not name.startswith(last))

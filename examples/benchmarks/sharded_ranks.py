@@ -104,14 +104,11 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 def zerofn(o: dict[str, Any]) -> tuple[Step, Any]:
     import zerofn as zf
 
-    # Gradients travel in bf16, as those of every peer do: at stages 0 and 1 they are fp32 where they are reduced.
+    # Behind the reduction, `precision` casts parameters once after an update. Without accumulation a step of ZeRO-1 is
+    # one of ZeRO-2.
     dtypes = [zf.precision(param_dtype=BF16, reduce_dtype=BF16)] if o["dtype"] == "bf16" else []
-    road = {
-        0: [*dtypes, zf.all_reduce()],
-        1: [*dtypes, zf.accumulate(1), zf.reduce_scatter()],
-        2: [zf.reduce_scatter(), *dtypes],
-        3: [zf.shard(), *dtypes],
-    }[o["stage"]]
+    reduction = {0: zf.all_reduce, 1: zf.reduce_scatter, 2: zf.reduce_scatter, 3: zf.shard}[o["stage"]]
+    road = [reduction(), *dtypes]
     tx = zf.chain(*road, zf.adamw(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY))
     model = model_of(o)
     opt = zf.attach(model, tx)
