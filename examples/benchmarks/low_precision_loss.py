@@ -84,6 +84,19 @@ def coded_moments(bits: int, dtype: torch.dtype, rounding: str = "stochastic") -
     return pipeline
 
 
+def masters_of_24_bits(bits: int | None) -> Callable[[Namespace, int], zf.Transform]:
+    """bf16 parameters and residuals of 8 bits; moments in fp32, or as codes; fp32 compute."""
+
+    def pipeline(o: Namespace, seed: int) -> zf.Transform:
+        adam = zf.adamw(schedule(o), betas(o), weight_decay=WEIGHT_DECAY)
+        dtypes = zf.precision(store_dtype="bf16+8", param_dtype=torch.float32, grad_dtype=torch.float32)
+        return zf.chain(
+            dtypes, zf.clip_by_global_norm(MAX_NORM), adam if bits is None else zf.quantize(adam, bits, seed=seed + 1)
+        )
+
+    return pipeline
+
+
 ROUNDINGS = "nearest", "stochastic", "kahan"
 PIPELINES: dict[str, Callable[[Namespace, int], zf.Transform]] = {
     MASTERS: fp32_masters,
@@ -94,6 +107,8 @@ PIPELINES: dict[str, Callable[[Namespace, int], zf.Transform]] = {
     "fp32 parameters, 8-bit moments to nearest": coded_moments(8, torch.float32, "nearest"),
     "fp32 parameters, 4-bit moments": coded_moments(4, torch.float32),
     "bf16 parameters, 8-bit moments, fp32 compute": coded_moments(8, torch.bfloat16),
+    "bf16+8 parameters, fp32 compute": masters_of_24_bits(None),
+    "bf16+8 parameters, 8-bit moments, fp32 compute": masters_of_24_bits(8),
     "fp16 states, dynamic scale": low_states(torch.float16, "stochastic"),
 }
 CONFIGURATIONS = [BASELINE, *PIPELINES, NUDGED, ROUNDED]

@@ -171,6 +171,7 @@ def entries() -> list[Entry]:
     bf16 = zf.precision(store_dtype=BF16, param_dtype=BF16)
     fp16 = zf.precision(store_dtype=F16, param_dtype=F16, grad_dtype=F16)
     masters = zf.precision(store_dtype=F32, param_dtype=BF16)
+    split = zf.precision(store_dtype="bf16+8", param_dtype=BF16)
     adamw = zf.adamw(LR)
     alone = [
         Entry("torch AdamW(fused), fp32", plain(fused), keeps(4, 4, 8)),
@@ -186,6 +187,16 @@ def entries() -> list[Entry]:
                 f"zerofn bf16, {n}-bit moments{how}",
                 ours(bf16, coded(n), in_backward=bool(how)),
                 keeps(2, g, moments(n)),
+            )
+            for n in (8, 4)
+            for how, g in (("", 2), (", in backward", 0))
+        ),
+        Entry("zerofn bf16+8, fp32 moments", ours(split, adamw), keeps(2, 2, 9)),
+        *(
+            Entry(
+                f"zerofn bf16+8, {n}-bit moments{how}",
+                ours(split, zf.quantize(adamw, n), in_backward=bool(how)),
+                keeps(2, g, 1 + moments(n)),
             )
             for n in (8, 4)
             for how, g in (("", 2), (", in backward", 0))

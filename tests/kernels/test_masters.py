@@ -1,5 +1,7 @@
 """24-bit masters: every pair of a bf16 number and a residual is one number, and the nearest one."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -136,6 +138,24 @@ def test_leaves_by_label_frozen_ones_and_members():
     # 0.9 is 0.8984375 and 102.4 of 256 parts of 2**-8.
     assert state.leaves["w"][0] == 0.8984375
     assert int(state.transforms["partition"]["a"]["master_residual"]["w"][0]) == 102
+
+
+@pytest.mark.parametrize("optimizer", [zf.adamw(1e-3), zf.quantize(zf.adamw(1e-3))])
+def test_masters_are_gone_after_an_update(optimizer):
+    """Also without a collection of garbage: only two moments, if they are kept so, are as large in fp32."""
+    numel = 1 << 14
+    state = zf.init(zf.chain(P(), optimizer), {"w": torch.zeros(128, 128)})
+    grads = {"w": torch.ones(128, 128, dtype=BF16)}
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(1 for x in gc.get_objects() if type(x) is Tensor and x.dtype is F32 and x.numel() == numel)
+        state, _ = zf.update(zf.chain(P(), optimizer), grads, state)
+        after = sum(1 for x in gc.get_objects() if type(x) is Tensor and x.dtype is F32 and x.numel() == numel)
+    finally:
+        gc.enable()
+    assert after == before == (2 if optimizer.factory is zf.adamw else 0)
+    assert bool(state.leaves["w"].any())
 
 
 def test_what_is_refused():

@@ -341,15 +341,16 @@ def _over(fn: Callable[..., Any], x: Any, paths: Any, keys: tuple[str, ...], pat
 
 def _unpacked(fn: Callable[..., Any], state: TransformState, paths: Any) -> TransformState:
     """A state as the transform knows it, with `fn(entry, keys, path)` in the place of codes and scales."""
+    return {slot: _unpack(fn, x, paths, (slot,), None) for slot, x in state.items() if slot != COUNT_OF_ROUNDINGS}
 
-    def over(x: Any, keys: tuple[str, ...], path: str | None) -> Any:
-        if not isinstance(x, dict):
-            return x
-        if path is not None and x.keys() == {CODES, SCALES} and x[CODES].dtype == torch.uint8:
-            return fn(x, keys, path)
-        return {key: over(y, (*keys, key), path or (key if key in paths else None)) for key, y in x.items()}
 
-    return {slot: over(x, (slot,), None) for slot, x in state.items() if slot != COUNT_OF_ROUNDINGS}
+def _unpack(fn: Callable[..., Any], x: Any, paths: Any, keys: tuple[str, ...], path: str | None) -> Any:
+    # At the top of the module: inside, a function that calls itself would keep `paths`, and its tensors, for a while.
+    if not isinstance(x, dict):
+        return x
+    if path is not None and x.keys() == {CODES, SCALES} and x[CODES].dtype == torch.uint8:
+        return fn(x, keys, path)
+    return {key: _unpack(fn, y, paths, (*keys, key), path or (key if key in paths else None)) for key, y in x.items()}
 
 
 def _check_arguments(
