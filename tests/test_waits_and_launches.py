@@ -57,8 +57,11 @@ LAUNCHES: dict[str, int | tuple[int, int]] = {
     "guest": 2964,
     "masked": 11,
     "skip nonfinite": 16,
+    # Matrices in one launch, and one for their norms; vectors, which are not coded, as without `quantize`.
+    "quantize": 11,
+    "quantize, low precision": 7,
     # Torch's operations, on all moments whose rows are of one length: three here.
-    "quantize": (345, 40),
+    "quantize, dynamic": (371, 40),
     "offload": 10,
     "offload, low precision": 6,
     "offload, chain": 13,

@@ -8,6 +8,8 @@ import re
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
@@ -16,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import zerofn as zf
-from zerofn.kernels import adam  # inside: which kernel is taken, and a kernel by itself
+from zerofn.extend import Coded, Codes, Draws
+from zerofn.extend import fused_update as adam_of_torch
+from zerofn.kernels import adam, coded_adam  # inside: which kernel is taken, and a kernel by itself
 
 # Numbers at the edges of every format: infinities, NaN, zeros, subnormals, the largest, squares that underflow.
 SPECIAL = [
@@ -135,6 +139,113 @@ def compare_numbers() -> list[str]:
     return same or [] if different(found[0], leaf(100, (torch.bfloat16,) * 4, 0, 0)[:4]) else ["nothing was updated"]
 
 
+def _coded_leaf(how: Codes, fused: bool, random: bool, row: Sequence[int], i: int) -> list[Any]:
+    """Parameter, gradient and both moments as codes, in views that begin `shift` elements into their storage."""
+    rows, width, seed, shift, offset = row
+    dtypes = (torch.float32,) * 4 if fused else (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)
+    p, g, m, v = (x.view(rows, width) for x in leaf(rows * width, dtypes, seed, shift)[:4])
+    draws = [Draws(5, torch.tensor(2**33 + k), 2 * i + k, offset) if random else None for k in (1, 2)]
+    # Every third number alone is odd: of a block with a NaN nothing else would be seen.
+    m, v = (x.nan_to_num(1.0, 1.0, -1.0) if seed % 3 else x for x in (m, v))
+    coded = [how.encode(x, one) for x, one in zip((m, v), draws, strict=True)]
+    shifted = [[torch.cat([x.new_zeros(shift), x.reshape(-1)])[shift:].view(x.shape) for x in one] for one in coded]
+    return [p, g, *(Coded(how, *x, one) for x, one in zip(shifted, draws, strict=True))]
+
+
+def _run_coded(way: str, fused: bool, columns: list[list[Any]], offsets: list[int], beta1: float, decay: bool) -> None:
+    """One update in place by a kernel, or by the formula."""
+    how, random_params = columns[2][0].how, not fused
+    numbers: Any = dict(step=3, lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    keys = list(range(7, 7 + len(offsets)))
+    if way == "formula":
+        for i, (p, g, *moments) in enumerate(zip(*columns, strict=True)):
+            wide = [how.decode(x.codes, x.scales, p.shape) for x in moments]
+            lists = [p], [g], *([x] for x in wide)
+            if fused:
+                adam_of_torch(*lists, decoupled=not decay, **numbers)
+            else:
+                how_p: Any = dict(rounding="stochastic", seed=1, keys=[keys[i]], offsets=[offsets[i]])
+                adam.adam_(*lists, **numbers, **how_p, implementation="eager")
+            for x, new in zip(moments, wide, strict=True):
+                for old, made in zip((x.codes, x.scales), how.encode(new, x.draws), strict=True):
+                    old.copy_(made)
+        return
+    call = partial(coded_adam._launch, fused, random_params)
+    if way == "C":
+        library = coded_adam._library(
+            fused, random_params, columns[0][0].dtype, columns[1][0].dtype, how.bits, how.code
+        )
+        call = partial(coded_adam._call, library)
+    scalars = adam.scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1)
+    given = (*scalars, 1.0)
+    if fused:
+        given = 0.999, 1 - beta1, 1 - 0.999, -0.01 / (1 - beta1**3), 1e-8, 1 - 0.01 * 0.1, 0.1, (1 - 0.999**3) ** 0.5
+    call(columns, [keys, offsets], given, (1, 3), how.block, columns[2][0].draws is not None, not decay, True)
+
+
+def compare_coded(
+    leaves: Sequence[Any], how: Codes, fused: bool, random: bool, beta1: float = 0.9, decay: bool = False
+) -> list[str]:
+    """What differs between the Triton kernel, the one in C and the formula, of moments that are codes.
+
+    Args:
+        leaves: rows, numbers of a row, a seed, where they begin in their storage, and the index of the first element.
+        how: the codes.
+        fused: whether the arithmetic is torch's on fp32, or that of bf16 parameters that are rounded at random.
+        random: whether codes are rounded at random.
+        beta1: decay of the first moment.
+        decay: whether the weight decay is added to the gradient; of the fused arithmetic.
+    """
+    offsets, found = [x[4] for x in leaves], {}
+    for way in ("triton", "C", "formula"):
+        made = [
+            list(x) for x in zip(*(_coded_leaf(how, fused, random, x, i) for i, x in enumerate(leaves)), strict=True)
+        ]
+        _run_coded(way, fused, made, offsets, beta1, decay and fused)
+        found[way] = [
+            [p, *(y for x in moments for y in (x.codes, x.scales))] for p, _, *moments in zip(*made, strict=True)
+        ]
+    rows = []
+    for i, (mine, by_c, by_formula) in enumerate(zip(*found.values(), strict=True)):
+        # torch's kernel rounds the last elements of fp32 leaves in another way.
+        ways = {"C": by_c} | ({} if fused and mine[0].numel() % 16 else {"the formula": by_formula})
+        for way, theirs in ways.items():
+            rows += [f"leaf {i} and {way}: {x}" for x in _different_codes(mine, theirs)]
+    return rows
+
+
+def _different_codes(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[str]:
+    codes = [f"codes {i}: {int((x != y).sum())} others" for i, (x, y) in enumerate(zip(a, b, strict=True)) if i % 2]
+    codes = [row for i, row in zip((1, 3), codes, strict=True) if not torch.equal(a[i], b[i])]
+    return codes + different(a[::2], b[::2])
+
+
+def compare_coded_shards() -> list[str]:
+    """What differs between a leaf and the same leaf in pieces of whole rows."""
+    how, cuts, width = Codes(4, 128), [0, 1, 70, 200, 201], 256
+    whole = _coded_leaf(how, False, True, (cuts[-1], width, 1, 0, 2**32 - 10_000 * 256), 0)
+    pieces: list[list[Any]] = [[], [], [], []]
+    for low, high in pairwise(cuts):
+        for column, x in zip(pieces, whole, strict=True):
+            if isinstance(x, Coded):
+                assert x.draws is not None
+                draws = replace(x.draws, offset=x.draws.offset + low * width)
+                column.append(Coded(how, x.codes[low:high].clone(), x.scales[low:high].clone(), draws))
+            else:
+                column.append(x[low:high].clone())
+    offset = 2**32 - 10_000 * 256
+    _run_coded("triton", False, [[x] for x in whole], [offset], 0.9, False)
+    keys = [offset + low * width for low in cuts[:-1]]
+    for i, first in enumerate(keys):
+        _run_coded("triton", False, [[column[i]] for column in pieces], [first], 0.9, False)
+    mine = [
+        torch.cat(pieces[0]),
+        *(torch.cat([getattr(x, n) for x in c]) for c in pieces[2:] for n in ("codes", "scales")),
+    ]
+    p, _, m, v = whole
+    return _different_codes(mine, [p, m.codes, m.scales, v.codes, v.scales])
+
+
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -205,6 +316,40 @@ def told_of_other_bits(break_it: bool) -> tuple[list[str], str]:
 
 
 # ---------------------------------------------------------------- compiled for a GPU, without one
+
+
+def coded_instructions(fused: bool, bits: int, target: str = "cuda") -> dict[str, int]:
+    """As `instructions`, of the kernel on codes, with random bits."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from zerofn.kernels import triton_coded, triton_lists  # inside: a kernel by itself, and how it is launched
+
+    names = triton_coded.coded_adam_kernel.arg_names
+    given: dict[str, Any] = {name: "*i64" for name in names[:3]} | {
+        "rows": "i32",
+        "block": "i32",
+        "numbers": "*fp32",
+        "squares": "*fp32",
+    }
+    kinds = (0, 0) if fused else (1, 1)
+    constants = dict(
+        zip(
+            names[7:],
+            [*kinds, fused, not fused, True, bits, True, True, *triton_coded.tile(Codes(bits)), triton_coded.TILES],
+            strict=True,
+        )
+    )
+    source = ASTSource(
+        fn=triton_coded.coded_adam_kernel,
+        signature={name: given.get(name, "constexpr") for name in names},
+        constexprs=constants,
+        attrs={(1,): [["tt.divisibility", 16]]},
+    )
+    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_lists.CUDA_OPTIONS)
+    return dict(collections.Counter(CALLS.findall(compiled.asm["ptx"])))
+
 
 CALLS = re.compile(r"^\s*(?:@%p\d+ )?((?:fma|mad|mul|add|sub|div|rcp|sqrt|ex2|ld\.global|st\.global|cvt)[\w.:]*)", re.M)
 

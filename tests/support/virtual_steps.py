@@ -20,7 +20,7 @@ from virtual_cuda import LOG, Row
 import zerofn as zf
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
 from zerofn.extend import optimizer
-from zerofn.kernels import adam, formulas, triton_lists  # inside: which kernel is taken, and a kernel by itself
+from zerofn.kernels import adam, coded_adam, formulas, triton_lists  # inside: which kernel is taken, one by itself
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -38,15 +38,16 @@ INTERPRETED, triton_lists.launch = triton_lists.launch, _launch
 @contextmanager
 def counting() -> Iterator[None]:
     """Triton's kernels are counted and not interpreted, which takes a second for ten leaves; formulas by torch."""
-    known = adam.triton_kernel, formulas.triton_for, triton_lists.run
+    known = adam.triton_kernel, coded_adam.triton_kernel, formulas.triton_for, triton_lists.run
     try:
         triton_lists.launch = lambda kernel, *_: LOG.add("launch", kernel.__name__)
-        adam.triton_kernel = lambda *_: True  # type: ignore[assignment]
+        adam.triton_kernel = coded_adam.triton_kernel = lambda *_: True  # type: ignore[assignment]
         formulas.triton_for = lambda device: triton_lists if device.type == "cuda" else None  # type: ignore[assignment]
         triton_lists.run = _run
         yield
     finally:
-        triton_lists.launch, (adam.triton_kernel, formulas.triton_for, triton_lists.run) = _launch, known
+        triton_lists.launch = _launch
+        adam.triton_kernel, coded_adam.triton_kernel, formulas.triton_for, triton_lists.run = known
 
 
 @contextmanager
@@ -132,6 +133,8 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
     "masked": lambda: zf.chain(zf.masked(zf.clip_by_value(0.01), lambda path: path > "p005"), zf.adamw(1e-3)),
     "skip nonfinite": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-3)),
     "quantize": lambda: zf.quantize(zf.adamw(1e-3)),
+    "quantize, low precision": lambda: low(zf.quantize(zf.low_precision_adam(1e-3, state_dtype=torch.float32), bits=4)),
+    "quantize, dynamic": lambda: zf.quantize(zf.adamw(1e-3), code="dynamic"),
     "offload": lambda: zf.offload(zf.adamw(1e-3)),
     "offload, low precision": lambda: low(zf.offload(zf.low_precision_adam(1e-3))),
     "offload, chain": lambda: zf.chain(

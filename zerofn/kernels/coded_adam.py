@@ -1,13 +1,15 @@
-"""Adam on moments that are kept as codes: one pass in C, with the bits of decoding, updating and encoding.
+"""Adam on moments that are kept as codes: one pass, with the bits of decoding, updating and encoding.
 
-The moments are numbers in the cache of a processor alone, one block after the other. Without this kernel they pass
-through memory as codes, as numbers and as codes again.
+On a CPU it is a kernel in C, on a GPU one of Triton's (`triton_coded.py`). The moments are numbers in the cache or the
+registers of a processor alone, one block after the other. Without a kernel they pass through memory as codes, as
+numbers and as codes again.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from zerofn._compat.tensors import has_triton
+
 from . import native
 from .adam import adam_, scalars
 from .codes import HEADERS, LARGE, Coded, Codes, Draws, defines_of
 from .fused_adam import fused_update
-from .rounding import FORMAT
+from .rounding import FORMAT, stride_of
 
 # Elements of the largest block that the kernel has room for.
 MOST = 1024
@@ -71,7 +75,9 @@ class CodedAdam:
     def takes(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], *slots: Sequence[Any], form: int = FORMAT
     ) -> list[bool]:
-        """For each leaf whether the kernel can update it, with the bits of torch. Few elements are not worth a call.
+        """For each leaf whether a kernel can update it, with the bits of torch.
+
+        On a CPU it is the one in C, and few elements are not worth a call; on a GPU that of Triton's.
 
         Args:
             form: of the draws by which parameters are rounded.
@@ -79,8 +85,8 @@ class CodedAdam:
         if form != FORMAT or len(slots) != 2 or self.rounding == "kahan":
             return [False] * len(params)
         found = [self._takes(*row) for row in zip(params, grads, zip(*slots, strict=True), strict=True)]
-        enough = sum([p.numel() for p, taken in zip(params, found, strict=True) if taken]) >= LARGE
-        return found if enough else [False] * len(found)
+        enough = sum([p.numel() for p, taken in zip(params, found, strict=True) if taken and p.is_cpu]) >= LARGE
+        return found if enough else [taken and p.is_cuda for p, taken in zip(params, found, strict=True)]
 
     def _takes(self, p: Tensor, g: Tensor, moments: Sequence[Any]) -> bool:
         if not all(type(x) is Coded for x in moments):
@@ -91,13 +97,13 @@ class CodedAdam:
             return False
         if m.scales.dtype is not torch.float32 or p.dtype not in _NAMES or g.dtype not in _NAMES or g.shape != p.shape:
             return False
-        if not all(type(x) in _PLAIN and x.is_cpu and x.is_contiguous() for x in tensors):
+        if not all(type(x) in _PLAIN and x.is_contiguous() and x.get_device() == p.get_device() for x in tensors):
             return False
-        if self.fused and (p.dtype is not torch.float32 or p.numel() % _LINE):
+        if self.fused and (p.dtype is not torch.float32 or (p.is_cpu and p.numel() % _LINE)):
             return False
         if None not in draws and not all(x.of_one_key(p.numel()) and x.seed == draws[0].seed for x in draws):
             return False
-        return p.numel() > 0 and self._function(p.dtype, g.dtype, how) is not None
+        return p.numel() > 0 and self._function(p, g, m) is not None
 
     def run(
         self,
@@ -125,30 +131,40 @@ class CodedAdam:
             given = (*scalars(step, lr, beta1, beta2, eps, weight_decay), 1.0)
         # With no decay nothing is added: 0 * p would be NaN for an infinite parameter.
         no_sum = self.decoupled or weight_decay == 0
-        found = [0.0] * len(params)
+        found: list[Any] = [0.0] * len(params)
         kinds: dict[Any, list[int]] = {}
         for i, (p, g, m) in enumerate(zip(params, grads, exp_avgs, strict=True)):
-            kinds.setdefault((p.dtype, g.dtype, m.how, m.draws is not None), []).append(i)
-        for (dtype, grad_dtype, how, random), places in kinds.items():
+            kinds.setdefault((p.dtype, g.dtype, m.how, m.draws is not None, p.get_device()), []).append(i)
+        for (*_, how, random, _), places in kinds.items():
             columns = [[column[i] for i in places] for column in (params, grads, exp_avgs, exp_avg_sqs)]
             named = [[column[i] for i in places] if column else [0] * len(places) for column in (keys, offsets)]
-            function = self._function(dtype, grad_dtype, how)
-            squares = _call(function, columns, named, given, (seed, step), how.block, random, no_sum, norms is not None)
-            for i, x in zip(places, squares, strict=False):
-                found[i] = x**0.5
+            call = self._function(*(column[0] for column in columns[:3]))
+            own = call(columns, named, given, (seed, step), how.block, random, no_sum, norms is not None)
+            for i, x in zip(places, own, strict=False):
+                found[i] = x
         if norms is not None:
             norms += found
         coded = [x for one in (*exp_avgs, *exp_avg_sqs) for x in (one.codes, one.scales)]
         increment_version([*params, *coded])
 
-    def _function(self, dtype: torch.dtype, grad_dtype: torch.dtype, how: Codes) -> Any:
-        random = self.rounding == "stochastic" and dtype is not torch.float32
-        return _library(self.fused, random, dtype, grad_dtype, how.bits, how.code)
+    def _function(self, p: Tensor, g: Tensor, m: Any) -> Any:
+        """What updates leaves like this one: `_call` of a C function, `_launch`, or ``None``."""
+        kind = self.fused, self.rounding == "stochastic" and p.dtype is not torch.float32, p.dtype, g.dtype
+        if p.is_cpu:
+            function = _library(*kind, m.how.bits, m.how.code)
+            return None if function is None else functools.partial(_call, function)
+        known = (
+            p.is_cuda and m.how.code != "dynamic" and triton_kernel(*kind, m.how, m.draws is not None, p.get_device())
+        )
+        return functools.partial(_launch, self.fused, kind[1]) if known else None
+
+
+Columns = Sequence[Sequence[Any]]
 
 
 def _call(
     function: Any,
-    columns: Sequence[Sequence[Any]],
+    columns: Columns,
     named: Sequence[Sequence[int]],
     given: Sequence[float],
     of_params: tuple[int, int],
@@ -157,17 +173,15 @@ def _call(
     decoupled: bool,
     norms: bool,
 ) -> Sequence[float]:
-    """Call the C function; the sums of squares of the gradients if `norms`."""
+    """Call the C function; the norms of the gradients if `norms`."""
     params, grads, exp_avgs, exp_avg_sqs = columns
     count, moments = len(params), (exp_avgs, exp_avg_sqs)
     lists = params, grads, *([x.codes for x in ms] for ms in moments), *([x.scales for x in ms] for ms in moments)
     pointers = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, xs)) for xs in lists]
     lengths = list(map(Tensor.numel, params))
     rows = [n // len(p) for n, p in zip(lengths, params, strict=True)]
-    draws = [[x.draws for x in ms] if random else [_NONE] * count for ms in moments]
-    keys, offsets = named
-    offsets = [x.offset for x in draws[0]] if random else offsets
-    words = keys, *([x.key for x in one] for one in draws), offsets, *([int(x.step) for x in one] for one in draws)
+    keys, offsets, draws = _drawn(moments, named, random)
+    words = *keys, offsets, *([int(x.step) for x in one] for one in draws)
     squares = (ctypes.c_double * count)() if norms else None
     job = _Job(
         count,
@@ -185,7 +199,14 @@ def _call(
     )
     if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
         raise MemoryError("no memory for the sums of squares of gradients")
-    return list(squares or ())
+    return [x**0.5 for x in squares or ()]
+
+
+def _drawn(moments: Columns, named: Sequence[Sequence[int]], random: bool) -> tuple[Columns, Sequence[int], Columns]:
+    """Keys of parameters and moments, places of first elements, and draws of moments: of random bits."""
+    draws = [[x.draws for x in ms] if random else [_NONE] * len(ms) for ms in moments]
+    keys, offsets = named
+    return [keys, *([x.key for x in one] for one in draws)], [x.offset for x in draws[0]] if random else offsets, draws
 
 
 _NONE = Draws(0, torch.tensor(0), 0)
@@ -203,39 +224,128 @@ def _library(fused: bool, random: bool, dtype: torch.dtype, grad: torch.dtype, b
         function = native.library(command, [*_FILES, *HEADERS], defines, _declared).zerofn_coded_adam
     except (OSError, AttributeError):
         return None
-    how, rounding = Codes(bits, 100, code), "stochastic" if random else "nearest"
-    columns = [[x.reshape(-1, 180).to(kind)] for (x,), kind in zip(native.sample(180 * 4), (dtype, grad), strict=False)]
-    moments = [torch.sin(torch.arange(720.0) * k).reshape(4, 180) for k in (1.0, 2.1)]
-    moments[1] = moments[1].square()
+    call, how = functools.partial(_call, function), Codes(bits, 100, code)
+    kind = fused, random, dtype, grad
     for at, beta1 in ((None, 0.9), (2**31, 0.9), (None, 0.4)):
-        draws = [None if at is None else Draws(1, torch.tensor(2), key, at) for key in (3, 4)]
-        coded = [how.encode(x, one) for x, one in zip(moments, draws, strict=True)]
-        numbers: Any = dict(step=3, lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1)
-        mine = columns[0][0].clone(), [Coded(how, *x, one).clone() for x, one in zip(coded, draws, strict=True)]
-        theirs = columns[0][0].clone(), [how.decode(*x, (4, 180)) for x in coded]
-        lists = [[mine[0]], columns[1], *([x] for x in mine[1])]
-        wide = [[theirs[0]], columns[1], *([x] for x in theirs[1])]
-        seeds = (1, 3)
-        if fused:
-            rate, spread = -0.01 / (1 - beta1**3), (1 - 0.999**3) ** 0.5
-            given = 0.999, 1 - beta1, 1 - 0.999, rate, 1e-8, 1 - 0.01 * 0.1, 0.1, spread
-            fused_update(*wide, decoupled=at is None, **numbers)
-        else:
-            given = (*scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), 1.0)
-            adam_(*wide, **numbers, rounding=rounding, seed=1, keys=[7], offsets=[at or 0], implementation="eager")
-        _call(
-            function, lists, [[7], [at or 0]], given, seeds, how.block, at is not None, not fused or at is None, False
-        )
-        again = [how.encode(x, one) for x, one in zip(theirs[1], draws, strict=True)]
-        same = [native.same_bits([[mine[0]]], [[theirs[0]]])]
-        same += [torch.equal(x.codes, codes) for x, (codes, _) in zip(mine[1], again, strict=True)]
-        same += [native.same_bits([[x.scales]], [[scales]]) for x, (_, scales) in zip(mine[1], again, strict=True)]
-        if not all(same):
+        if not _has_bits_of_torch(call, *kind, how, (4, 180), at, beta1):
             return None
     return function
+
+
+def _has_bits_of_torch(
+    call: Any,
+    fused: bool,
+    random: bool,
+    dtype: torch.dtype,
+    grad: torch.dtype,
+    how: Codes,
+    shape: tuple[int, int],
+    at: int | None,
+    beta1: float,
+    device: int = -1,
+) -> bool:
+    """Whether a kernel gives the bits of torch on a sample of this shape, whose elements are a multiple of 16.
+
+    Args:
+        at: the index in its leaf of the sample's first element; with `None` codes are rounded to nearest.
+        device: of the kernel: -1 is the CPU, on which torch computes in either case.
+    """
+    place, numel = torch.device("cuda", device) if device >= 0 else torch.device("cpu"), shape[0] * shape[1]
+    columns = [[x.reshape(shape).to(kind)] for (x,), kind in zip(native.sample(numel), (dtype, grad), strict=False)]
+    moments = [torch.sin(torch.arange(float(numel)) * k).reshape(shape) for k in (1.0, 2.1)]
+    moments[1] = moments[1].square()
+    draws = [None if at is None else Draws(1, torch.tensor(2), key, at) for key in (3, 4)]
+    coded = [how.encode(x, one) for x, one in zip(moments, draws, strict=True)]
+    theirs = columns[0][0].clone(), [how.decode(*x, shape) for x in coded]
+    wide = [[theirs[0]], columns[1], *([x] for x in theirs[1])]
+    numbers: Any = dict(step=3, lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1)
+    p, g = (column[0].to(place).clone() for column in columns)
+    mine = [Coded(how, *x, one).clone() for x, one in zip(coded, draws, strict=True)]
+    mine = [Coded(how, x.codes.to(place), x.scales.to(place), x.draws) for x in mine]
+    if fused:
+        rate, spread = -0.01 / (1 - beta1**3), (1 - 0.999**3) ** 0.5
+        given = 0.999, 1 - beta1, 1 - 0.999, rate, 1e-8, 1 - 0.01 * 0.1, 0.1, spread
+        fused_update(*wide, decoupled=at is None, **numbers)
+    else:
+        given = (*scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), 1.0)
+        rounding = "stochastic" if random else "nearest"
+        adam_(*wide, **numbers, rounding=rounding, seed=1, keys=[7], offsets=[at or 0], implementation="eager")
+    lists = [[p], [g], *([x] for x in mine)]
+    call(lists, [[7], [at or 0]], given, (1, 3), how.block, at is not None, not fused or at is None, False)
+    again = [how.encode(x, one) for x, one in zip(theirs[1], draws, strict=True)]
+    same = [native.same_bits([[p.cpu()]], [[theirs[0]]])]
+    same += [torch.equal(x.codes.cpu(), codes) for x, (codes, _) in zip(mine, again, strict=True)]
+    same += [native.same_bits([[x.scales.cpu()]], [[scales]]) for x, (_, scales) in zip(mine, again, strict=True)]
+    return all(same)
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     function = library.zerofn_coded_adam
     function.argtypes, function.restype = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_void_p], ctypes.c_int
     return library
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# On a GPU the same by a Triton kernel, in one launch for all leaves that are alike.
+
+
+def _launch(
+    fused: bool,
+    random_params: bool,
+    columns: Columns,
+    named: Sequence[Sequence[int]],
+    given: Sequence[float],
+    of_params: tuple[int, int],
+    block: int,
+    random: bool,
+    decoupled: bool,
+    norms: bool,
+) -> list[Tensor]:
+    """As `_call`; the norms are on the device."""
+    module = _triton()
+    keys, offsets, draws = _drawn(columns[2:], named, random)
+    steps = [[int(x.step) for x in one] for one in draws]
+    numbers = module.Numbers(of_params[1], of_params[0], draws[0][0].seed, stride_of(FORMAT), decoupled, given)
+    return module.run(*columns, keys, offsets, steps, numbers, fused, random_params, norms)
+
+
+@functools.cache
+def _triton() -> Any:
+    """`zerofn.kernels.triton_coded`, which needs triton; ``None`` if triton is not installed."""
+    if not has_triton():
+        return None
+    from . import triton_coded
+
+    return triton_coded
+
+
+@functools.cache
+def triton_kernel(
+    fused: bool,
+    random_params: bool,
+    dtype: torch.dtype,
+    grad: torch.dtype,
+    how: Codes,
+    random: bool,
+    device: int,
+) -> bool:
+    """Whether the Triton kernel runs on this device, and gives the bits of torch on the CPU; else a warning."""
+    if _triton() is None:
+        return False
+    call, kind = functools.partial(_launch, fused, random_params), (fused, random_params, dtype, grad)
+    at = 2**31 if random else None
+    # Whole blocks of a program and of one more, and blocks at the ends of rows.
+    shapes = (1, _triton().TILE * _triton().TILES + how.block // 16 * 16), (16, how.block + 6)
+    try:
+        same = all(_has_bits_of_torch(call, *kind, how, shape, at, 0.9, device) for shape in shapes)
+        why = "gives other bits on this device than torch on the CPU"
+    except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
+        same, why = False, f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})"
+    if not same:
+        warnings.warn(
+            f"zerofn: the Triton kernel of quantize {why}; so codes are decoded, updated and encoded by torch, in some "
+            "hundred launches. Triton needs a C compiler ($CC, gcc or clang) for its launcher.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return same

@@ -59,27 +59,27 @@ def _mix(x):
 
 
 @triton.jit
-def _hashed(lane, word):
-    return _mix(lane ^ word.to(tl.uint32)) + 0x9E3779B9
+def _hashed(word, other):
+    return _mix(word ^ other.to(tl.uint32)) + 0x9E3779B9
 
 
 @triton.jit
-def _lane(start: tl.constexpr, seed, step, key, block, stream: tl.constexpr):
+def lane(start: tl.constexpr, seed, step, key, block, stream: tl.constexpr):
     """One of the two words of `zerofn.kernels.rounding.stream_key`."""
     low = 0xFFFFFFFF
-    lane = (seed & 0).to(tl.uint32) + start
-    lane = _hashed(lane, seed & low)
-    lane = _hashed(lane, (seed >> 32) & low)
-    lane = _hashed(lane, step & low)
-    lane = _hashed(lane, (step >> 32) & low)
-    lane = _hashed(lane, key & low)
-    lane = _hashed(lane, (key >> 32) & low)
-    lane = _hashed(lane, block)
-    return _hashed(lane, (seed & 0) + stream)
+    word = (seed & 0).to(tl.uint32) + start
+    word = _hashed(word, seed & low)
+    word = _hashed(word, (seed >> 32) & low)
+    word = _hashed(word, step & low)
+    word = _hashed(word, (step >> 32) & low)
+    word = _hashed(word, key & low)
+    word = _hashed(word, (key >> 32) & low)
+    word = _hashed(word, block)
+    return _hashed(word, (seed & 0) + stream)
 
 
 @triton.jit
-def _draw(counter, k1):
+def draw(counter, k1):
     """`zerofn.kernels.rounding.draw`."""
     x = counter
     x ^= x >> 16
@@ -137,9 +137,9 @@ def _block(
     bits = counter
     other = counter
     if RANDOM_P or RANDOM_V:
-        bits = _draw(counter + p_k0, p_k1)
+        bits = draw(counter + p_k0, p_k1)
     if RANDOM_M:
-        other = _draw(counter + m_k0, m_k1)
+        other = draw(counter + m_k0, m_k1)
     m = (g - m) * one_minus_beta1 + m
     v = v * beta2 + (g * one_minus_beta2) * g
     step = tl.div_rn(m * rate, tl.sqrt_rn(v) + eps)
@@ -219,9 +219,9 @@ def adam_kernel(
     p_k0, p_k1 = stride, stride
     m_k0, m_k1 = stride, stride
     if RANDOM_P or RANDOM_V:
-        p_k0, p_k1 = _lane(0x243F6A88, seed, step, key, block, 0), _lane(0x85A308D3, seed, step, key, block, 0)
+        p_k0, p_k1 = lane(0x243F6A88, seed, step, key, block, 0), lane(0x85A308D3, seed, step, key, block, 0)
     if RANDOM_M:
-        m_k0, m_k1 = _lane(0x243F6A88, seed, step, key, block, 1), _lane(0x85A308D3, seed, step, key, block, 1)
+        m_k0, m_k1 = lane(0x243F6A88, seed, step, key, block, 1), lane(0x85A308D3, seed, step, key, block, 1)
     aligned = ((p | g | m | v | c) & 15) == 0
     p_at, g_at, m_at, v_at = pointer(p, P), pointer(g, G), pointer(m, M), pointer(v, V)
     c_at = pointer(c, P)
