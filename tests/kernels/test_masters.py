@@ -93,6 +93,20 @@ def test_an_update_is_that_of_fp32_masters_rounded_once():
             assert torch.equal(state.leaves[k], after.to(BF16)) or k == "w"
 
 
+def test_fp32_parameters_become_masters_on_request():
+    """As the formula rounds them; and a run goes on from there."""
+    wide, tx = zf.chain(zf.precision(store_dtype=F32), zf.adamw(0.1)), zf.chain(P(), zf.adamw(0.1))
+    params = {"w": torch.randn(5, 3)}
+    old, _ = zf.update(wide, {"w": torch.ones(5, 3)}, zf.init(wide, params))
+    new = zf.quantize_state(tx, old, like=zf.init(tx, params))
+    p, kept = split_master(old.leaves["w"])
+    assert torch.equal(new.leaves["w"], p) and torch.equal(new.transforms["adamw"]["master_residual"]["w"], kept)
+    assert kept.any() and torch.equal(new.transforms["adamw"]["exp_avg"]["w"], old.transforms["adamw"]["exp_avg"]["w"])
+    for state, of in ((old, wide), (new, tx)):
+        after, _ = zf.update(of, {"w": torch.ones_like(state.leaves["w"])}, state)
+        torch.testing.assert_close(after.leaves["w"].float(), old.leaves["w"] - 0.1, rtol=0.01, atol=0.01)
+
+
 def test_updates_that_bf16_loses_add_up():
     """100 steps of 2e-4 from 1: half the gap of bf16 is 20 times, and of masters a thirteenth of, a step."""
     ones, grads = {"w": torch.ones(8)}, {"w": torch.ones(8, dtype=BF16)}

@@ -48,7 +48,7 @@ TABLE = {
     "norms": [narrow(zf.lamb(LR))],
     "an average": [narrow(zf.schedule_free_adamw(LR), slots=["exp_avg_sq"])],
     "wrapped": [zf.lookahead(narrow(ADAM), 2)],
-    "masters": [MASTERS, zf.clip_by_global_norm(0.1), narrow(ADAM), zf.ema(0.9)],
+    "masters": [MASTERS, narrow(ADAM), zf.ema(0.9)],
     "masters, wide moments": [MASTERS, zf.offload(zf.lookahead(ADAM, 2))],
     "masters at owners": [MASTERS, zf.partition(GROUPS, by_kind)],
 }
@@ -175,7 +175,8 @@ def wide(t):
 
 # bf16 moments go on as codes of fp32 ones.
 FROM = {"bf16": [zf.precision(store_dtype=torch.bfloat16), zf.low_precision_adam(LR)]}
-CONVERTED = ("bf16", "4 bits", "sums", "partition", "wrapped")
+FROM["masters"] = [zf.precision(store_dtype=torch.float32), ADAM, zf.ema(0.9)]
+CONVERTED = ("masters", "bf16", "4 bits", "sums", "partition", "wrapped")
 
 
 def converted(name, stage):
