@@ -63,6 +63,12 @@ class LeafStep:
             return value
         return value.to(like.device, like.dtype) if isinstance(like, TensorList) else value.to(like)
 
+    def beside(self, like: Tensor) -> LeafStep:
+        """The same with rate, hyperparameters and derived numbers as `scalar` gives them."""
+        numbers, derived = ({k: self.scalar(x, like) for k, x in of.items()} for of in (self.numbers, self.derived))
+        rate = self.scalar(self.lr, like)
+        return LeafStep(self.count, rate, self.path, self.offset, numbers, self.shared, derived)
+
 
 @dataclass(frozen=True)
 class LeafList:
@@ -488,6 +494,39 @@ class UpdateOfCodes(partial):
         return made
 
 
+def wide_formula(formula: Any, slots: Slots, rounds_grads: bool, directs: bool = False) -> Any:
+    """A formula for tensors in their dtypes, from one for tensors in fp32 at least (`in_fp32` of `optimizer`).
+
+    Args:
+        formula: of one leaf; it may ask for norms.
+        slots: how its state starts. Slots that start `like` the parameter are given in its dtype, others as they are.
+        rounds_grads: whether gradients are rounded to the parameter's dtype first.
+        directs: whether its result is a direction, which stays in fp32.
+    """
+    alike = {name for name, start in slots.items() if start is like}
+
+    def wide(p: Tensor, g: Tensor, olds: dict[str, Tensor], at: LeafStep) -> Any:
+        dtype, given = torch.promote_types(p.dtype, torch.float32), (p, g, *olds.values())
+        x, seen = p.to(dtype), (g.to(p.dtype) if rounds_grads else g).to(dtype)
+
+        def stored(y: Tensor, dtype: torch.dtype) -> Tensor:
+            # What a formula leaves as it was is a tensor of the old state, and is copied.
+            return y.to(dtype, copy=any([y is old for old in given]))
+
+        def narrow(new: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            kept = {name: stored(y, p.dtype if name in alike else y.dtype) for name, y in own.items()}
+            return new if directs else stored(new, p.dtype), kept
+
+        old = {name: y.to(dtype) if name in alike else y for name, y in olds.items()}
+        made: tuple[Any, Any] = formula(x, seen, old, at.beside(x))
+        if not callable(made[1]):
+            return narrow(*made)
+        measured, then = made
+        return measured, lambda *norms: narrow(*then(*norms))
+
+    return wide
+
+
 def optimizer(
     name: str,
     lr: ScalarOrSchedule,
@@ -507,6 +546,8 @@ def optimizer(
     of_lists: bool = False,
     of_norms: bool = False,
     coded_kernel: CodedKernel | None = None,
+    in_fp32: bool = False,
+    rounds_grads: bool = False,
 ) -> Transform:
     """An optimizer from its formula on one leaf.
 
@@ -549,6 +590,10 @@ def optimizer(
             returns what a formula does. Ranks send two numbers for each leaf, and not the leaf.
         coded_kernel: for `zf.quantize`, a kernel on lists whose slots are `Coded`, with the bits of decoding, `kernel`
             and encoding; and what says for each leaf of a list whether it can be used.
+        in_fp32: whether the formula is given parameter, gradient and `like` slots in fp32 at least, and its numbers in
+            that dtype too. What it returns becomes the parameter's dtype again.
+        rounds_grads: with `in_fp32`, whether gradients are rounded to the parameter's dtype first, as torch's
+            kernels do.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -560,6 +605,8 @@ def optimizer(
         >>> state.params["w"]
         tensor([0.5000])
     """
+    if in_fp32:
+        formula = wide_formula(formula, slots, rounds_grads)
     kernel_of_graph = graph_kernel or kernel
     in_graph = None if operator is None or kernel_of_graph is None else (operator, kernel_of_graph)
     update = _OptimizerUpdate(
@@ -884,6 +931,8 @@ def direction(
     derived: Derived | None = None,
     of_lists: bool = False,
     of_norms: bool = False,
+    in_fp32: bool = False,
+    rounds_grads: bool = False,
 ) -> Transform:
     """A transform from a gradient to the direction of a step, from its formula on one leaf.
 
@@ -898,6 +947,7 @@ def direction(
         derived: as of `optimizer`; the rate is `None`.
         of_lists: as of `optimizer`.
         of_norms: as of `optimizer`.
+        in_fp32, rounds_grads: as of `optimizer`. The direction stays in that dtype.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -909,6 +959,9 @@ def direction(
         >>> state.params["w"]
         tensor([0.5000])
     """
+
+    if in_fp32:
+        formula = wide_formula(formula, slots, rounds_grads, directs=True)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"count": counters(leaves)}

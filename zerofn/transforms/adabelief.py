@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..extend import (
@@ -54,18 +53,17 @@ def adabelief(
     """
     check_adam("adabelief", lr, betas, eps, weight_decay)
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, m, s = (t.to(dtype) for t in (p, g, slots["exp_avg"], slots["exp_avg_var"]))
-        beta1, beta2, small, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
-        size, spread = (at.scalar(number, x) for number in at.derived.values())
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2, small, decay, rate = *at.numbers.values(), at.lr
+        size, spread = at.derived.values()
+        m, s = slots["exp_avg"], slots["exp_avg_var"]
         m = plus(m, 1 - beta1, g - m)
         s = plus_product(s * beta2, 1 - beta2, g - m, g - m) + small
         x = plus_quotient(x * (1 - rate * decay), -rate * size, m, moment_root(s) / spread + small)
-        return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_var": s.to(p.dtype)}
+        return x, {"exp_avg": m, "exp_avg_var": s}
 
     slots = {"exp_avg": like, "exp_avg_var": like}
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
-    more: Any = dict(settable=settable, derived=unbiased, of_lists=True)
+    more: Any = dict(settable=settable, derived=unbiased, of_lists=True, in_fp32=True)
     return with_moment_check(optimizer("adabelief", lr, slots, formula, numbers=numbers, **more))

@@ -76,12 +76,11 @@ def adafactor(
         rho = where(rate < most, lambda: rate + 0 * most, lambda: most + 0 * rate)
         return {"share": count ** numbers["beta2_decay"], "rho": rho}
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, new = p.to(dtype), g.to(dtype), dict(slots)
-        share, rho = (at.scalar(number, x) for number in at.derived.values())
-        decay, most, rate = (at.scalar(number, x) for number in (at.numbers["weight_decay"], at.numbers["d"], at.lr))
-        least = torch.finfo(dtype).eps if eps[0] is None else eps[0]
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        share, rho = at.derived.values()
+        decay, most, rate = at.numbers["weight_decay"], at.numbers["d"], at.lr
+        new = dict(slots)
+        least = torch.finfo(x.dtype).eps if eps[0] is None else eps[0]
         size = rho * (length(x) / max(x.numel(), 1) ** 0.5).clamp(min=eps[1])
         squares = g * g
         if g.ndim > 1:
@@ -92,11 +91,11 @@ def adafactor(
             new["variance"] = v = plus(slots["variance"], share, squares - slots["variance"])
         u = g * v.clamp(min=least * least).rsqrt()
         clipped = (length(u) / max(u.numel(), 1) ** 0.5 / most).clamp(min=1.0)
-        return (x * (1 - rate * decay) - size / clipped * u).to(p.dtype), new
+        return x * (1 - rate * decay) - size / clipped * u, new
 
     slots = {"row_var": _of_rows, "col_var": _of_columns, "variance": _of_elements}
     numbers = {"beta2_decay": beta2_decay, "d": d, "weight_decay": weight_decay}
-    more: Any = dict(numbers=numbers, settable={"weight_decay": weight_decay}, derived=sizes)
+    more: Any = dict(numbers=numbers, settable={"weight_decay": weight_decay}, derived=sizes, in_fp32=True)
     return replace(optimizer("adafactor", lr, slots, formula, **more), needs="leaf")
 
 

@@ -246,19 +246,18 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
     check_adam(name, lr, betas, eps, weight_decay)
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, m, v = (t.to(dtype) for t in (p, g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
-        beta1, beta2, _, decay = (at.scalar(number, x) for number in at.numbers.values())
-        down, small = (at.scalar(number, x) for number in at.derived.values())
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2, _, decay = at.numbers.values()
+        down, small = at.derived.values()
+        m, v = slots["exp_avg"], slots["exp_avg_sq"]
         if decoupled:
-            x = x * (1 - at.scalar(at.lr, x) * decay)
+            x = x * (1 - at.lr * decay)
         elif given(decay):
             g = plus(g, decay, x)
         m = plus(m, 1 - beta1, g - m)
         v = plus_product(v * beta2, 1 - beta2, g, g)
         x = plus_quotient(x, down, m, moment_root(v) + small)
-        return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
+        return x, {"exp_avg": m, "exp_avg_sq": v}
 
     def pulled(dp: Tensor, dslots: dict[str, Tensor], p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
         beta1, beta2, _, decay = at.numbers.values()
@@ -278,6 +277,7 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
     like_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
     more: Any = dict(settable=settable, derived=_corrections, pulled=pulled, counterpart=like_torch)
+    more |= {"in_fp32": True, "rounds_grads": True}
     more["operator"] = lambda group: many_for_fused(group.params, group.grads)
     kernel, more["graph_kernel"] = partial(_kernel, decoupled), partial(_graph_kernel, decoupled)
     more["device_kernel"] = partial(_device_kernel, decoupled)

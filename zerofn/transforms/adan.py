@@ -70,11 +70,10 @@ def adan(
             "spread": (1 - beta3**count) ** 0.5,
         }
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, m, w, n, before = (t.to(dtype) for t in (p, g, *slots.values()))
-        beta1, beta2, beta3, small, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
-        of_moment, of_change, spread = (at.scalar(number, x) for number in at.derived.values())
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2, beta3, small, decay, rate = *at.numbers.values(), at.lr
+        of_moment, of_change, spread = at.derived.values()
+        m, w, n, before = slots.values()
         d = where(at.count == 1, lambda: torch.zeros_like(g), lambda: g - before)
         m = plus(m, 1 - beta1, g - m)
         w = plus(w, 1 - beta2, d - w)
@@ -82,9 +81,9 @@ def adan(
         n = plus_product(n * beta3, 1 - beta3, seen, seen)
         u = (of_moment * m + of_change * w) / (moment_root(n) / spread + small)
         x = (x - rate * u) / (1 + rate * decay)
-        return x.to(p.dtype), {name: t.to(p.dtype, copy=t is g) for name, t in zip(slots, (m, w, n, g), strict=True)}
+        return x, dict(zip(slots, (m, w, n, g), strict=True))
 
     slots: Any = dict.fromkeys(("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad"), like)
     numbers = {**{f"beta{i}": beta for i, beta in enumerate(betas, 1)}, "eps": eps, "weight_decay": weight_decay}
-    more: Any = dict(settable={"betas": tuple(betas), "weight_decay": weight_decay}, derived=corrections)
+    more: Any = dict(settable={"betas": tuple(betas), "weight_decay": weight_decay}, derived=corrections, in_fp32=True)
     return with_moment_check(optimizer("adan", lr, slots, formula, numbers=numbers, **more))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..extend import (
@@ -62,10 +61,9 @@ def adopt(
     check_adam("adopt", lr, betas, eps, weight_decay)
     check_flag("adopt", "use_clipping", use_clipping)
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, m, v = (t.to(dtype) for t in (p, g, slots["exp_avg"], slots["exp_avg_sq"]))
-        beta1, beta2, small, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2, small, decay, rate = *at.numbers.values(), at.lr
+        m, v = slots["exp_avg"], slots["exp_avg_sq"]
         first, most = at.count == 1, at.scalar((at.count - 1) ** 0.25, x)
 
         def later() -> tuple[Tensor, Tensor]:
@@ -76,11 +74,9 @@ def adopt(
 
         new, moment = (where(first, old, lambda i=i: later()[i]) for i, old in enumerate((x, m)))
         v = where(first, lambda: g * g, lambda: plus_product(v * beta2, 1 - beta2, g, g))
-        made = {"exp_avg": moment, "exp_avg_sq": v}
-        # What the first update leaves as it was is a tensor of the old state, and is copied.
-        return new.to(p.dtype, copy=new is p), {k: t.to(p.dtype, copy=t is slots[k]) for k, t in made.items()}
+        return new, {"exp_avg": moment, "exp_avg_sq": v}
 
     slots = {"exp_avg": like, "exp_avg_sq": like}
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     settable: Any = {"betas": tuple(betas), "weight_decay": weight_decay}
-    return with_moment_check(optimizer("adopt", lr, slots, formula, numbers=numbers, settable=settable))
+    return with_moment_check(optimizer("adopt", lr, slots, formula, numbers=numbers, settable=settable, in_fp32=True))

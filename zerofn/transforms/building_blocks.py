@@ -57,17 +57,17 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
     """
     check_adam("scale_by_adam", 0.0, betas, eps, 0.0)
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        g, m, v = (t.to(dtype) for t in (g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
-        beta1, beta2, small = (at.scalar(number, g) for number in at.numbers.values())
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2, small = at.numbers.values()
+        size, spread = at.derived.values()
+        m, v = slots["exp_avg"], slots["exp_avg_sq"]
         m = plus(m, 1 - beta1, g - m)
         v = plus_product(v * beta2, 1 - beta2, g, g)
-        size, spread = (at.scalar(number, g) for number in at.derived.values())
-        return size * m / (moment_root(v) / spread + small), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
+        return size * m / (moment_root(v) / spread + small), {"exp_avg": m, "exp_avg_sq": v}
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
-    built = direction("scale_by_adam", {"exp_avg": like, "exp_avg_sq": like}, formula, numbers, unbiased, of_lists=True)
+    slots, how = {"exp_avg": like, "exp_avg_sq": like}, {"of_lists": True, "in_fp32": True, "rounds_grads": True}
+    built = direction("scale_by_adam", slots, formula, numbers, unbiased, **how)
     return with_moment_check(built)
 
 

@@ -59,25 +59,23 @@ def lamb(
     """
     check_adam("lamb", lr, betas, eps, weight_decay)
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, m, v = (t.to(dtype) for t in (p, g, slots["exp_avg"], slots["exp_avg_sq"]))
-        beta1, beta2, small, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
-        size, spread = (at.scalar(number, x) for number in at.derived.values())
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
+        beta1, beta2, small, decay, rate = *at.numbers.values(), at.lr
+        size, spread = at.derived.values()
+        m, v = slots["exp_avg"], slots["exp_avg_sq"]
         m = plus(m, 1 - beta1, g - m)
         v = plus_product(v * beta2, 1 - beta2, g, g)
         u = plus(size * m / (moment_root(v) / spread + small), decay, x)
 
         def step(length: Tensor, of_update: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            new = x - rate * trust_ratio(length, of_update) * u
-            return new.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
+            return x - rate * trust_ratio(length, of_update) * u, {"exp_avg": m, "exp_avg_sq": v}
 
         return (x, u), step
 
     slots = {"exp_avg": like, "exp_avg_sq": like}
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
-    more: Any = dict(settable=settable, derived=unbiased, of_norms=True)
+    more: Any = dict(settable=settable, derived=unbiased, of_norms=True, in_fp32=True)
     return with_moment_check(optimizer("lamb", lr, slots, formula, numbers=numbers, **more))
 
 

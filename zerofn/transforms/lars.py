@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..extend import (
@@ -64,18 +63,19 @@ def lars(
     check_number("lars", "trust_coefficient", trust_coefficient)
     check_flag("lars", "nesterov", nesterov)
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, m = p.to(dtype), g.to(dtype), slots["momentum"].to(dtype)
-        beta, decay, trust, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
+        beta, decay, trust, rate = *at.numbers.values(), at.lr
+        m = slots["momentum"]
 
         def step(length: Tensor, of_grad: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             u = rate * trust_ratio(trust * length, of_grad + decay * length) * plus(g, decay, x)
             new = beta * m + u
-            return (x - (u + beta * new if nesterov else new)).to(p.dtype), {"momentum": new.to(p.dtype)}
+            return x - (u + beta * new if nesterov else new), {"momentum": new}
 
         return (x, g), step
 
     numbers = {"momentum": momentum, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
     settable: Any = {"momentum": momentum, "weight_decay": weight_decay}
-    return optimizer("lars", lr, {"momentum": like}, formula, numbers=numbers, settable=settable, of_norms=True)
+    return optimizer(
+        "lars", lr, {"momentum": like}, formula, numbers=numbers, settable=settable, of_norms=True, in_fp32=True
+    )

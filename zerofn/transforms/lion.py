@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..extend import (
@@ -44,13 +43,14 @@ def lion(lr: ScalarOrSchedule = 1e-4, betas: tuple[float, float] = (0.9, 0.99), 
     check_betas("lion", betas)
     check_number("lion", "weight_decay", weight_decay)
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, m = p.to(dtype), g.to(dtype), slots["momentum"].to(dtype)
-        beta1, beta2, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2, decay, rate = *at.numbers.values(), at.lr
+        m = slots["momentum"]
         x = x * (1 - rate * decay) - rate * (beta1 * m + (1 - beta1) * g).sign()
-        return x.to(p.dtype), {"momentum": (beta2 * m + (1 - beta2) * g).to(p.dtype)}
+        return x, {"momentum": beta2 * m + (1 - beta2) * g}
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
-    return optimizer("lion", lr, {"momentum": like}, formula, numbers=numbers, settable=settable, of_lists=True)
+    return optimizer(
+        "lion", lr, {"momentum": like}, formula, numbers=numbers, settable=settable, of_lists=True, in_fp32=True
+    )

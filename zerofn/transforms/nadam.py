@@ -69,11 +69,10 @@ def nadam(
         now, then = (numbers["beta1"] * (1 - 0.5 * 0.96 ** (t * numbers["momentum_decay"])) for t in (count, count + 1))
         return {"now": now, "then": then, "spread": unbiased(count, rate, numbers)["spread"]}
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, m, v = (t.to(dtype) for t in (p, g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
-        beta1, beta2, small, decay, _, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
-        now, then, spread = (at.scalar(number, x) for number in at.derived.values())
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2, small, decay, _, rate = *at.numbers.values(), at.lr
+        now, then, spread = at.derived.values()
+        m, v = slots["exp_avg"], slots["exp_avg_sq"]
         if decoupled_weight_decay:
             x = x * (1 - rate * decay)
         elif given(decay):
@@ -83,11 +82,12 @@ def nadam(
         product = slots["mu_product"] * at.scalar(at.derived["now"], slots["mu_product"])
         of_grad, of_moment = (at.scalar(n, x) for n in ((1 - now) / (1 - product), then / (1 - product * then)))
         x = x - rate * (of_grad * g + of_moment * m) / (moment_root(v) / spread + small)
-        return x.to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype), "mu_product": product}
+        return x, {"exp_avg": m, "exp_avg_sq": v, "mu_product": product}
 
     # Numbers are kept where counters are, on the CPU.
     slots = {"exp_avg": like, "exp_avg_sq": like, "mu_product": lambda x: torch.ones((), dtype=torch.float32)}
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
     more: Any = dict(numbers={**numbers, "momentum_decay": momentum_decay}, settable=settable, derived=momenta)
+    more |= {"in_fp32": True, "rounds_grads": True}
     return with_moment_check(optimizer("nadam", lr, slots, formula, **more))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..extend import (
@@ -75,11 +74,10 @@ def radam(
 
         return {"length": length, "size": made["size"], "factor": where(length > 5, factor, 0.0)}
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, m, v = (t.to(dtype) for t in (p, g.to(p.dtype), slots["exp_avg"], slots["exp_avg_sq"]))
-        beta1, beta2, small, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
-        size, factor = (at.scalar(at.derived[name], x) for name in ("size", "factor"))
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2, small, decay, rate = *at.numbers.values(), at.lr
+        size, factor = at.derived["size"], at.derived["factor"]
+        m, v = slots["exp_avg"], slots["exp_avg_sq"]
         if decoupled_weight_decay:
             x = x * (1 - rate * decay)
         elif given(decay):
@@ -87,9 +85,10 @@ def radam(
         m = plus(m, 1 - beta1, g - m)
         v = plus_product(v * beta2, 1 - beta2, g, g)
         u = where(at.derived["length"] > 5, lambda: m * factor / (moment_root(v) + small), lambda: m)
-        return (x - rate * size * u).to(p.dtype), {"exp_avg": m.to(p.dtype), "exp_avg_sq": v.to(p.dtype)}
+        return x - rate * size * u, {"exp_avg": m, "exp_avg_sq": v}
 
     slots = {"exp_avg": like, "exp_avg_sq": like}
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     more: Any = dict(settable={"betas": tuple(betas), "weight_decay": weight_decay}, derived=rectified)
+    more |= {"in_fp32": True, "rounds_grads": True}
     return with_moment_check(optimizer("radam", lr, slots, formula, numbers=numbers, **more))

@@ -76,10 +76,9 @@ def shampoo(
     check_count("shampoo", "update_freq", update_freq, "updates")
     check_count("shampoo", "max_precond_dim", max_precond_dim, "numbers")
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, new = p.to(dtype), g.to(dtype), dict(slots)
-        beta, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta, decay, rate = *at.numbers.values(), at.lr
+        new = dict(slots)
         if given(decay):
             g = plus(g, decay, x)
         u, sides = as_matrix(g), sides_of(g, max_precond_dim)
@@ -95,10 +94,8 @@ def shampoo(
             u = g / moment_root(new["squares"])
         u = u.reshape(g.shape)
         if given(momentum):
-            new["momentum"] = u = beta * slots["momentum"].to(dtype) + u
-        # What stays is a tensor of the old state, and is copied.
-        kept = {k: y.to(slots[k].dtype, copy=y is slots[k]) for k, y in new.items()}
-        return (x - rate * u).to(p.dtype), kept
+            new["momentum"] = u = beta * slots["momentum"] + u
+        return x - rate * u, new
 
     slots: dict[str, Any] = {"momentum": like if given(momentum) else without_elements}
     for side in SIDES:
@@ -107,7 +104,7 @@ def shampoo(
     slots["squares"] = lambda x: without_elements(x) if sides_of(x, max_precond_dim) else torch.full_like(wide(x), eps)
     numbers = {"momentum": momentum, "weight_decay": weight_decay}
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
-    built = optimizer("shampoo", lr, slots, formula, numbers=numbers, settable=settable)
+    built = optimizer("shampoo", lr, slots, formula, numbers=numbers, settable=settable, in_fp32=True)
     # Eigenvectors are computed with the host.
     return replace(built, needs="leaf", facts=replace(built.facts, capturable=False))
 

@@ -81,11 +81,10 @@ def soap(
         # One less, since the first update moves nothing; there any number does.
         return unbiased(where(count > 1, lambda: count - 1, lambda: count), rate, numbers)
 
-    def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, torch.float32)
-        x, g, new = p.to(dtype), g.to(dtype), dict(slots)
-        beta1, beta2, small, decay, rate = (at.scalar(number, x) for number in (*at.numbers.values(), at.lr))
-        size, spread = (at.scalar(number, x) for number in at.derived.values())
+    def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
+        beta1, beta2, small, decay, rate = *at.numbers.values(), at.lr
+        size, spread = at.derived.values()
+        new = dict(slots)
         sides, first = sides_of(x, max_precond_dim), at.count == 1
         due = (at.count - 1) % precondition_frequency == 0
         refuse_derivative("soap", sides, x, g, *slots.values(), at.lr, *at.numbers.values())
@@ -105,15 +104,14 @@ def soap(
             new[side] = total = plus(slots[side], 1 - beta2, gram(as_matrix(g), side) - slots[side])
             turn = partial(where, due, partial(_iterated, total, bases[side]), bases[side])
             new[f"{side}_basis"] = where(first, partial(_eigenvectors, total, at.path), turn)
-        # What stays is a tensor of the old state, and is copied.
-        return moved.to(p.dtype, copy=moved is p), {k: y.to(y.dtype, copy=y is slots[k]) for k, y in new.items()}
+        return moved, new
 
     slots: dict[str, Any] = {"exp_avg": wide, "exp_avg_sq": wide}
     for side in SIDES:
         slots[side] = square(side, max_precond_dim, 0.0)
         slots[f"{side}_basis"] = square(side, max_precond_dim, 1.0)
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
-    more: Any = dict(settable={"betas": tuple(betas), "weight_decay": weight_decay}, derived=corrections)
+    more: Any = dict(settable={"betas": tuple(betas), "weight_decay": weight_decay}, derived=corrections, in_fp32=True)
     built = optimizer("soap", lr, slots, formula, numbers=numbers, **more)
     # Eigenvectors are computed with the host.
     return replace(built, needs="leaf", facts=replace(built.facts, capturable=False))
