@@ -519,7 +519,7 @@ def wide_formula(formula: Any, slots: Slots, rounds_grads: bool, directs: bool =
 
         old = {name: y.to(dtype) if name in alike else y for name, y in olds.items()}
         made: tuple[Any, Any] = formula(x, seen, old, at.beside(x))
-        if not callable(made[1]):
+        if isinstance(made[1], dict):
             return narrow(*made)
         measured, then = made
         return measured, lambda *norms: narrow(*then(*norms))

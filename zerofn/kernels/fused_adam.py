@@ -321,10 +321,10 @@ def fused_update(
     if taken:
         found = run(lists, step, lr, **numbers, decoupled=decoupled, norms=asked)
         lists = ends(lists)
+        lists = lists[0], typed(lists[0], lists[1], of_one_dtype=True), *lists[2:]
         if norms is not None:
             norms += found
     if lists[0]:
-        lists = lists[0], typed(lists[0], lists[1], of_one_dtype=True), *lists[2:]
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)
     increment_version([*params, *exp_avgs, *exp_avg_sqs])
