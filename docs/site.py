@@ -109,11 +109,11 @@ def errors() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shown(wrong: str, why: str, right: str) -> Iterator[str]:
+def _shown(*message: str) -> Iterator[str]:
+    from zerofn._errors import explain
+
     yield "```{ .text .message }"
-    yield wrong
-    yield f"  why:   {why}"
-    yield f"  write: {right}"
+    yield explain(*message)
     yield "```"
     yield ""
 
@@ -156,6 +156,9 @@ def _assigned(scope: ast.AST, name: str) -> list[tuple[int, Any]]:
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                     pairs = list(zip(target.elts, node.value.elts, strict=False))
                 found += [(node.lineno, v) for t, v in pairs if isinstance(t, ast.Name) and t.id == name]
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
+            before = ast.Name(name, ast.Load())
+            found.append((node.lineno, ast.copy_location(ast.BinOp(before, node.op, node.value), node)))
     return sorted(found, key=lambda pair: pair[0])
 
 

@@ -86,6 +86,8 @@ def test_the_page_of_errors_has_what_is_raised(site):
         zf.clip_by_global_norm(1.0, over=3)
     (why,) = re.findall(r"why: +(.*)", str(error.value))
     assert why in page
+    # A text that is put together by +=.
+    assert "for attention, in loss_fn: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH)" in page
 
 
 def test_pages_that_the_package_names_exist():
