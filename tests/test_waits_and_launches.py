@@ -160,6 +160,27 @@ def test_a_skipped_step_is_answered_on_the_device(device, pipeline, route):
     assert wrong == [] and waits <= READ_BEHIND.get(pipeline, (0, ""))[0]
 
 
+# Transforms that no table above has, and rates of the user's.
+WITH_A_RATE = [
+    *("sgd", "adam", "adamw", "lion", "rmsprop", "nadam", "radam", "adabelief", "adan", "adopt", "adafactor", "lamb"),
+    *("lars", "schedule_free_adamw", "momentum", "low precision", "muon", "soap", "shampoo", "building blocks"),
+    *("cautious", "lookahead", "mars, adaptive clip", "every, centralize"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "of_host"),
+    [
+        pytest.param(name, of_host, marks=pytest.mark.slow if i % 3 != 1 or "low" in name else ())
+        for i, (name, of_host) in enumerate((name, of_host) for name in WITH_A_RATE for of_host in (True, False))
+    ],
+)
+def test_a_rate_in_a_tensor_of_the_host_is_not_waited_for(device, name, of_host):
+    waits, wrong = ask(device, "with_a_rate", name, of_host)
+    # Torch asks whether its solver of eigenvectors has failed.
+    assert all("eigh" in where and name == "shampoo" for where in waits) and wrong == []
+
+
 @pytest.mark.parametrize("pipeline", ["adamw", "low precision, stochastic"])
 def test_a_step_within_backward_makes_the_host_wait_for_nothing(device, pipeline):
     assert ask(device, "counts", "attached", pipeline, in_backward=True)["waits"] == {}
@@ -240,6 +261,7 @@ def test_without_triton_torchs_operations_on_lists_are_launched(device, pipeline
 def test_every_transform_is_in_the_table(device):
     assert set(ask(device, "names")) == set(LAUNCHES)
     assert ask(device, "names_of_skipping") == BEHIND_A_VERDICT
+    assert ask(device, "names_of_optimizers") == WITH_A_RATE
 
 
 # Kernels that Triton interprets take seconds: these stand for all. Those of formulas have the bits of torch, whatever
@@ -329,6 +351,11 @@ def test_leaves_on_two_devices_are_refused(device):
 
 def test_an_offloaded_state_is_written_in_its_own_memory(device):
     assert ask(device, "written_states") == [True] * 6
+
+
+def test_a_rate_in_a_tensor_of_the_host_is_not_captured(device):
+    told = ask(device, "captured_with_a_rate_of_the_host")
+    assert "adamw: its rate is a tensor of the host" in told
 
 
 def test_a_step_of_leaves_on_two_devices_is_not_captured(device):

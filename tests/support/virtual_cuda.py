@@ -81,7 +81,7 @@ class Row(NamedTuple):
 # Operators that return something to the host, or whose result has a shape that only the device knows.
 WAITS = {
     *("_local_scalar_dense", "equal", "nonzero", "_unique2", "masked_select", "unique_dim", "unique_consecutive"),
-    *("is_nonzero", "repeat_interleave", "item"),
+    *("is_nonzero", "repeat_interleave", "item", "_linalg_eigh"),
 }
 # Operators that launch nothing: metadata, and memory.
 FREE = {

@@ -329,6 +329,65 @@ def without_triton(pipeline: str) -> tuple[int, list[str]]:
         formulas.triton_for = known
 
 
+# Optimizers that no pipeline above has; each is given a rate.
+OPTIMIZERS: dict[str, Callable[[Any], zf.Transform]] = {
+    name: getattr(zf, name)
+    for name in (
+        *("sgd", "adam", "adamw", "lion", "rmsprop", "nadam", "radam", "adabelief", "adan", "adopt", "adafactor"),
+        *("lamb", "lars", "schedule_free_adamw"),
+    )
+}
+OPTIMIZERS |= {
+    "momentum": lambda rate: zf.sgd(rate, momentum=0.9, weight_decay=0.1),
+    "low precision": lambda rate: low(zf.low_precision_adam(rate)),
+    "muon": lambda rate: zf.partition({"muon": zf.muon(rate), "rest": zf.sgd(rate)}, lambda p: _kind(p, "muon")),
+    "soap": lambda rate: zf.partition({"soap": zf.soap(rate), "rest": zf.sgd(rate)}, lambda p: _kind(p, "soap")),
+    "shampoo": lambda rate: zf.partition({"s": zf.shampoo(rate), "rest": zf.sgd(rate)}, lambda p: _kind(p, "s")),
+    "building blocks": lambda rate: zf.chain(zf.scale_by_adam(), zf.scale_by_lr(rate)),
+    "cautious": lambda rate: zf.cautious(zf.adamw(rate)),
+    "lookahead": lambda rate: zf.lookahead(zf.adamw(rate), 2),
+    "mars, adaptive clip": lambda rate: zf.chain(zf.adaptive_clip(0.1), zf.mars(), zf.adamw(rate)),
+    "every, centralize": lambda rate: zf.chain(zf.centralize(), zf.sgd(rate), zf.every(2, zf.sgd(0.7))),
+}
+
+
+def _kind(path: str, matrices: str) -> str:
+    return matrices if int(path[1:]) % 12 in (0, 2, 4, 6) else "rest"
+
+
+def with_a_rate(name: str, of_host: bool) -> tuple[dict[str, int], list[str]]:
+    """Waits of a third step whose rate is a number, or a tensor of the host; and what differs from the CPU."""
+    found: list[dict[str, Tensor]] = []
+    waits: dict[str, int] = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = Many(7).to(device)
+        opt = zf.attach(model, OPTIMIZERS[name](torch.tensor(1e-2) if of_host else 1e-2))
+        for x in torch.randn(3):
+            given = x.to(device).to(model.p000.dtype)
+            with formulas_by_torch(), LOG() as rows:
+                model(given).float().backward()
+                opt.step()
+                opt.zero_grad()
+            waits = virtual_cuda.places(_own(rows), "wait")
+        found.append({p: x.detach().cpu() for p, x in opt.state.params.items()})
+    here, there = found
+    return waits, [p for p in here if not torch.allclose(here[p].float(), there[p].float(), rtol=1e-2, atol=1e-5)]
+
+
+def captured_with_a_rate_of_the_host() -> str:
+    """What `capturable=True` says to a rate in a tensor of the host."""
+    try:
+        zf.attach(Many(3).cuda(), zf.adamw(torch.tensor(1e-3)), capturable=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def names_of_optimizers() -> list[str]:
+    return list(OPTIMIZERS)
+
+
 def captured(route: str) -> str:
     """What an update says while a CUDA graph is captured."""
     model = Many(3).cuda()

@@ -28,14 +28,21 @@ def check_capturable(pipe: Pipeline, call: str) -> None:
         ValueError: every transform that reads a number, or that needs the host otherwise, is named.
     """
     bad = [(_shown(part), _why(part)) for part in pipe.updates if not part.facts.capturable]
-    bad += [(name, reason) for part in pipe.parts for name, rate in _rates(part) if (reason := _asks(rate))]
+    on_host = all([leaf.device == "cpu" for leaf in pipe.layout.leaves])
+    for part in pipe.parts:
+        for name, rate in _rates(part):
+            if callable(rate) and (reason := _asks(rate)):
+                bad.append((name, reason))
+            elif isinstance(rate, Tensor) and rate.is_cpu and not on_host:
+                bad.append((name, "its rate is a tensor of the host, and every replay would have the number of now"))
     if any(group.size > 1 for group in pipe.step_groups):
         sharing = next((view.name for view in pipe.stages if view.wire is not None), "ranks")
         bad.append((sharing, "ranks exchange messages of the host in every step, which a replay does not"))
     if not bad:
         return
     right = f"{call}(...) without capturable=True: capture forward and backward, and step after graph.replay();\n"
-    right += "a rate that is a number or a 0-d tensor, a schedule of zf.schedules, or torch's functions of its step;\n"
+    right += "a rate that is a number or a 0-d tensor of the device, a schedule of zf.schedules,\n"
+    right += "or torch's functions of its step;\n"
     right += "Facts(capturable=True) of a transform of your own that reads no number and writes by its context"
     raise ValueError(bad_leaves(f"{call}(capturable=True): these need the host in every step", bad, right))
 
@@ -53,8 +60,8 @@ def _shown(part: Transform) -> str:
 
 
 def _rates(t: Transform) -> Iterator[tuple[str, Any]]:
-    """The schedules in a transform, with the names of their optimizers."""
-    if callable(t.facts.rate) and not t.parts:
+    """The rates in a transform, with the names of their optimizers."""
+    if not t.parts:
         yield t.name, t.facts.rate
     for part in t.parts:
         yield from _rates(part)

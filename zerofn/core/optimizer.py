@@ -17,9 +17,9 @@ from torch.autograd import Function
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach, foreach_add, viewed
 from .._errors import explain
-from ..kernels.formulas import NotOnLists, TensorList, batches, computed, on_lists, once
+from ..kernels.formulas import NotOnLists, batches, computed, on_lists, once
 from ..kernels.norms import squared_norm
-from ..kernels.recording import concrete, number, only_compiled, root
+from ..kernels.recording import concrete, number, only_compiled, recorded, root
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .facts import Facts, Scope
@@ -58,10 +58,15 @@ class LeafStep:
     derived: Numbers = field(default_factory=dict)
 
     def scalar(self, value: Any, like: Tensor) -> Any:
-        """A number to compute with beside `like`: a tensor in its dtype and on its device, anything else as it is."""
+        """A number to compute with beside `like`: a tensor in its dtype and on its device, anything else as it is.
+
+        A 0-d tensor of the host may stay there: a GPU's operations read it as a number, and a copy would be waited for.
+        """
         if not isinstance(value, Tensor):
             return value
-        return value.to(like.device, like.dtype) if isinstance(like, TensorList) else value.to(like)
+        if value.is_cpu and not value.ndim and like.device.type == "cuda" and not recorded((value,)):
+            return value.to(like.dtype)
+        return value.to(like.device, like.dtype)
 
     def beside(self, like: Tensor) -> LeafStep:
         """The same with rate, hyperparameters and derived numbers as `scalar` gives them."""
