@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 
-def open_groups(library: Any) -> list[Any]:
-    """All process groups of this process, whoever made them. `library` is `torch.distributed.distributed_c10d`."""
-    return list(library._world.pg_map)
+def begun(library: Any, but: Collection[Any]) -> int:
+    """How many collectives this rank has begun on all process groups of this process, whoever made them.
 
+    A group may have a backend for each of its devices. Where one does not count them, a number that differs from all
+    before: there may have been one.
 
-def begun_on(groups: Sequence[Any]) -> int:
-    """How many collectives this rank has begun on process groups, which may have a backend for each of their devices.
-
-    Where a backend does not count them, a number that differs from all before: there may have been one.
+    Args:
+        library: `torch.distributed.distributed_c10d`.
+        but: groups that do not count.
     """
     found = 0
     try:
-        for pg in groups:
-            for device in pg._device_types:
+        for pg in list(library._world.pg_map):
+            for device in () if pg in but else pg._device_types:
                 found += pg._get_backend(device)._get_sequence_number_for_group()
         return found
     except RuntimeError:

@@ -515,7 +515,8 @@ class Attachment:
             raise ValueError(explain(wrong, why, CLOSURE))
         rates, numbers = self.groups.given()
         told = as_text(rates, numbers, self.watch.frozen) if rates or numbers or self.watch.frozen else ""
-        grads = home.gradients.grads() if home.alone else home.gradients.collect(self.window.forced, told)
+        with interrupts_held():
+            grads = home.gradients.grads() if home.alone else home.gradients.collect(self.window.forced, told)
         if home.reduces:
             home.gradients.used()
         loss, state = self.loss, home.current.state

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.functorch import beneath_functorch, makes_proxies
-from .._compat.process_groups import begun_on, make_by_members, open_groups
+from .._compat.process_groups import begun, make_by_members
 from .._errors import explain
 from .._profiler_ranges import WAIT, ranged
 from .group import Group
@@ -249,7 +249,7 @@ def available() -> list[str]:
 
 def collectives_begun(*but: Any) -> int:
     """How many collectives this rank has begun on all process groups, whoever made them, but on those given."""
-    return begun_on([pg for pg in open_groups(dist.distributed_c10d) if pg not in but])
+    return begun(dist.distributed_c10d, but)
 
 
 def barrier(group: Group) -> None:

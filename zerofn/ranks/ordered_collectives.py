@@ -359,9 +359,10 @@ class Rounds:
         """Exchange the ranks' requests, with digests of what each expects next, and numbers at a rest."""
         if self.cut:
             raise cut_short()
-        promises = self.habits.promises()
+        promises = next_ones, rest = self.habits.promises()
         # Hashes of numbers are the same in every process.
-        mine = [kind, unit, *[hash(one) if one else NOTHING for one in promises], *numbers]
+        digests = hash(next_ones) if next_ones else NOTHING, hash(rest) if rest else NOTHING
+        mine = [kind, unit, *digests, *numbers]
         sent = torch.tensor(mine + [NOTHING] * (WIDTH - len(mine)), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(WIDTH * self.control.size)
         try:
@@ -372,7 +373,7 @@ class Rounds:
         rows = as_rows(every.reshape(-1, WIDTH), sent)
         _, _, *expected = rows[0][:4]
         # Whether all ask for the same, and of each digest whether all ranks have this one.
-        together, alike = True, [digest != NOTHING for digest in expected]
+        together, alike = True, [expected[0] != NOTHING, expected[1] != NOTHING]
         asked: set[Asked] = set()
         resting: dict[int, list[int]] = {}
         meeting: dict[int, int] = {}

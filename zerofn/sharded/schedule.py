@@ -467,7 +467,10 @@ class Schedule:
         self.unfinished.clear()
         if self.flying or self.late:
             self.land()
-        rows = self.rest(STEP, told)
+        # `opt.step()` holds Ctrl-C already.
+        with self.lock:
+            self.current = -1
+            rows = self.protocol.rest(STEP, told)
         self.forward_writes.sums.clear()
         return rows
 
