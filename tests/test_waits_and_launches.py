@@ -62,6 +62,8 @@ LAUNCHES: dict[str, int | tuple[int, int]] = {
     "quantize, low precision": 7,
     # Torch's operations, on all moments whose rows are of one length: three here.
     "quantize, dynamic": (371, 40),
+    # Twelve that put masters together, nine for each part of them, and copies that lay leaves out.
+    "masters": 55,
     "offload": 10,
     "offload, low precision": 6,
     "offload, chain": 13,

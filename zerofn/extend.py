@@ -110,7 +110,15 @@ from zerofn.kernels.fused_adam import (
     plain,
     typed,
 )
-from zerofn.kernels.masters import Room, bf16_of_master, master_of, residual_of_master
+from zerofn.kernels.masters import (
+    Room,
+    bf16_of_master,
+    laid_out,
+    master_of,
+    residual_of_master,
+    taken_apart,
+    together,
+)
 from zerofn.kernels.norms import length, not_finite, not_finite_each, squared_norm
 from zerofn.kernels.recording import (
     certain,
@@ -310,6 +318,7 @@ __all__ = [
     "kind_of",
     "known_formats",
     "labels_by_path",
+    "laid_out",
     "leaf_key",
     "length",
     "like",
@@ -353,8 +362,10 @@ __all__ = [
     "stochastic_round",
     "straight_through",
     "sums_over_leaves",
+    "taken_apart",
     "texts_of_labels",
     "times",
+    "together",
     "towards",
     "transform",
     "tree_map",

@@ -58,6 +58,7 @@ PIPELINES = {
     "scaled": lambda: zf.chain(zf.precision(param_dtype=BF16), zf.scale_loss(growth_interval=1), zf.adam(0.1)),
     "stochastic": lambda: zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(0.1)),
     "kahan": lambda: zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(0.1, rounding="kahan")),
+    "masters": lambda: zf.chain(zf.precision(store_dtype="bf16+8"), zf.lion(0.1)),
     "offload": lambda: zf.offload(zf.adamw(0.1)),
     "codes": lambda: zf.quantize(zf.lion(0.1)),
     "groups": lambda: zf.partition({"x": zf.muon(0.1), "y": zf.sgd(0.1)}, lambda path: "x" if path == "w" else "y"),

@@ -135,6 +135,7 @@ PIPELINES: dict[str, Callable[[], zf.Transform]] = {
     "quantize": lambda: zf.quantize(zf.adamw(1e-3)),
     "quantize, low precision": lambda: low(zf.quantize(zf.low_precision_adam(1e-3, state_dtype=torch.float32), bits=4)),
     "quantize, dynamic": lambda: zf.quantize(zf.adamw(1e-3), code="dynamic"),
+    "masters": lambda: zf.chain(zf.precision(store_dtype="bf16+8"), zf.adamw(1e-3)),
     "offload": lambda: zf.offload(zf.adamw(1e-3)),
     "offload, low precision": lambda: low(zf.offload(zf.low_precision_adam(1e-3))),
     "offload, chain": lambda: zf.chain(

@@ -145,6 +145,7 @@ CASES = {
     "scale_loss static": zf.scale_loss(64.0),
     "precision": zf.precision(param_dtype=BF16),
     "precision stored bf16": zf.precision(param_dtype=F32, store_dtype=BF16, grad_dtype=F32),
+    "precision stored bf16+8": zf.precision(store_dtype="bf16+8"),
     "precision stored fp16": zf.precision(store_dtype=F16),
     "ema": zf.ema(0.9),
     "masked": zf.masked(zf.clip_by_value(0.1), not_bias),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zerofn._compat.functorch import functorch_active, is_wrapped
-from zerofn._compat.tensors import fused_adam_, fused_adamw_
+from zerofn._compat.tensors import foreach, fused_adam_, fused_adamw_
 from zerofn._errors import explain, kind_of
 from zerofn.kernels import native
 from zerofn.kernels.native import same_bits, sample
@@ -116,10 +116,15 @@ def typed(params: list[Tensor], grads: list[Tensor], of_one_dtype: bool = False)
         rows = all(map(Tensor.is_contiguous, params)) and all(map(Tensor.is_contiguous, grads))
         if rows or list(map(_STRIDE, params)) == list(map(_STRIDE, grads)):
             return grads
-    return [
-        g if g.dtype == p.dtype and g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-        for p, g in zip(params, grads, strict=True)
+    found = list(grads)
+    others = [
+        i for i, (p, g) in enumerate(zip(params, grads, strict=True)) if g.dtype != p.dtype or g.stride() != p.stride()
     ]
+    copies = [torch.empty_like(params[i]) for i in others]
+    foreach("copy_", copies, [grads[i] for i in others])
+    for i, x in zip(others, copies, strict=True):
+        found[i] = x
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

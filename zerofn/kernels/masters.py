@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ def bf16_of_master(p: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor
         [1.0, 1.0, 1.0078125, inf]
     """
     if kernel := _kernel(x, p):
-        new = torch.empty_like(p) if out is None else out
+        new = torch.empty_like(x, dtype=torch.bfloat16) if out is None else out
         kernel(1, x, new, None)
         return new
     top = (_first_bits(x) + 0x80) >> 8
@@ -85,12 +86,45 @@ def residual_of_master(residual: Tensor, x: Tensor, *, out: Tensor | None = None
         [0, 1, -64, 0]
     """
     if kernel := _kernel(x, residual):
-        new = torch.empty_like(residual) if out is None else out
+        new = torch.empty_like(x, dtype=torch.int8) if out is None else out
         kernel(2, x, None, new)
         return new
     first = _first_bits(x)
     new = (first - (((first + 0x80) >> 8) << 8)).to(torch.int8)
     return new if out is None else out.copy_(new)
+
+
+def together(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Paths whose tensors are handled by one call of each operation, laid one behind the other.
+
+    On a GPU a launch, and on a CPU a call, takes longer than many small leaves. Large ones on a CPU are one call each,
+    of C. So are those that are not contiguous: an optimizer's state has their strides.
+    """
+    found: dict[Any, list[str]] = {}
+    for path, x in tensors.items():
+        alone = not x.is_contiguous() or (x.is_cpu and x.numel() >= LARGE)
+        found.setdefault(path if alone else x.device, []).append(path)
+    return list(found.values())
+
+
+def laid_out(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors one behind the other, flat.
+
+    Examples:
+        >>> laid_out([torch.zeros(2), torch.ones(1, 2)])
+        tensor([0., 0., 1., 1.])
+    """
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def taken_apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor in the shapes of those that it was laid out of.
+
+    Examples:
+        >>> taken_apart(torch.arange(4), [torch.zeros(2), torch.ones(1, 2)])
+        [tensor([0, 1]), tensor([[2, 3]])]
+    """
+    return [x.view(y.shape) for x, y in zip(flat.split([y.numel() for y in like]), like, strict=True)]
 
 
 class Room:

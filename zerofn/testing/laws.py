@@ -268,13 +268,17 @@ def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_
         step_options: of the context.
     """
     layout, tensors = make_layout(params)
-    says = {s.transform: s.gives for s in pipeline(tx, layout, "check_transform").stations}
+    first = pipeline(tx, layout, "check_transform")
+    says = {s.transform: s.gives for s in first.stations}
+    # Their optimizer gives masters, and what stands around it parameters.
+    split = {leaf.path for leaf in layout.leaves if first.dtypes.of(leaf).residual}
     wrong: dict[str, dict[str, str]] = {}
 
     def recording(part: Transform) -> Transform:
         def update(grads: Leaves, state: Any, leaves: Leaves, carry: Any, ctx: Any):
             out, new = part.update_fn(grads, state, leaves, carry, ctx)
-            wrong.setdefault(part.name, {}).update(_wrong_dtypes(says[part.name], {} if out is None else out))
+            given = {p: x for p, x in (out or {}).items() if not (part.facts.optimizes and p in split)}
+            wrong.setdefault(part.name, {}).update(_wrong_dtypes(says[part.name], given))
             return out, new
 
         return part if part.idle else replace(part, update_fn=update)

@@ -31,9 +31,12 @@ from ..extend import (
     bf16_of_master,
     check_dtype,
     labels_by_path,
+    laid_out,
     master_of,
     rebuild,
     residual_of_master,
+    taken_apart,
+    together,
     transform,
 )
 
@@ -72,8 +75,14 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
         return inner
 
     def masters(state: TransformState, params: Leaves, room: Room | None = None) -> Leaves:
-        kept = state[RESIDUAL]
-        return {path: master_of(x, kept[path], room) if path in kept else x for path, x in params.items()}
+        kept, found = state[RESIDUAL], dict(params)
+        for paths in together({path: x for path, x in params.items() if path in kept}):
+            if len(paths) == 1:
+                found[paths[0]] = master_of(params[paths[0]], kept[paths[0]], room)
+            else:
+                own, rest = [params[path] for path in paths], [kept[path] for path in paths]
+                found.update(zip(paths, taken_apart(master_of(laid_out(own), laid_out(rest)), own), strict=True))
+        return found
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         wide = {path: x.to(torch.float32) if path in split else x for path, x in leaves.items()}
@@ -94,9 +103,20 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
         wide = masters(state, params, room.emptied(sum(map(Tensor.numel, params.values()))))
         out, new = inner.update_fn(grads, state, wide, own, ctx)
         kept = state[RESIDUAL]
-        stored = {path: ctx.put(bf16_of_master, params[path], x) if path in kept else x for path, x in out.items()}
-        rest = {path: ctx.put(residual_of_master, kept[path], x) for path, x in out.items() if path in kept}
-        return stored, {**new, RESIDUAL: rest}
+        stored, rest = dict(out), {}
+        for paths in together({path: x for path, x in out.items() if path in kept}):
+            olds, olds_kept = ({path: old[path] for path in paths} for old in (params, kept))
+            if len(paths) == 1:
+                (path,) = paths
+                stored[path] = ctx.put(bf16_of_master, olds[path], out[path])
+                rest[path] = ctx.put(residual_of_master, olds_kept[path], out[path])
+                continue
+            own = [out[path] for path in paths]
+            flat = laid_out(own)
+            now, left = bf16_of_master(flat, flat), residual_of_master(flat, flat)
+            stored |= ctx.into_each(olds, dict(zip(paths, taken_apart(now, own), strict=True)))
+            rest |= ctx.into_each(olds_kept, dict(zip(paths, taken_apart(left, own), strict=True)))
+        return stored, {**new, RESIDUAL: {path: rest[path] for path in out if path in rest}}
 
     # One bucket at a time has masters in full.
     plain = replace(inner.facts, counterpart=None, torch_names=(), copies=True)
