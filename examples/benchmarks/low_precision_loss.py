@@ -5,6 +5,9 @@ compared in pairs. Two things that are not the states' doing are told apart from
 the loss by itself, so bf16 states are also trained with fp32 compute, and compared with fp32 masters that
 compute in bf16. And training is chaotic: fp32 runs that only start from other last bits end apart; what
 they differ by, printed as configurations of their own, is what so many seeds can resolve at best.
+
+One configuration is of another library: torchao's AdamW with 8-bit moments, by the dynamic map, to nearest, in blocks
+of 256. It runs if `--only` names it, and needs `pip install torchao`.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
 FIRST, LAST = 100, 50  # steps told apart at the beginning and averaged at the end
 BASELINE, MASTERS = "fp32 AdamW (torch.optim)", "fp32 masters, bf16 compute"
+TORCHAO = "torchao AdamW8bit"
 NUDGED, ROUNDED = "the same, weights off by 1e-6", "the same, from weights rounded to bf16"
 TARGET = 0.002  # of stochastic rounding and Kahan, in final and mean loss
 
@@ -67,7 +71,9 @@ def low_states(dtype: torch.dtype, rounding: str, compute: Any = None) -> Callab
     return pipeline
 
 
-def coded_moments(bits: int, dtype: torch.dtype, rounding: str = "stochastic") -> Callable[..., zf.Transform]:
+def coded_moments(
+    bits: int, dtype: torch.dtype, rounding: str = "stochastic", code: str = "companded"
+) -> Callable[..., zf.Transform]:
     """Moments as codes of 8 or 4 bits; parameters in `dtype`, rounded stochastically if that is bf16; fp32 compute."""
 
     def pipeline(o: Namespace, seed: int) -> zf.Transform:
@@ -78,7 +84,7 @@ def coded_moments(bits: int, dtype: torch.dtype, rounding: str = "stochastic") -
             else zf.low_precision_adam(*given, weight_decay=WEIGHT_DECAY, state_dtype=torch.float32, seed=seed)
         )
         dtypes = zf.precision(store_dtype=dtype, param_dtype=torch.float32)
-        coded = zf.quantize(adam, bits, rounding=rounding, seed=seed + 1)
+        coded = zf.quantize(adam, bits, code=code, rounding=rounding, seed=seed + 1)
         return zf.chain(dtypes, zf.clip_by_global_norm(MAX_NORM), coded)
 
     return pipeline
@@ -105,6 +111,8 @@ PIPELINES: dict[str, Callable[[Namespace, int], zf.Transform]] = {
     "fp32 parameters, bf16 moments": low_states(torch.float32, "stochastic"),
     "fp32 parameters, 8-bit moments": coded_moments(8, torch.float32),
     "fp32 parameters, 8-bit moments to nearest": coded_moments(8, torch.float32, "nearest"),
+    "fp32 parameters, 8-bit moments, dynamic": coded_moments(8, torch.float32, code="dynamic"),
+    "fp32 parameters, 8-bit moments, dynamic to nearest": coded_moments(8, torch.float32, "nearest", "dynamic"),
     "fp32 parameters, 4-bit moments": coded_moments(4, torch.float32),
     "bf16 parameters, 8-bit moments, fp32 compute": coded_moments(8, torch.bfloat16),
     "bf16+8 parameters, fp32 compute": masters_of_24_bits(None),
@@ -112,6 +120,8 @@ PIPELINES: dict[str, Callable[[Namespace, int], zf.Transform]] = {
     "fp16 states, dynamic scale": low_states(torch.float16, "stochastic"),
 }
 CONFIGURATIONS = [BASELINE, *PIPELINES, NUDGED, ROUNDED]
+# If it is installed, and asked for.
+OF_OTHERS = [TORCHAO]
 
 
 def plain_step(model: GPT, o: Namespace) -> Step:
@@ -127,6 +137,28 @@ def plain_step(model: GPT, o: Namespace) -> Step:
         opt.step()
         opt.zero_grad()
         rates.step()
+        return float(loss.detach())
+
+    return step
+
+
+def torchao_step(model: GPT, o: Namespace) -> Step:
+    """AdamW as torchao has it."""
+    from torchao.optim import AdamW8bit  # type: ignore[import-not-found]
+
+    opt = AdamW8bit(model.parameters(), lr=o.lr, betas=betas(o), weight_decay=WEIGHT_DECAY)
+    at, steps = schedule(o), 0
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        nonlocal steps
+        # A rate is a tensor there, and a scheduler of torch's would put a number in its place.
+        opt.param_groups[0]["lr"].fill_(at(steps))
+        steps += 1
+        loss = next_byte_loss(model(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        opt.step()
+        opt.zero_grad()
         return float(loss.detach())
 
     return step
@@ -157,7 +189,7 @@ def train(name: str, seed: int, text: Text, o: Namespace) -> dict[str, Any]:
         opt = zf.attach(model, PIPELINES[name](o, seed))
         step = attached_step(model, opt)
     else:
-        opt, step = None, plain_step(model, o)
+        opt, step = None, (torchao_step if name == TORCHAO else plain_step)(model, o)
     losses, seconds = [], []
     for i in range(o.steps):
         x, y = (part.to(o.device) for part in text.batch(seed, i, o.batch, o.seq))
@@ -296,7 +328,9 @@ def arguments(p: ArgumentParser) -> None:
     p.add_argument("--beta2", type=float, default=0.999, help="decay of the second moment (0.999; train_lm has 0.99)")
     p.add_argument("--threads", type=int, default=1, help="of torch (1)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=CONFIGURATIONS, metavar="CONFIGURATION")
+    p.add_argument(
+        "--only", nargs="+", choices=[*CONFIGURATIONS, *OF_OTHERS], default=CONFIGURATIONS, metavar="CONFIGURATION"
+    )
     p.add_argument("--out", type=Path, default=Path("runs/low_precision"), help="folder of loss.json and loss.png")
 
 
@@ -326,6 +360,6 @@ def main(o: Namespace) -> None:
             write_atomically(file, lambda f: f.write(json.dumps(record).encode()))
             took = time.perf_counter() - begin
             print(f"seed {seed}, {name}: final {windows(result['loss'])['final']:.4f}, {took:.0f} s", flush=True)
-    ordered = {name: runs[name] for name in CONFIGURATIONS if name in runs}
+    ordered = {name: runs[name] for name in [*CONFIGURATIONS, *OF_OTHERS] if name in runs}
     print("\n" + table(ordered) + "\n\n" + machine())
     draw(o.out / "loss.png", ordered)
