@@ -74,6 +74,14 @@ def test_any_pattern_is_rounded_as_the_formula_in_float64(patterns):
     assert bool((apart <= (x.to(BF16).double() - expected).abs())[usual].all())
 
 
+def test_ties():
+    """Of the last 8 bits to even; of the residual away from zero, which leaves it the range from -128 to 127."""
+    patterns = torch.tensor([0x3F800080, 0x3F800180, 0x3F808000, 0x3F807F80, 0x3F807F7F], dtype=torch.int32)
+    p, kept = split_master(patterns.view(F32))
+    assert [hex(x) for x in bits(p)] == ["0x3f80", "0x3f80", "0x3f81", "0x3f81", "0x3f80"]
+    assert kept.tolist() == [0, 2, -128, -128, 127]
+
+
 def test_an_update_is_that_of_fp32_masters_rounded_once():
     """Against float64, step by step from the same masters: each stored number is within 2**-16 of the formula's."""
     torch.manual_seed(0)
