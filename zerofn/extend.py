@@ -144,6 +144,7 @@ if _TYPE_CHECKING:
     from zerofn.core.state_entries import entries as entries
     from zerofn.core.state_entries import rebuild as rebuild
     from zerofn.core.wires import Averaging as Averaging
+    from zerofn.core.wires import CodedSharding as CodedSharding
     from zerofn.core.wires import Sharding as Sharding
     from zerofn.kernels.adam import adam_ as adam_
     from zerofn.kernels.adam import adam_on_device as adam_on_device
@@ -180,6 +181,7 @@ _LATER = {
     "entries": "zerofn.core.state_entries",
     "rebuild": "zerofn.core.state_entries",
     "Averaging": "zerofn.core.wires",
+    "CodedSharding": "zerofn.core.wires",
     "Sharding": "zerofn.core.wires",
     "adam_": "zerofn.kernels.adam",
     "adam_on_device": "zerofn.kernels.adam",
@@ -237,6 +239,7 @@ __all__ = [
     "BlockDraws",
     "Coded",
     "CodedAdam",
+    "CodedSharding",
     "Codes",
     "Context",
     "Conveyor",

@@ -30,11 +30,13 @@ def shown():
         for x, whole in ((p, q), (p.data, q), (p.detach(), q), (p.grad, q.grad), (model.state_dict()[name], q)):
             assert isinstance(x, DTensor) and x.shape == q.shape and x.stride() == q.stride(), name
             assert x.device_mesh.mesh.tolist() == mesh.mesh.tolist()
-            assert torch.equal(x.full_tensor(), whole), name
+            # Three thirds of a gradient are not always the gradient.
+            near = dict(rtol=4e-16 if x is p.grad and size == 3 else 0, atol=0)
+            torch.testing.assert_close(x.full_tensor(), whole, **near)
             if q.dim():
                 assert x.placements == (Shard(0),) and x.to_local().shape == mine.shape, name
                 other = x.redistribute(placements=[Replicate()])
-                assert torch.equal(other.to_local(), whole), name
+                torch.testing.assert_close(other.to_local(), whole, **near)
         assert isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad and p.grad.requires_grad is False
         if q.dim():
             # The rows by themselves have a gradient, as in torch, on the same memory.

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import zerofn as zf
-from zerofn.extend import Group, Leaf, Sharding, codes_of_wire
+from zerofn.extend import CodedSharding, Group, Leaf, codes_of_wire
 
 BLOCK = 128
 INT8 = codes_of_wire("reduce_scatter", "int8")
@@ -41,7 +41,7 @@ def bound(grads, low, high):
 
 def reduced(grads, leaves, size):
     """Of each rank and leaf what the wire leaves there; `grads` by rank and leaf, or `None`. All ranks are played."""
-    wires = [Sharding(Group(rank, size), torch.float32, INT8) for rank in range(size)]
+    wires = [CodedSharding(Group(rank, size)) for rank in range(size)]
     numels = [x.numel for x in leaves]
     sent = [w.pack(gs, leaves, numels, torch.float32, torch.device("cpu")) for w, gs in zip(wires, grads, strict=True)]
     return [
@@ -87,7 +87,7 @@ def test_codes_are_right_on_average():
     torch.manual_seed(0)
     x, draws, one = torch.randn(2048) * torch.rand(2048) ** 4, 3000, leaf("w", (4, 512))
     # Each rank rounds by random bits of its own.
-    found = sum(Sharding(Group(rank, 2), torch.float32, INT8).rounded(x, one).double() for rank in range(draws))
+    found = sum(CodedSharding(Group(rank, 2)).rounded(x, one).double() for rank in range(draws))
     # Hoeffding: of numbers within a step the mean of n is off by t steps with a probability below 2 exp(-2 n t^2).
     t = math.sqrt(math.log(2 * x.numel() / 1e-9) / 2 / draws)
     assert t < 0.07 and ((found / draws - x.double()).abs() <= t * bound([x], 0, x.numel())).all()

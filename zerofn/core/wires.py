@@ -25,11 +25,12 @@ from ..ranks.collectives import all_gather_into, all_reduce_, all_to_all_into, r
 from ..ranks.differentiable import check_batch
 from ..ranks.group import Group
 from .layout import Leaf, span, width
-from .narrow import AnyCodes, coded_rows, decoded_rows, gather_codes, summed_rows
+from .narrow import INT8, AnyCodes, coded_rows, decoded_rows, gather_codes, summed_rows
 from .view import same_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Sharding` all-gathers and reduce-scatters flat shards; `Averaging` all-reduces full leaves.
+# `Sharding` all-gathers and reduce-scatters flat shards, `CodedSharding` with gradients in 8 bits; `Averaging`
+# all-reduces full leaves.
 #
 # Each leaf is sharded by itself, by rows of its first dimension; the last ranks' shards may be shorter or empty. So a
 # shard depends only on the leaf and the number of ranks. No padding is stored: norms, checkpoints and rounding see
@@ -72,18 +73,16 @@ class Sharding:
     Attributes:
         group: the ranks that share a leaf.
         reduce_dtype: dtype in which gradients are summed; by default their own.
-        codes: how gradients are coded on the way; they are summed in fp32 then. By default they are sent as numbers.
         gathered: how shards are coded on the way, rounded to nearest. Every rank decodes the same codes, its own too.
     """
 
     group: Group
     reduce_dtype: torch.dtype | None = None
-    codes: Codes | None = None
     gathered: AnyCodes | None = None
     cuts: ClassVar[bool] = True
 
     def on(self, group: Group, reduce_dtype: torch.dtype | None) -> Sharding:
-        return replace(self, group=group, reduce_dtype=reduce_dtype if self.codes is None else torch.float32)
+        return replace(self, group=group, reduce_dtype=reduce_dtype)
 
     def span(self, leaf: Leaf) -> tuple[int, int]:
         return _cuts((leaf,), self.group.rank, self.group.size).spans[0]
@@ -96,30 +95,21 @@ class Sharding:
         batch = x.shape[:-1]
         if batch:
             check_batch(batch, leaf.path, self.group, x.reshape(batch.numel(), x.shape[-1]))
-        rows = x.movedim(-1, 0).reshape(x.shape[-1], batch.numel())
-        if self.gathered is not None:
-            # As in `pull`.
-            leaves = [leaf] * batch.numel()
-            fulls = self.join_parts(self.send_parts(list(rows.unbind(1)), leaves)[1], leaves)
-            return torch.stack(fulls).reshape(*batch, *leaf.shape)
-        (full,) = self.join_parts(self.send_parts([rows], [leaf])[1], [leaf])
-        return full.reshape(leaf.numel, *batch).movedim(0, -1).reshape((*batch, *leaf.shape))
+        # A batch travels as so many leaves, each with codes of its own.
+        leaves = [leaf] * batch.numel()
+        fulls = self.join_parts(self.send_parts(list(x.reshape(len(leaves), x.shape[-1])), leaves)[1], leaves)
+        return torch.stack(fulls).reshape(*batch, *leaf.shape) if batch else fulls[0].reshape(leaf.shape)
 
     def pull(self, g: Tensor, leaf: Leaf) -> Tensor:
         batch = g.shape[: g.ndim - len(leaf.shape)]
         if batch:
             check_batch(batch, leaf.path, self.group)
-        rows = g.reshape(*batch, leaf.numel).movedim(-1, 0).reshape(leaf.numel, batch.numel())
-        if self.codes is not None:
-            # Codes are of one gradient: those of a batch travel as so many leaves.
-            count, device = batch.numel(), g.device
-            buffer = self.pack(list(rows.unbind(1)), [leaf] * count, [leaf.numel] * count, torch.float32, device)
-            found = self.unpack(self.send(buffer)[1], [leaf] * count, [leaf.numel] * count, [True] * count)
-            return torch.stack([x for x in found if x is not None]).reshape(*batch, -1)
-        buffer = self.pack([rows], [leaf], [leaf.numel], self.reduce_dtype or g.dtype, g.device)
-        (mine,) = self.unpack(self.send(buffer)[1], [leaf], [leaf.numel], [True])
-        assert mine is not None
-        return mine.reshape(mine.shape[0], *batch).movedim(0, -1)
+        leaves, numels = [leaf] * batch.numel(), [leaf.numel] * batch.numel()
+        dtype = self.reduce_dtype or g.dtype
+        buffer = self.pack(list(g.reshape(len(leaves), leaf.numel)), leaves, numels, dtype, g.device)
+        found = self.unpack(self.send(buffer)[1], leaves, numels, [True] * len(leaves))
+        mine = [x for x in found if x is not None]
+        return torch.stack(mine).reshape(*batch, len(mine[0])) if batch else mine[0]
 
     def send_parts(self, parts: Sequence[Tensor], leaves: Sequence[Leaf], async_op: bool = False) -> tuple[Any, Tensor]:
         """All-gather this rank's shards, all of one dtype: (work handle, rows of all ranks).
@@ -130,17 +120,18 @@ class Sharding:
             async_op: whether to return before the rows of other ranks have arrived.
         """
         # Each rank's row has its range of every leaf, so a leaf is a block of columns over all rows.
-        tail, widths = parts[0].shape[1:], _cuts(leaves, self.group.rank, self.group.size).widths
-        rank, size, each = self.group.rank, self.group.size, sum(widths)
+        rank, size = self.group.rank, self.group.size
+        widths = _cuts(leaves, rank, size).widths
+        each = sum(widths)
         if self.gathered is not None:
             work, rows = gather_codes(parts, widths, self.gathered, self.group)
             return work if async_op else work.wait() and None, rows
-        every = parts[0].new_empty((size * each, *tail))
+        every = parts[0].new_empty(size * each)
         mine = row_of(parts, widths, every[rank * each : (rank + 1) * each])
-        return all_gather_into(every, mine, self.group, async_op), every.reshape(size, each, *tail)
+        return all_gather_into(every, mine, self.group, async_op), every.view(size, each)
 
     def join_parts(self, rows: Tensor, leaves: Sequence[Leaf], into: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Full flat leaves (numel, ...) from the rows of all ranks.
+        """Full flat leaves (numel,) from the rows of all ranks.
 
         Args:
             rows: from `send_parts`, whose work handle has been waited for.
@@ -158,48 +149,86 @@ class Sharding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Full flat gradients, divided by the number of ranks, as rows (ranks, widths + flags, ...) to be summed.
+        """Full flat gradients, divided by the number of ranks, as rows (ranks, widths + flags) to be summed.
 
         A leaf without a gradient is sent as zeros. One flag per leaf tells whether any rank has a gradient.
         """
         cuts = _cuts(leaves, self.group.rank, self.group.size)
-        summed = dtype if self.codes is None else torch.float32
-        rows = rows_to_sum(grads, cuts.widths, cuts.numels, self.group.size, summed, device, cuts.few)
-        # By their ranks, equal gradients are rounded by other random bits.
-        return rows if self.codes is None else coded_rows(rows, cuts.widths, self.codes, BlockDraws(self.group.rank))
-
-    def rounded(self, g: Tensor, leaf: Leaf) -> Tensor:
-        """What the ranks decode, all together, of a flat gradient that this rank sends as codes; fp32."""
-        assert self.codes is not None
-        widths = _cuts([leaf], self.group.rank, self.group.size).widths
-        message = self.pack([g], [leaf], [leaf.numel], torch.float32, g.device)
-        (full,) = wholes_of(decoded_rows(message, widths, self.codes)[0][:, : widths[0]], widths, [leaf.numel])
-        return full * self.group.size
+        return rows_to_sum(grads, cuts.widths, cuts.numels, self.group.size, dtype, device, cuts.few)
 
     def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
-        """Reduce-scatter the rows: (work handle, this rank's row of the sum; of codes the rows to be summed)."""
-        if self.codes is not None:
-            received = torch.empty_like(buffer)
-            return all_to_all_into(received, buffer, self.group, async_op, "reduce_scatter"), received
+        """Reduce-scatter the rows: (work handle, this rank's row of the sum)."""
         mine = buffer.new_empty(buffer.shape[1:])
-        return reduce_scatter_into(mine, buffer.reshape(-1, *buffer.shape[2:]), self.group, async_op), mine
+        return reduce_scatter_into(mine, buffer.reshape(-1), self.group, async_op), mine
 
     def unpack(
         self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int], given: Sequence[bool] = ()
     ) -> list[Tensor | None]:
         """This rank's shard of every gradient; `None` if no rank had one."""
-        widths, _, _, sizes, _ = _cuts(leaves, self.group.rank, self.group.size)
-        if self.codes is None:
-            *blocks, flags = mine.split_with_sizes([*widths, len(leaves)], dim=0)
-        else:
-            blocks, flags = summed_rows(mine, widths, self.codes)
-        used = flagged(flags, given)
-        if sizes == widths and all(used):
-            return [*blocks]
-        return [
-            None if not u else b if n == each else b[:n]
-            for b, n, each, u in zip(blocks, sizes, widths, used, strict=True)
-        ]
+        cuts = _cuts(leaves, self.group.rank, self.group.size)
+        *blocks, flags = mine.split_with_sizes([*cuts.widths, len(leaves)], dim=0)
+        return _shards(blocks, flags, given, cuts)
+
+
+def _shards(blocks: list[Tensor], flags: Tensor, given: Sequence[bool], cuts: Cuts) -> list[Tensor | None]:
+    """This rank's shard of every gradient, from blocks that may be padded; `None` if no rank had one."""
+    used = flagged(flags, given)
+    if cuts.sizes == cuts.widths and all(used):
+        return [*blocks]
+    return [
+        None if not u else b if n == each else b[:n]
+        for b, n, each, u in zip(blocks, cuts.sizes, cuts.widths, used, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class CodedSharding(Sharding):
+    """`Sharding` whose gradients travel as codes, in one hop, and are summed in fp32.
+
+    Attributes:
+        codes: of gradients on the way.
+    """
+
+    reduce_dtype: torch.dtype | None = torch.float32
+    codes: Codes = INT8
+
+    def on(self, group: Group, reduce_dtype: torch.dtype | None) -> CodedSharding:
+        return replace(self, group=group)
+
+    def pack(
+        self,
+        grads: Sequence[Tensor | None],
+        leaves: Sequence[Leaf],
+        numels: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """The same rows as bytes."""
+        rows = super().pack(grads, leaves, numels, torch.float32, device)
+        # By their ranks, equal gradients are rounded by other random bits.
+        return coded_rows(rows, self._widths(leaves), self.codes, BlockDraws(self.group.rank))
+
+    def rounded(self, g: Tensor, leaf: Leaf) -> Tensor:
+        """What the ranks decode, all together, of a flat gradient that this rank sends; fp32."""
+        widths = self._widths([leaf])
+        message = self.pack([g], [leaf], [leaf.numel], torch.float32, g.device)
+        (full,) = wholes_of(decoded_rows(message, widths, self.codes)[0][:, : widths[0]], widths, [leaf.numel])
+        return full * self.group.size
+
+    def send(self, buffer: Tensor, async_op: bool = False) -> tuple[Any, Tensor]:
+        """Send each rank its row: (work handle, the rows of all ranks to be summed)."""
+        received = torch.empty_like(buffer)
+        return all_to_all_into(received, buffer, self.group, async_op, "reduce_scatter"), received
+
+    def unpack(
+        self, mine: Tensor, leaves: Sequence[Leaf], numels: Sequence[int], given: Sequence[bool] = ()
+    ) -> list[Tensor | None]:
+        """Decode and sum: this rank's shard of every gradient; `None` if no rank had one."""
+        cuts = _cuts(leaves, self.group.rank, self.group.size)
+        return _shards(*summed_rows(mine, cuts.widths, self.codes), given, cuts)
+
+    def _widths(self, leaves: Sequence[Leaf]) -> list[int]:
+        return _cuts(leaves, self.group.rank, self.group.size).widths
 
 
 @dataclass(frozen=True)

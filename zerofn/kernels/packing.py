@@ -49,7 +49,7 @@ def remembered_by_shape(function: Callable[..., T]) -> Callable[..., T]:
 
 
 def row_of(parts: Sequence[Tensor], widths: Sequence[int], into: Tensor) -> Tensor:
-    """Shards (n, ...) end to end, each padded to its width, written into `into`: this rank's row of a buffer.
+    """Shards (n,) end to end, each padded to its width, written into `into`: this rank's row of a buffer.
 
     Padding is not written, and nobody reads it. A graph returns a new tensor instead of `into`.
 
@@ -101,10 +101,10 @@ def wholes_of(
     into: Sequence[Tensor] | None = None,
     few: bool = False,
 ) -> list[Tensor]:
-    """Full flat leaves (numel, ...) from the rows of all ranks; the inverse of `row_of`.
+    """Full flat leaves (numel,) from the rows of all ranks; the inverse of `row_of`.
 
     Args:
-        rows: (ranks, sum of widths, ...).
+        rows: (ranks, sum of widths).
         widths: of each leaf in a row.
         numels: the elements of each leaf.
         into: flat tensors to write into; new ones by default.
@@ -114,8 +114,8 @@ def wholes_of(
         >>> wholes_of(torch.tensor([[0.0, 1.0, 5.0], [2.0, 0.0, 6.0]]), [2, 1], [3, 2])
         [tensor([0., 1., 2.]), tensor([5., 6.])]
     """
-    size, tail = rows.shape[0], rows.shape[2:]
-    if few and into and not tail and type(rows) is Tensor and rows.is_cpu:
+    size = rows.shape[0]
+    if few and into and type(rows) is Tensor and rows.is_cpu:
         flat = rows.reshape(-1).index_select(0, _in_rows(tuple(widths), tuple(numels), size, 0))
         if into[0].dtype == rows.dtype:
             split_into(flat, list(numels), out=list(into))
@@ -124,17 +124,17 @@ def wholes_of(
         return list(into)
     blocks = rows.split_with_sizes(list(widths), dim=1)
     if into is None and torch.compiler.is_compiling():
-        return [x.reshape(-1, *tail)[:n] for x, n in zip(blocks, numels, strict=True)]
-    fulls = into or [rows.new_empty((n, *tail)) for n in numels]
+        return [x.reshape(-1)[:n] for x, n in zip(blocks, numels, strict=True)]
+    fulls = into or [rows.new_empty(n) for n in numels]
     places, found = [], []
     for full, block, n, each in zip(fulls, blocks, numels, widths, strict=True):
         if n == size * each:
-            places.append(full.view(size, each, *tail))
+            places.append(full.view(size, each))
             found.append(block)
             continue
         full_rows = n // each if each else 0
         rest = n - full_rows * each
-        places.append((full[: full_rows * each] if rest else full).view(full_rows, each, *tail))
+        places.append((full[: full_rows * each] if rest else full).view(full_rows, each))
         found.append(block[:full_rows])
         if rest:
             places.append(full[full_rows * each :])
@@ -152,7 +152,7 @@ def rows_to_sum(
     device: torch.device,
     few: bool = False,
 ) -> Tensor:
-    """Full flat gradients (numel, ...) divided by `size`, cut into `size` rows; at the end of each row a flag per leaf.
+    """Full flat gradients (numel,) divided by `size`, cut into `size` rows; at the end of each row a flag per leaf.
 
     Args:
         grads: `None` for a leaf without a gradient: it is sent as zeros, with the flag zero.
@@ -168,37 +168,32 @@ def rows_to_sum(
         tensor([[1., 2., 0., 1., 0.],
                 [3., 0., 0., 1., 0.]])
     """
-    tail = torch.Size()
-    for x in grads:
-        if x is not None:
-            tail = x.shape[1:]
-            break
     if torch.compiler.is_compiling():
-        one = torch.ones((size, 1, *tail), dtype=dtype, device=device)
+        one = torch.ones((size, 1), dtype=dtype, device=device)
         blocks = [
-            one.new_zeros((size, each, *tail)) if x is None else _filled(divided_by_ranks(x, size, dtype), size * each)
+            one.new_zeros((size, each)) if x is None else _filled(divided_by_ranks(x, size, dtype), size * each)
             for x, each in zip(grads, widths, strict=True)
         ]
-        cut = [x.reshape(size, each, *tail) for x, each in zip(blocks, widths, strict=True)]
+        cut = [x.reshape(size, each) for x, each in zip(blocks, widths, strict=True)]
         return torch.cat([*cut, *(torch.zeros_like(one) if x is None else one for x in grads)], dim=1)
     if _divided_at_once(grads, numels, dtype, device):
-        if few and not tail and device.type == "cpu" and set(map(type, grads)) == {Tensor}:
+        if few and device.type == "cpu" and set(map(type, grads)) == {Tensor}:
             order = _from_leaves(tuple(widths), tuple(numels), size, len(grads))
             rows = torch.cat([*grads, torch.zeros(1, dtype=dtype, device=device)]).index_select(0, order)  # type: ignore[list-item]
             rows = rows.view(size, -1).div_(size)
             _write_flags(rows[:, -len(grads) :], grads)
             return rows
         cut = [
-            torch.zeros((size, each, *tail), dtype=dtype, device=device)
+            torch.zeros((size, each), dtype=dtype, device=device)
             if x is None
-            else (x if n == size * each else _filled(x, size * each)).reshape(size, each, *tail)
+            else (x if n == size * each else _filled(x, size * each)).reshape(size, each)
             for x, n, each in zip(grads, numels, widths, strict=True)
         ]
-        flags = torch.ones((size, len(grads), *tail), dtype=dtype, device=device)
+        flags = torch.ones((size, len(grads)), dtype=dtype, device=device)
         rows = torch.cat([*cut, flags], dim=1).div_(size)
         _write_flags(rows[:, -len(grads) :], grads)
         return rows
-    rows = torch.empty((size, sum(widths) + len(grads), *tail), dtype=dtype, device=device)
+    rows = torch.empty((size, sum(widths) + len(grads)), dtype=dtype, device=device)
     *blocks, flags = rows.split_with_sizes([*widths, len(grads)], dim=1)
     here, places = [], []
     for x, numel, each, block in zip(grads, numels, widths, blocks, strict=True):
@@ -206,7 +201,7 @@ def rows_to_sum(
         if x is None:
             block.zero_()
             continue
-        here.append(x[: full_rows * each].reshape(full_rows, each, *tail))
+        here.append(x[: full_rows * each].reshape(full_rows, each))
         places.append(block[:full_rows])
         if full_rows < size:
             block[full_rows:] = 0
@@ -256,12 +251,12 @@ def flat_to_sum(
 
 
 def flagged(flags: Tensor, given: Sequence[bool] = ()) -> list[bool]:
-    """For each of the summed flags (leaves, ...), whether any rank had a gradient.
+    """For each of the summed flags (leaves,), whether any rank had a gradient.
 
     A graph cannot branch on a number: there all are true, and a leaf that has a gradient on no rank gets one of zeros.
 
     Args:
-        flags: one for each leaf, and whatever dimensions a batch has.
+        flags: one for each leaf.
         given: for each leaf, whether this rank had a gradient. If it had all, the host need not wait for the device.
 
     Examples:
@@ -271,7 +266,7 @@ def flagged(flags: Tensor, given: Sequence[bool] = ()) -> list[bool]:
     if torch.compiler.is_compiling() or (given and all(given)):
         return [True] * len(flags)
     # Flags are never NaN: an overflow in a leaf does not reach its flag.
-    return (flags.reshape(len(flags), -1)[:, 0] > 0).tolist() if len(flags) else []
+    return (flags > 0).tolist()
 
 
 def divided_by_ranks(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:

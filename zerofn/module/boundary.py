@@ -32,7 +32,8 @@ from .._errors import bad_leaves
 from ..core.pipeline import Pipeline
 from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, is_cast, multiplied
 from ..sharded.compiled import CompiledCalls
-from ..sharded.gather_on_use import Units, Walks
+from ..sharded.gather_on_use import Units
+from ..sharded.notes import Walks
 from ..sharded.unit import outside_inference_mode
 from .crossing import Crossing, Edge, crossing_of
 from .nested_tensors import map_outputs, tensors_in

@@ -40,7 +40,7 @@ from ..core.view import is_linear_map
 from ..core.wrapper_names import buffers_in
 from ..sharded.compiled import CompiledCalls
 from ..sharded.forward_writes import carried
-from ..sharded.gather_on_use import noting
+from ..sharded.notes import noting
 from .boundary import ActiveCall, ModelBoundary, Seen, address
 from .nested_tensors import map_tensors, tensors_in
 from .scaled_checks import check_hooks_of_call

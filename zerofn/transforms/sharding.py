@@ -18,6 +18,7 @@ from ..extend import (
     OF_ITS_OWN,
     ONE_OF_TWO,
     Averaging,
+    CodedSharding,
     Codes,
     Context,
     Facts,
@@ -203,10 +204,13 @@ def _sharding(
     """The view of a wire. Its process group is opened when a pipeline is made, not when the transform is built."""
 
     def view(layout: Layout, ranks: Ranks) -> View:
-        wire = Sharding(ranks(function, mesh), None if codes is None else torch.float32, codes)
+        group = ranks(function, mesh)
+        wire = Sharding(group) if codes is None else CodedSharding(group, codes=codes)
         of_model = None if gathered is None else replace(wire, gathered=gathered)
         made = over_ranks(wire, resident, traceable=True, model_wire=of_model)
-        return replace(made, corrects=partial(_with_errors, wire)) if feeds_back else made
+        if feeds_back and isinstance(wire, CodedSharding):
+            made = replace(made, corrects=partial(_with_errors, wire))
+        return made
 
     return view
 
@@ -217,7 +221,7 @@ def _no_errors(leaves: Leaves, layout: Layout) -> TransformState:
 
 
 def _with_errors(
-    wire: Sharding, given: Callable[[Leaf], Leaf], grads: Leaves, state: TransformState, ctx: Context
+    wire: CodedSharding, given: Callable[[Leaf], Leaf], grads: Leaves, state: TransformState, ctx: Context
 ) -> tuple[Leaves, TransformState]:
     """Gradients with what was left out of earlier ones, and the state with what will be left out of these."""
     sent, errors = {}, dict(state[ERROR])
