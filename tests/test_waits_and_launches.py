@@ -4,72 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import virtual_cuda
 from time_limits import limit
+from transforms_table import ROWS, row_params
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(virtual_cuda.COMPILER is None, reason="no C++ compiler to build the device with"),
 ]
 
-# Steps that make the host wait, with the number of waits and the reason.
-WAITS: dict[str, tuple[int, str]] = {
-    "clip over pipelines": (1, "what a function of the user's returns is checked before it is used"),
-    "clip, on the host": (1, "the host computes, so it waits for each bucket of gradients"),
-    "on the host, masters": (1, "as above"),
-}
-
-# Launches of one step of an attached model with 148 leaves, none of which may grow. A second number is the aim, where
-# it is not reached: budgets can only fall.
-LAUNCHES: dict[str, int | tuple[int, int]] = {
-    "sgd": 5,
-    "sgd, momentum": 5,
-    "adam": 10,
-    "adamw": 10,
-    "adamw, schedule": 10,
-    "clip, adamw": 11,
-    "clip by value, adamw": 11,
-    "low precision, stochastic": 6,
-    "low precision, kahan": 6,
-    "low precision, nearest": 6,
-    "clip, low precision": 6,
-    # Each gradient is divided by the scale as it leaves backward, in 148 launches; two are of the output. In fp16, for
-    # which the scale is, these launches cast the gradient in any case. At the end of backward it would be too late: by
-    # then a gradient is added to an older `p.grad`, or to one that came past the model, and hooks have seen it. A node
-    # of autograd for many leaves would run the hooks of those without a gradient.
-    "scale, clip, low precision": (170, 12),
-    "scale, overflow": (168, 12),
-    "rmsprop": 5,
-    "lion": 5,
-    # Matrices of three shapes in one stack: five iterations, three products of matrices, and two copies that they are
-    # added to. Large matrices are a stack for each shape, with 30 launches (`kernels/test_formulas.py`).
-    "muon, adamw": 43,
-    "adamw, ema": 11,
-    "accumulate, adamw": 1,
-    "accumulate, weighted": 13,
-    "clip over pipelines": 16,
-    "partition": 8,
-    "watch": 20,
-    # torchopt's own operations.
-    "guest": 2964,
-    "masked": 11,
-    "skip nonfinite": 16,
-    # Matrices in one launch, and one for their norms; vectors, which are not coded, as without `quantize`.
-    "quantize": 11,
-    "quantize, low precision": 7,
-    # Torch's operations, on all moments whose rows are of one length: three here.
-    "quantize, dynamic": (371, 40),
-    # Twelve that put masters together, nine for each part of them, and copies that lay leaves out.
-    "masters": 55,
-    "offload": 10,
-    "offload, low precision": 6,
-    "offload, chain": 13,
-    "clip, on the host": 14,
-    "on the host, masters": 12,
-}
+# Rows with a budget of launches, which has their waits too.
+COUNTED = [name for name, row in ROWS.items() if not isinstance(row.launches, str)]
 
 
 @pytest.fixture(scope="module")
@@ -82,105 +31,46 @@ def ask(pool: ProcessPoolExecutor, *args, module: str = "virtual_steps", **kwarg
     return pool.submit(virtual_cuda.call, module, *args, **kwargs).result(timeout=limit())
 
 
-# A pipeline in each of the two routes in turn; the other one is slow.
-IN_TURN = [(route, name, i) for i, name in enumerate(LAUNCHES) for route in ("attached", "pure")]
+def in_turn(kind: str, names: list[str]) -> list[Any]:
+    """Each row by one of the two routes in turn; by the other one it is slow."""
+    return [
+        pytest.param(route, *row.values, marks=pytest.mark.slow if row.marks or i % 2 == (route == "pure") else ())
+        for i, row in enumerate(row_params(kind, names))
+        for route in ("attached", "pure")
+    ]
 
 
-@pytest.mark.parametrize(
-    ("route", "pipeline"),
-    [
-        pytest.param(route, name, marks=() if i % 2 == (route == "pure") else pytest.mark.slow)
-        for route, name, i in IN_TURN
-    ],
-)
+@pytest.mark.parametrize(("route", "pipeline"), in_turn("waits", COUNTED))
 def test_a_step_makes_the_host_wait_for_nothing(device, pipeline, route):
     """Law 14."""
     waits = ask(device, "counts", route, pipeline)["waits"]
-    assert sum(waits.values()) <= WAITS.get(pipeline, (0, ""))[0], waits
+    assert sum(waits.values()) <= ROWS[pipeline].waits[0], waits
 
 
-# What comes behind `scale_loss` or `skip_nonfinite`.
-BEHIND_A_VERDICT = [
-    "adam",
-    "adamw, schedule",
-    "adamw, own schedule",
-    "clip, adamw",
-    "clip by value, adamw",
-    "sgd",
-    "sgd, momentum",
-    "sgd, dampening",
-    "rmsprop",
-    "lion",
-    "lion, schedule",
-    "building blocks",
-    "trace",
-    "adamw, ema",
-    "accumulate",
-    "accumulate, then skip",
-    "skip",
-    "skip behind clip",
-    "partition",
-    "masked",
-    "muon",
-    "lamb",
-    "lars",
-    "adabelief",
-    "nadam",
-    "radam",
-    "adan",
-    "adopt",
-    "adafactor",
-    "adaptive clip, mars",
-    "cautious",
-    "add noise",
-    "offload",
-    "weighted",
-    "watch",
-    "own transform",
-    "low precision",
-    "low precision, kahan",
-]
-# Waits of three steps behind a verdict, with the reason; all others have none.
-READ_BEHIND = {
-    "adamw, own schedule": (3, "a function of the user's may ask for the number of its step"),
-    "offload": (6, "counts of updates are the host's, with the states, of which the program asks"),
-    "weighted": (3, "the weights of a window are checked, and are the host's"),
-}
-
-
-@pytest.mark.parametrize(
-    ("route", "pipeline"),
-    [
-        pytest.param(route, x, marks=pytest.mark.slow if "low" in x or i % 2 == (route == "pure") else ())
-        for i, x in enumerate(BEHIND_A_VERDICT)
-        for route in ("attached", "pure")
-    ],
-)
+@pytest.mark.parametrize(("route", "pipeline"), in_turn("verdict", [x for x, row in ROWS.items() if row.verdict]))
 def test_a_skipped_step_is_answered_on_the_device(device, pipeline, route):
     """The host waits for no verdict, and parameters, states and metrics are those of the CPU, which reads it."""
     wrong, waits = ask(device, "skipping", pipeline, route)
-    assert wrong == [] and waits <= READ_BEHIND.get(pipeline, (0, ""))[0]
+    assert wrong == [] and waits <= ROWS[pipeline].read[0]
 
 
-# Transforms that no table above has, and rates of the user's.
-WITH_A_RATE = [
-    *("sgd", "adam", "adamw", "lion", "rmsprop", "nadam", "radam", "adabelief", "adan", "adopt", "adafactor", "lamb"),
-    *("lars", "schedule_free_adamw", "momentum", "low precision", "muon", "soap", "shampoo", "building blocks"),
-    *("cautious", "lookahead", "mars, adaptive clip", "every, centralize"),
-]
+# Of a rate that is a tensor of the user's. Other libraries take numbers, and behind a verdict of the device a kernel of
+# torch's takes a copy.
+NO_RATE = ("guest", "from_torch", "every", "scale_loss, overflow")
+RATED = [x for x in COUNTED if ROWS[x].place == "optimizer" and x not in NO_RATE]
+RATED += ["shampoo, matrices", "soap, matrices"]
 
 
 @pytest.mark.parametrize(
-    ("name", "of_host"),
+    "pipeline",
     [
-        pytest.param(name, of_host, marks=pytest.mark.slow if i % 3 != 1 or "low" in name else ())
-        for i, (name, of_host) in enumerate((name, of_host) for name in WITH_A_RATE for of_host in (True, False))
+        pytest.param(*x.values, marks=pytest.mark.slow if x.marks or i % 2 else ())
+        for i, x in enumerate(row_params("waits", RATED))
     ],
 )
-def test_a_rate_in_a_tensor_of_the_host_is_not_waited_for(device, name, of_host):
-    waits, wrong = ask(device, "with_a_rate", name, of_host)
-    # Torch asks whether its solver of eigenvectors has failed.
-    assert all("eigh" in where and name == "shampoo" for where in waits) and wrong == []
+def test_a_rate_in_a_tensor_of_the_host_is_not_waited_for(device, pipeline):
+    waits, wrong = ask(device, "with_a_rate_of_the_host", pipeline)
+    assert sum(waits.values()) <= ROWS[pipeline].waits[0] and wrong == []
 
 
 @pytest.mark.parametrize("pipeline", ["adamw", "low precision, stochastic"])
@@ -194,16 +84,23 @@ def test_leaves_are_updated_together_within_backward(device, most, launches):
     assert ask(device, "within_backward", "adamw", most) == (launches, [])
 
 
-@pytest.mark.parametrize("pipeline", LAUNCHES)
+def budget(name: str) -> int:
+    """The launches of now; beside an aim."""
+    most: Any = ROWS[name].launches
+    return most[0] if isinstance(most, tuple) else most
+
+
+@pytest.mark.parametrize("pipeline", row_params("launches", COUNTED))
 def test_launches_do_not_grow(device, pipeline):
-    found = ask(device, "counts", "attached", pipeline, leaves=148)
-    now, _aim = budget if isinstance(budget := LAUNCHES[pipeline], tuple) else (budget, budget)
-    assert found["launches"] <= now, found["by"]
+    """Law 14 holds with many leaves too."""
+    found, most = ask(device, "counts", "attached", pipeline, leaves=148), budget(pipeline)
+    assert sum(found["waits"].values()) <= ROWS[pipeline].waits[0], found["waits"]
+    assert found["launches"] <= most, found["by"]
     # A budget that is met by far is a budget to lower.
-    assert found["launches"] > now - 3, f"{found['launches']} launches: lower the budget of {now}"
+    assert found["launches"] > most - 3, f"{found['launches']} launches: lower the budget of {most}"
 
 
-@pytest.mark.parametrize(("pipeline", "step"), [("scale, clip, low precision", 20), ("scale, overflow", 18)])
+@pytest.mark.parametrize(("pipeline", "step"), [("scale, clip, low precision", 20), ("scale_loss, overflow", 18)])
 def test_a_loss_scale_takes_one_launch_for_each_leaf_and_that_within_backward(device, pipeline, step):
     """One more scales the loss, and one copies it; those of `opt.step()` do not grow with leaves."""
     for leaves in (148, 160):
@@ -226,26 +123,17 @@ def test_offloaded_states_are_copied_in_buckets(device, pipeline, route):
     assert ask(device, "counts", route, pipeline, leaves=148)["copies"] == {"offload": 2, "offload, chain": 4}[pipeline]
 
 
-# Those that launch something for each leaf: a budget of theirs has an aim, apart from torchopt's.
-EACH_LEAF = {"scale, clip, low precision", "scale, overflow", "guest"}
-
-
-# Of these the gradients, and what comes back, are copied in batches of leaves.
-ON_THE_HOST = {"clip, on the host", "on the host, masters"}
-
-
-GROWING = [x for x in LAUNCHES if x not in EACH_LEAF | ON_THE_HOST]
+GROWING = [x for x in COUNTED if not ROWS[x].by_leaf]
 
 
 @pytest.mark.parametrize(
     "pipeline", [pytest.param(x, marks=pytest.mark.slow if i % 9 else ()) for i, x in enumerate(GROWING)]
 )
 def test_500_leaves_take_at_most_twice_the_budget_of_148(device, pipeline):
-    now, _aim = budget if isinstance(budget := LAUNCHES[pipeline], tuple) else (budget, budget)
-    assert ask(device, "counts", "attached", pipeline, leaves=500)["launches"] <= 2 * now
+    assert ask(device, "counts", "attached", pipeline, leaves=500)["launches"] <= 2 * budget(pipeline)
 
 
-@pytest.mark.parametrize("pipeline", ["clip, adamw", "clip, low precision", "adamw, ema", "lion"])
+@pytest.mark.parametrize("pipeline", ["clip_by_global_norm", "clip, low precision", "ema", "lion"])
 def test_launches_do_not_grow_with_the_size_of_leaves(device, pipeline):
     """32 MB of parameters, which a CPU updates in eight buckets."""
     small, large = ask(device, "by_size", pipeline)
@@ -253,33 +141,29 @@ def test_launches_do_not_grow_with_the_size_of_leaves(device, pipeline):
     assert large <= small + 2
 
 
-@pytest.mark.parametrize("pipeline", ["sgd, momentum", "lion", "rmsprop", "clip, adamw", "accumulate, weighted"])
+@pytest.mark.parametrize(
+    "pipeline", ["sgd, momentum", "lion", "rmsprop, plain", "clip_by_global_norm", "accumulate, weighted"]
+)
 def test_without_triton_torchs_operations_on_lists_are_launched(device, pipeline):
     """Three to nine launches for each operation of a formula; the numbers are the same."""
     launches, wrong = ask(device, "without_triton", pipeline)
     assert launches <= 46 and wrong == []
 
 
-def test_every_transform_is_in_the_table(device):
-    assert set(ask(device, "names")) == set(LAUNCHES)
-    assert ask(device, "names_of_skipping") == BEHIND_A_VERDICT
-    assert ask(device, "names_of_optimizers") == WITH_A_RATE
-
-
 # Kernels that Triton interprets take seconds: these stand for all. Those of formulas have the bits of torch, whatever
 # the formula (`kernels/test_triton_lists.py`).
 FIRST = ("low precision, stochastic", "lion", "watch")
-SLOW = (
-    *("scale, clip, low precision", "low precision, nearest", "offload, low precision"),
-    *("low precision, kahan", "clip, low precision"),
-)
 
 
 @pytest.mark.parametrize(
     ("pipeline", "interpreted"),
     [
-        *((x, False) for x in LAUNCHES if "low" not in x),
-        *(pytest.param(x, True, marks=() if x in FIRST else pytest.mark.slow) for x in LAUNCHES),
+        *(
+            pytest.param(*x.values, False, marks=x.marks)
+            for x in row_params("bits", COUNTED)
+            if "low" not in x.values[0]
+        ),
+        *(pytest.param(x, True, marks=() if x in FIRST else pytest.mark.slow) for x in COUNTED),
     ],
 )
 def test_bits_are_those_of_the_cpu(device, pipeline, interpreted):
@@ -287,21 +171,10 @@ def test_bits_are_those_of_the_cpu(device, pipeline, interpreted):
     assert ask(device, "compare", pipeline, interpreted=interpreted) == []
 
 
-# Pipelines whose steps are recorded on the device, and repeated without a line of their code.
-CAPTURED = [
-    *("adamw", "adamw, schedule", "adamw, function", "adam, tensor", "clip, adamw, ema", "sgd", "sgd, dampening"),
-    *("lion", "rmsprop", "nadam", "lamb", "building blocks", "muon, adamw", "masked", "watch", "scale, overflow"),
-    *("skip", "accumulate", "scale, accumulate", "low precision", "low precision, kahan"),
-]
-# Kernels that Triton interprets take seconds.
-REPLAYED = [
-    pytest.param(name, route, marks=pytest.mark.slow if "low" in name or (i % 2 == (route == "pure") and i > 1) else ())
-    for i, name in enumerate(CAPTURED)
-    for route in ("attached", "pure")
-]
-
-
-@pytest.mark.parametrize(("pipeline", "route"), REPLAYED)
+# Steps that are recorded on the device, and repeated without a line of their code.
+@pytest.mark.parametrize(
+    ("route", "pipeline"), in_turn("graph", [x for x, row in ROWS.items() if not row.host and not row.loss])
+)
 def test_replays_of_a_captured_step_are_steps(device, pipeline, route):
     """Each replay counts, has the rate of its step, draws anew, and asks nothing of the host."""
     wrong, of_host = ask(device, "replayed", route, pipeline, module="virtual_graphs")
@@ -311,15 +184,11 @@ def test_replays_of_a_captured_step_are_steps(device, pipeline, route):
 # Clipped gradients have other addresses in each step, which a kernel's table has as numbers.
 @pytest.mark.parametrize(
     "pipeline",
-    ["adamw, schedule", "scale, accumulate", pytest.param("low precision, kahan", marks=pytest.mark.slow)],
+    ["adamw, schedule", "scale_loss, accumulate", pytest.param("low precision, kahan", marks=pytest.mark.slow)],
 )
 def test_two_captured_steps_have_the_same_operations(device, pipeline):
     """Nothing that differs from step to step is a number of the host."""
     assert ask(device, "alike", pipeline, module="virtual_graphs") == []
-
-
-def test_every_captured_pipeline_is_in_the_table(device):
-    assert ask(device, "names", module="virtual_graphs") == CAPTURED
 
 
 @pytest.mark.parametrize("capturable", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -335,7 +204,10 @@ def test_the_first_step_of_a_state_is_not_captured(device):
 
 @pytest.mark.parametrize(
     "pipeline",
-    [pytest.param(x, marks=pytest.mark.slow if x in SLOW or i % 2 else ()) for i, x in enumerate(LAUNCHES)],
+    [
+        pytest.param(*x.values, marks=pytest.mark.slow if x.marks or "low" in x.values[0] or i % 2 else ())
+        for i, x in enumerate(row_params("bits", COUNTED))
+    ],
 )
 def test_leaves_on_two_devices_are_updated_as_on_one(device, pipeline):
     assert ask(device, "compare", pipeline, apart=True) == []

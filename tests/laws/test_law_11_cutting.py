@@ -11,8 +11,9 @@ import torch
 import torchopt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_programs import BF16, F16, F32, F64, pipelines, seeds, trees
+from random_programs import BF16, F32, F64, pipelines, seeds, trees
 from refusals import Refusals
+from transforms_table import ROWS, SAMPLE, row_params
 
 import zerofn as zf
 from zerofn.extend import Prepared, Scope, Transform
@@ -251,34 +252,9 @@ def test_elementwise_transforms_pass(name):
     law(HONEST[name])()
 
 
-BUILT_IN = [
-    zf.sgd(0.1),
-    zf.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    zf.low_precision_adam(0.1, weight_decay=0.1),
-    zf.low_precision_adam(0.1, betas=(0.99, 0.999), seed=3),
-    *(
-        zf.chain(zf.precision(store_dtype=dtype, grad_dtype=grad), zf.low_precision_adam(0.1, rounding=rounding))
-        for dtype, grad in ((BF16, None), (F16, F32))
-        for rounding in ("stochastic", "nearest", "kahan")
-    ),
-    zf.clip_by_value(0.5),
-    zf.clip_by_global_norm(0.5),
-    zf.chain(zf.accumulate(3), zf.clip_by_value(0.3), zf.sgd(0.1), zf.ema(0.9)),
-    zf.accumulate(2, weighted=True),
-    zf.scale_loss(),
-    zf.precision(param_dtype=BF16),
-    zf.ema(0.9),
-    zf.offload(zf.chain(zf.accumulate(2), zf.low_precision_adam(0.1), zf.ema(0.5))),
-    zf.partition(
-        {"x": zf.chain(zf.clip_by_global_norm(0.5), zf.sgd(0.1)), "y": zf.sgd(0.2)}, lambda p: "xy"[len(p) % 2]
-    ),
-    zf.masked(zf.sgd(0.1, momentum=0.5), lambda path: "b" in path),
-]
-
-
-@pytest.mark.parametrize("number", range(len(BUILT_IN)))
-def test_what_is_built_in_has_the_same_bits(number):
-    law(BUILT_IN[number])(ulps=0)
+@pytest.mark.parametrize("name", row_params("pieces", (x for x, row in ROWS.items() if row.cut)))
+def test_what_is_built_in_has_the_same_bits(name):
+    law(ROWS[name].make(SAMPLE))(ulps=0)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
@@ -342,10 +318,10 @@ def test_cuts_cover_every_leaf_once(numel, ranks, seed):
 
 # ---- found ----
 
-ROWS = Refusals()
+FOUND = Refusals()
 
 
-@ROWS(
+@FOUND(
     AssertionError,
     "says needs='row': some rows of a leaf are updated as they are",
     over=["normed", "trust_ratio", "softmax", "by_place", "summed_up", "orthogonal"],
@@ -355,7 +331,7 @@ def more_than_rows(name):
     law(dataclasses.replace(LIARS[name], needs="row"))()
 
 
-ROWS.rows(
+FOUND.rows(
     AssertionError,
     (lambda: check_transform(by_place()), re.compile(r"by_place\(\) says needs='element': flat pieces")),
 )
@@ -388,13 +364,13 @@ def test_a_number_of_all_ranks_is_one():
     law(with_a_number(summed))()
 
 
-ROWS.rows(
+FOUND.rows(
     AssertionError,
     (lambda: law(with_a_number(of_its_own_part))(), "flat pieces"),
     (lambda: law(with_a_number(maximum))(), "the max over pieces is that over whole leaves"),
 )
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", FOUND)
 def test_found(row):
     row.check()

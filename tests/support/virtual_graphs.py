@@ -15,7 +15,8 @@ import virtual_steps
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from virtual_steps import Many, low, muon_for_matrices
+from transforms_table import ROWS
+from virtual_steps import FAST, Many
 
 import zerofn as zf
 from zerofn.kernels import triton_lists  # inside: a graph has the launches of its kernels
@@ -93,33 +94,6 @@ def _told(x: Any) -> Any:
     return x.__name__ if hasattr(x, "__name__") else x
 
 
-def _scaled(*transforms: zf.Transform, init_scale: float = 8.0) -> zf.Transform:
-    return zf.chain(zf.scale_loss("dynamic", init_scale=init_scale, growth_interval=2), *transforms)
-
-
-PIPELINES: dict[str, Callable[[], zf.Transform]] = {
-    "adamw": lambda: zf.adamw(1e-2),
-    "adamw, schedule": lambda: zf.adamw(zf.schedules.warmup_cosine(1e-1, 2, 10), weight_decay=0.1),
-    "adamw, function": lambda: zf.adamw(lambda step: 0.1 / (1.0 + step)),
-    "adam, tensor": lambda: zf.adam(torch.full((), 1e-2, device="cuda")),
-    "clip, adamw, ema": lambda: zf.chain(zf.clip_by_global_norm(0.1), zf.adamw(1e-2), zf.ema(0.9)),
-    "sgd": lambda: zf.sgd(1e-2, momentum=0.9, nesterov=True),
-    "sgd, dampening": lambda: zf.sgd(zf.schedules.linear(0.1, 0.0, 9), momentum=0.9, dampening=0.5),
-    "lion": lambda: zf.lion(1e-2),
-    "rmsprop": lambda: zf.rmsprop(1e-2, centered=True),
-    "nadam": lambda: zf.nadam(1e-2),
-    "lamb": lambda: zf.lamb(1e-2),
-    "building blocks": lambda: zf.chain(zf.scale_by_adam(), zf.add_decayed_weights(0.1), zf.scale_by_lr(1e-2)),
-    "muon, adamw": muon_for_matrices,
-    "masked": lambda: zf.chain(zf.masked(zf.clip_by_value(0.01), lambda path: path > "p005"), zf.adamw(1e-2)),
-    "watch": lambda: zf.chain(zf.adamw(1e-2), zf.watch(lambda old, new: {"moved": (new - old).square().sum()})),
-    "scale, overflow": lambda: _scaled(zf.clip_by_global_norm(0.1), zf.adamw(1e-2), init_scale=2.0**127),
-    "skip": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-2)),
-    "accumulate": lambda: zf.chain(zf.accumulate(3), zf.adamw(1e-2)),
-    "scale, accumulate": lambda: _scaled(zf.accumulate(2), zf.sgd(1e-2, momentum=0.9), init_scale=2.0**127),
-    "low precision": lambda: low(zf.clip_by_global_norm(1.0), zf.low_precision_adam(zf.schedules.linear(0.1, 0.0, 9))),
-    "low precision, kahan": lambda: low(zf.low_precision_adam(1e-2, rounding="kahan")),
-}
 STEPS = 7
 
 
@@ -129,7 +103,7 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
 
 def _attached(pipeline: str, capturable: bool) -> tuple[dict[str, Tensor], list[dict[str, float]], Graph | None]:
     model = Many(5).cuda()
-    opt, x = zf.attach(model, PIPELINES[pipeline](), capturable=capturable), torch.ones((), device="cuda")
+    opt, x = zf.attach(model, ROWS[pipeline].trained(FAST), capturable=capturable), torch.ones((), device="cuda")
 
     def step() -> dict[str, Tensor]:
         _loss(model, x).backward()
@@ -143,7 +117,7 @@ def _attached(pipeline: str, capturable: bool) -> tuple[dict[str, Tensor], list[
 
 def _pure(pipeline: str, capturable: bool) -> tuple[dict[str, Tensor], list[dict[str, float]], Graph | None]:
     model, x = Many(5).cuda(), torch.ones((), device="cuda")
-    tx = PIPELINES[pipeline]()
+    tx = ROWS[pipeline].trained(FAST)
     states = [zf.init(tx, dict(model.named_parameters()))]
 
     def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -201,7 +175,7 @@ def alike(pipeline: str) -> list[tuple[Any, Any]]:
     """The operations in which two recorded steps differ."""
     torch.manual_seed(0)
     model = Many(5).cuda()
-    opt, found = zf.attach(model, PIPELINES[pipeline](), capturable=True), []
+    opt, found = zf.attach(model, ROWS[pipeline].trained(FAST), capturable=True), []
     grads = {p: torch.randn_like(x) for p, x in model.named_parameters()}
     for i in range(4):
         for p, x in model.named_parameters():
@@ -226,16 +200,13 @@ def refused() -> str:
     return ""
 
 
-def names() -> list[str]:
-    return list(PIPELINES)
-
-
 def saved(folder: str, capturable: bool) -> dict[str, Any]:
     """Whether runs that are loaded from what another has saved go on as that one, here and on the CPU."""
     x = torch.ones((), device="cuda")
 
     def tx() -> zf.Transform:
-        return _scaled(zf.clip_by_global_norm(0.1), zf.adamw(zf.schedules.linear(0.1, 0.0, 9)))
+        scale = zf.scale_loss("dynamic", init_scale=8.0, growth_interval=2)
+        return zf.chain(scale, zf.clip_by_global_norm(0.1), zf.adamw(zf.schedules.linear(0.1, 0.0, 9)))
 
     def fresh(device: str, **how: Any) -> tuple[nn.Module, zf.Optimizer]:
         torch.manual_seed(0)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import list_programs
 import torch
-import torchopt
 import virtual_cuda
 from torch import Tensor, nn
-from virtual_cuda import LOG, Row
+from transforms_table import BLOCK, ROWS, Row
+from virtual_cuda import LOG
+from virtual_cuda import Row as Asked
 
 import zerofn as zf
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
@@ -72,8 +74,8 @@ def _run(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = Tr
 
 WIDTH = 8
 # The leaves of one block of a GPT: four matrices and eight vectors.
-BLOCK = [(WIDTH, 3 * WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH, 4 * WIDTH), (4 * WIDTH,)]
-BLOCK += [(4 * WIDTH, WIDTH), *[(WIDTH,)] * 5]
+SHAPES = [(WIDTH, 3 * WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH, 4 * WIDTH), (4 * WIDTH,)]
+SHAPES += [(4 * WIDTH, WIDTH), *[(WIDTH,)] * 5]
 
 
 class Many(nn.Module):
@@ -82,82 +84,31 @@ class Many(nn.Module):
     def __init__(self, leaves: int) -> None:
         super().__init__()
         for i in range(leaves):
-            self.register_parameter(f"p{i:03d}", nn.Parameter(torch.randn(BLOCK[i % 12]) * 0.1))
+            self.register_parameter(f"p{i:03d}", nn.Parameter(torch.randn(SHAPES[i % 12]) * 0.1))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([(p * x).sum() for p in self.parameters()]).sum()
 
 
-def low(*transforms: zf.Transform, dtype: torch.dtype = BF16) -> zf.Transform:
-    return zf.chain(zf.precision(store_dtype=dtype), *transforms)
+# Of steps in which numbers should move.
+FAST = replace(BLOCK, rate=1e-2)
 
 
-def muon_for_matrices() -> zf.Transform:
-    return zf.partition(
-        {"muon": zf.muon(1e-3), "rest": zf.adamw(1e-3)},
-        lambda path: "muon" if int(path[1:]) % 12 in (0, 2, 4, 6) else "rest",
-    )
+def _weights(name: str, weight: float = 3.0) -> dict[str, Any]:
+    return {"weight": weight} if ROWS[name].weighted else {}
 
 
-PIPELINES: dict[str, Callable[[], zf.Transform]] = {
-    "sgd": lambda: zf.sgd(1e-3),
-    "sgd, momentum": lambda: zf.sgd(1e-3, momentum=0.9),
-    "adam": lambda: zf.adam(1e-3),
-    "adamw": lambda: zf.adamw(1e-3),
-    "adamw, schedule": lambda: zf.adamw(zf.schedules.warmup_cosine(1e-2, 2, 10), weight_decay=0.1),
-    "clip, adamw": lambda: zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-3)),
-    "clip by value, adamw": lambda: zf.chain(zf.clip_by_value(0.01), zf.adamw(1e-3)),
-    "low precision, stochastic": lambda: low(zf.low_precision_adam(1e-3)),
-    "low precision, kahan": lambda: low(zf.low_precision_adam(1e-3, rounding="kahan")),
-    "low precision, nearest": lambda: low(zf.low_precision_adam(1e-3, rounding="nearest")),
-    "clip, low precision": lambda: low(zf.clip_by_global_norm(1.0), zf.low_precision_adam(1e-3)),
-    "scale, clip, low precision": lambda: low(
-        zf.scale_loss("dynamic", init_scale=2.0**4), zf.clip_by_global_norm(1.0), zf.low_precision_adam(1e-3)
-    ),
-    "scale, overflow": lambda: zf.chain(zf.scale_loss("dynamic", init_scale=2.0**127), zf.adamw(1e-3)),
-    "rmsprop": lambda: zf.rmsprop(1e-3),
-    "lion": lambda: zf.lion(1e-3),
-    "muon, adamw": muon_for_matrices,
-    "adamw, ema": lambda: zf.chain(zf.adamw(1e-3), zf.ema(0.99)),
-    "accumulate, adamw": lambda: zf.chain(zf.accumulate(4), zf.adamw(1e-3)),
-    "accumulate, weighted": lambda: zf.chain(zf.accumulate(1, weighted=True), zf.adamw(1e-3)),
-    "clip over pipelines": lambda: zf.chain(
-        zf.clip_by_global_norm(1.0, over=lambda squares: squares + 1.0), zf.adamw(1e-3)
-    ),
-    "partition": lambda: zf.partition(
-        {"a": zf.adamw(1e-3), "b": zf.chain(zf.clip_by_value(0.01), zf.sgd(1e-3, momentum=0.9))},
-        lambda path: "a" if path < "p005" else "b",
-    ),
-    "watch": lambda: zf.chain(zf.adamw(1e-3), zf.watch(lambda old, new: {"moved": (new - old).square().sum()})),
-    "guest": lambda: zf.chain(zf.guest(torchopt.adam(lr=1e-2))),
-    "masked": lambda: zf.chain(zf.masked(zf.clip_by_value(0.01), lambda path: path > "p005"), zf.adamw(1e-3)),
-    "skip nonfinite": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-3)),
-    "quantize": lambda: zf.quantize(zf.adamw(1e-3)),
-    "quantize, low precision": lambda: low(zf.quantize(zf.low_precision_adam(1e-3, state_dtype=torch.float32), bits=4)),
-    "quantize, dynamic": lambda: zf.quantize(zf.adamw(1e-3), code="dynamic"),
-    "masters": lambda: zf.chain(zf.precision(store_dtype="bf16+8"), zf.adamw(1e-3)),
-    "offload": lambda: zf.offload(zf.adamw(1e-3)),
-    "offload, low precision": lambda: low(zf.offload(zf.low_precision_adam(1e-3))),
-    "offload, chain": lambda: zf.chain(
-        zf.offload(zf.chain(zf.accumulate(1), zf.clip_by_global_norm(1.0), zf.adamw(1e-3), zf.ema(0.9)))
-    ),
-    "clip, on the host": lambda: zf.chain(zf.clip_by_global_norm(1.0), zf.offload(zf.adamw(1e-3), compute="host")),
-    "on the host, masters": lambda: low(zf.offload(zf.adamw(1e-3), compute="host", master_dtype=torch.float32)),
-}
-
-
-def attached(pipeline: str, leaves: int = 10, steps: int = 2, **how: Any) -> list[Row]:
+def attached(pipeline: str, leaves: int = 10, steps: int = 2, **how: Any) -> list[Asked]:
     """What one step asks, from the first operator of forward to the end of `step`; after others, which may build."""
-    given = {"weight": 3.0} if "weighted" in pipeline else {}
-    return _attached(PIPELINES[pipeline](), leaves, steps, given, **how)
+    return _attached(ROWS[pipeline].trained(BLOCK), leaves, steps, _weights(pipeline), **how)
 
 
-def _attached(tx: zf.Transform, leaves: int, steps: int, given: dict[str, float], **how: Any) -> list[Row]:
+def _attached(tx: zf.Transform, leaves: int, steps: int, given: dict[str, Any], **how: Any) -> list[Asked]:
     torch.manual_seed(0)
     model = Many(leaves).cuda()
     opt = zf.attach(model, tx, **how)
     x = torch.ones((), device="cuda")
-    found: list[Row] = []
+    found: list[Asked] = []
     for _ in range(steps):
         with LOG() as rows:
             loss = model(x.to(next(model.parameters()).dtype)).float()
@@ -180,26 +131,26 @@ def with_and_without_a_scale(leaves: int, stored: bool) -> list[int]:
         ]
 
 
-def pure(pipeline: str, leaves: int = 10, steps: int = 2, donate: bool = True) -> list[Row]:
+def pure(pipeline: str, leaves: int = 10, steps: int = 2, donate: bool = True) -> list[Asked]:
     """What one call of a step function asks, those of the model's operators included that it asks for itself."""
     torch.manual_seed(0)
     model = Many(leaves).cuda()
-    state = zf.init(tx := PIPELINES[pipeline](), dict(model.named_parameters()))
+    state = zf.init(tx := ROWS[pipeline].trained(BLOCK), dict(model.named_parameters()))
 
     def loss_fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.func.functional_call(model, p, (x.to(p["p000"].dtype),)).float()
 
     step = zf.make_step(loss_fn, tx, donate=donate)
     x = torch.ones((), device="cuda")
-    found: list[Row] = []
+    found: list[Asked] = []
     for _ in range(steps):
         with LOG() as rows:
-            state, _ = step(state, x, **({"weight": 3.0} if "weighted" in pipeline else {}))
+            state, _ = step(state, x, **_weights(pipeline))
         found = rows
     return _own(found)
 
 
-def _own(rows: list[Row]) -> list[Row]:
+def _own(rows: list[Asked]) -> list[Asked]:
     """Rows that zerofn asked for: the model's own and autograd's have no place in it."""
     return [row for row in rows if row.where]
 
@@ -233,7 +184,7 @@ def by_size(pipeline: str) -> list[int]:
     with counting():
         for numel in (10, 1 << 20):
             model = nn.ParameterList(torch.full((numel,), 0.5) for _ in range(8)).cuda()
-            opt = zf.attach(model, PIPELINES[pipeline]())
+            opt = zf.attach(model, ROWS[pipeline].trained(BLOCK))
             for _ in range(2):
                 for p in model.parameters():
                     p.grad = torch.full_like(p, 1e-3)
@@ -241,10 +192,6 @@ def by_size(pipeline: str) -> list[int]:
                     opt.step()
             found.append(virtual_cuda.count(rows, "launch"))
     return found
-
-
-def names() -> list[str]:
-    return list(PIPELINES)
 
 
 def known() -> dict[str, Any]:
@@ -284,10 +231,10 @@ class Apart(Many):
 def _trained(pipeline: str, device: str, kind: type[Many] = Many, **how: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = kind(14).to(device)
-    opt = zf.attach(model, PIPELINES[pipeline](), **how)
+    opt = zf.attach(model, ROWS[pipeline].trained(BLOCK), **how)
     for x in torch.randn(3):
         model(x.to(device).to(model.p000.dtype)).float().backward()
-        opt.step(**({"weight": 3.0} if "weighted" in pipeline else {}))
+        opt.step(**_weights(pipeline))
         opt.zero_grad()
     stray = [p for p, x in opt.state.params.items() if x.device.type != model.get_parameter(p).device.type]
     assert not stray, f"parameters that are on another device: {stray}"
@@ -311,12 +258,12 @@ def compare(pipeline: str, apart: bool = False, interpreted: bool = False, **how
     with nullcontext() if interpreted else formulas_by_torch():
         there = _trained(pipeline, "cuda", kind, **how)
     assert here.keys() == there.keys()
-    if pipeline == "rmsprop":
-        # A kernel rounds roots to nearest, torch on the CPU in some builds not.
-        return [p for p in here if not torch.allclose(here[p], there[p], rtol=1e-6, atol=1e-7)]
-    if any(part in pipeline for part in ("clip, ", "clip over", "muon", "chain")):
-        # Sums of squares are added in another order.
-        return [p for p in here if not torch.allclose(here[p].float(), there[p].float(), rtol=1e-2, atol=1e-5)]
+    if near := ROWS[pipeline].near:
+        return [
+            p
+            for p in here
+            if not torch.allclose(here[p].double(), there[p].double(), rtol=near, atol=max(near / 1e3, 1e-7))
+        ]
     return [p for p in here if not torch.equal(here[p], there[p])]
 
 
@@ -330,40 +277,14 @@ def without_triton(pipeline: str) -> tuple[int, list[str]]:
         formulas.triton_for = known
 
 
-# Optimizers that no pipeline above has; each is given a rate.
-OPTIMIZERS: dict[str, Callable[[Any], zf.Transform]] = {
-    name: getattr(zf, name)
-    for name in (
-        *("sgd", "adam", "adamw", "lion", "rmsprop", "nadam", "radam", "adabelief", "adan", "adopt", "adafactor"),
-        *("lamb", "lars", "schedule_free_adamw"),
-    )
-}
-OPTIMIZERS |= {
-    "momentum": lambda rate: zf.sgd(rate, momentum=0.9, weight_decay=0.1),
-    "low precision": lambda rate: low(zf.low_precision_adam(rate)),
-    "muon": lambda rate: zf.partition({"muon": zf.muon(rate), "rest": zf.sgd(rate)}, lambda p: _kind(p, "muon")),
-    "soap": lambda rate: zf.partition({"soap": zf.soap(rate), "rest": zf.sgd(rate)}, lambda p: _kind(p, "soap")),
-    "shampoo": lambda rate: zf.partition({"s": zf.shampoo(rate), "rest": zf.sgd(rate)}, lambda p: _kind(p, "s")),
-    "building blocks": lambda rate: zf.chain(zf.scale_by_adam(), zf.scale_by_lr(rate)),
-    "cautious": lambda rate: zf.cautious(zf.adamw(rate)),
-    "lookahead": lambda rate: zf.lookahead(zf.adamw(rate), 2),
-    "mars, adaptive clip": lambda rate: zf.chain(zf.adaptive_clip(0.1), zf.mars(), zf.adamw(rate)),
-    "every, centralize": lambda rate: zf.chain(zf.centralize(), zf.sgd(rate), zf.every(2, zf.sgd(0.7))),
-}
-
-
-def _kind(path: str, matrices: str) -> str:
-    return matrices if int(path[1:]) % 12 in (0, 2, 4, 6) else "rest"
-
-
-def with_a_rate(name: str, of_host: bool) -> tuple[dict[str, int], list[str]]:
-    """Waits of a third step whose rate is a number, or a tensor of the host; and what differs from the CPU."""
+def with_a_rate_of_the_host(name: str) -> tuple[dict[str, int], list[str]]:
+    """Waits of a third step whose rate is a tensor of the host; and what differs from the CPU."""
     found: list[dict[str, Tensor]] = []
     waits: dict[str, int] = {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = Many(7).to(device)
-        opt = zf.attach(model, OPTIMIZERS[name](torch.tensor(1e-2) if of_host else 1e-2))
+        opt = zf.attach(model, ROWS[name].trained(replace(BLOCK, rate=torch.tensor(1e-2))))
         for x in torch.randn(3):
             given = x.to(device).to(model.p000.dtype)
             with formulas_by_torch(), LOG() as rows:
@@ -383,10 +304,6 @@ def captured_with_a_rate_of_the_host() -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def names_of_optimizers() -> list[str]:
-    return list(OPTIMIZERS)
 
 
 def captured(route: str) -> str:
@@ -546,80 +463,13 @@ def _own_transform(make: Callable[[], zf.Transform], found: list[dict[str, Tenso
     return virtual_cuda.count(rows, "launch"), bad
 
 
-def _guarded(*transforms: zf.Transform, dtype: torch.dtype | None = None) -> zf.Transform:
-    cast = [] if dtype is None else [zf.precision(store_dtype=dtype)]
-    return zf.chain(*cast, zf.scale_loss("dynamic", init_scale=8.0, growth_interval=2), *transforms)
-
-
-# Pipelines that skip a step, by what comes behind the verdict on it.
-SKIPPING: dict[str, Callable[[], zf.Transform]] = {
-    "adam": lambda: _guarded(zf.adam(1e-2, weight_decay=0.1)),
-    "adamw, schedule": lambda: _guarded(zf.adamw(zf.schedules.warmup_cosine(1e-1, 2, 10))),
-    "adamw, own schedule": lambda: _guarded(zf.adamw(lambda step: 0.1 / (1 + int(step)))),
-    "clip, adamw": lambda: _guarded(zf.clip_by_global_norm(0.1), zf.adamw(1e-2)),
-    "clip by value, adamw": lambda: _guarded(zf.clip_by_value(0.1), zf.adamw(1e-2)),
-    "sgd": lambda: _guarded(zf.sgd(1e-2)),
-    "sgd, momentum": lambda: _guarded(zf.sgd(1e-2, momentum=0.9, weight_decay=0.1)),
-    "sgd, dampening": lambda: _guarded(zf.sgd(zf.schedules.linear(0.1, 0.0, 9), momentum=0.9, dampening=0.5)),
-    "rmsprop": lambda: _guarded(zf.rmsprop(1e-2, momentum=0.9)),
-    "lion": lambda: _guarded(zf.lion(1e-2, weight_decay=0.1)),
-    "lion, schedule": lambda: _guarded(zf.lion(zf.schedules.linear(0.1, 0.0, 9))),
-    "building blocks": lambda: _guarded(zf.scale_by_adam(), zf.add_decayed_weights(0.1), zf.scale_by_lr(1e-2)),
-    "trace": lambda: _guarded(zf.trace(0.9, nesterov=True), zf.scale_by_lr(1e-2)),
-    "adamw, ema": lambda: _guarded(zf.adamw(1e-2), zf.ema(0.9)),
-    "accumulate": lambda: _guarded(zf.accumulate(2), zf.adamw(1e-2)),
-    "accumulate, then skip": lambda: zf.chain(zf.accumulate(2), zf.skip_nonfinite(), zf.sgd(1e-2, momentum=0.9)),
-    "skip": lambda: zf.chain(zf.skip_nonfinite(), zf.adamw(1e-2)),
-    "skip behind clip": lambda: zf.chain(zf.clip_by_global_norm(0.1), zf.skip_nonfinite(), zf.sgd(1e-2)),
-    "partition": lambda: _guarded(
-        zf.partition(
-            {"a": zf.adamw(1e-2), "b": zf.chain(zf.clip_by_value(0.01), zf.sgd(1e-2, momentum=0.9))},
-            lambda path: "a" if path < "p005" else "b",
-        )
-    ),
-    "masked": lambda: _guarded(zf.masked(zf.add_decayed_weights(0.1), lambda path: path > "p005"), zf.adamw(1e-2)),
-    "muon": lambda: _guarded(muon_for_matrices()),
-    "lamb": lambda: _guarded(zf.lamb(1e-2)),
-    "lars": lambda: _guarded(zf.lars(1e-2)),
-    "adabelief": lambda: _guarded(zf.adabelief(1e-2)),
-    "nadam": lambda: _guarded(zf.nadam(1e-2)),
-    "radam": lambda: _guarded(zf.radam(1e-2)),
-    "adan": lambda: _guarded(zf.adan(1e-2)),
-    "adopt": lambda: _guarded(zf.adopt(1e-2)),
-    "adafactor": lambda: _guarded(zf.adafactor(1e-2)),
-    "adaptive clip, mars": lambda: _guarded(zf.adaptive_clip(0.1), zf.mars(), zf.scale_by_adam(), zf.scale_by_lr(1e-2)),
-    "cautious": lambda: _guarded(zf.cautious(zf.scale_by_adam()), zf.scale_by_lr(1e-2)),
-    "add noise": lambda: _guarded(zf.add_noise(0.1), zf.adamw(1e-2)),
-    "offload": lambda: _guarded(zf.offload(zf.adamw(1e-2))),
-    "weighted": lambda: _guarded(zf.accumulate(2, weighted=True), zf.adamw(1e-2)),
-    "watch": lambda: _guarded(zf.adamw(1e-2), zf.watch(lambda old, new: {"moved": (new - old).square().sum()})),
-    "own transform": lambda: _guarded(doubled(), zf.adamw(1e-2)),
-    "low precision": lambda: _guarded(zf.low_precision_adam(1e-2), dtype=BF16),
-    "low precision, kahan": lambda: _guarded(zf.low_precision_adam(1e-2, rounding="kahan"), dtype=BF16),
-}
-
-
-# Of others numbers are derived from the count in float32, not in float64, or norms are added up in another order.
-SAME_BITS = {
-    *("adam", "clip by value, adamw", "sgd", "sgd, momentum", "lion", "trace", "adamw, ema", "accumulate"),
-    *(
-        "accumulate, then skip",
-        "skip",
-        "partition",
-        "masked",
-        "weighted",
-        "watch",
-        "own transform",
-        "add noise",
-        "offload",
-    ),
-    *("low precision", "low precision, kahan", "adamw, own schedule"),
-}
-
-
-@zf.leafwise(needs="element")
-def doubled(grad: Tensor, param: Tensor) -> Tensor:
-    return 2 * grad
+def _guarded(row: Row) -> zf.Transform:
+    """The row behind a scale of the loss, where it has no verdict of its own."""
+    parts = zf.chain(row.trained(FAST)).parts
+    if any(x.name in ("scale_loss", "skip_nonfinite") for x in parts):
+        return zf.chain(*parts)
+    casts = 1 if parts[0].name == "precision" else 0
+    return zf.chain(*parts[:casts], zf.scale_loss("dynamic", init_scale=8.0, growth_interval=2), *parts[casts:])
 
 
 def _skipped(pipeline: str, device: str, route: str) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
@@ -628,10 +478,10 @@ def _skipped(pipeline: str, device: str, route: str) -> tuple[dict[str, Any], li
     A leaf is without a gradient in the second and the fourth step.
     """
     torch.manual_seed(0)
-    params = {f"p{i:03d}": torch.randn(BLOCK[i % 12]) for i in range(14)}
+    params = {f"p{i:03d}": torch.randn(SHAPES[i % 12]) for i in range(14)}
     grads = [{p: torch.randn_like(x) for p, x in params.items()} for _ in range(6)]
     grads[2]["p007"][0] = torch.inf
-    tx, told, waits = SKIPPING[pipeline](), [], 0
+    tx, told, waits = _guarded(ROWS[pipeline]), [], 0
     model = nn.Module()
     for p, x in params.items():
         model.register_parameter(p, nn.Parameter(x.to(device)))
@@ -641,7 +491,7 @@ def _skipped(pipeline: str, device: str, route: str) -> tuple[dict[str, Any], li
         if i in (1, 3):
             by_path["p003"] = None
         given = {p: None if g is None else g.to(device, state.leaves[p].dtype) for p, g in by_path.items()}
-        more = {"weight": 1.0 + i} if pipeline == "weighted" else {}
+        more = _weights(pipeline, 1.0 + i)
         with LOG() as rows:
             if opt is None:
                 state, metrics = zf.update(tx, given, state, **more)
@@ -662,7 +512,7 @@ def skipping(pipeline: str, route: str) -> tuple[list[str], int]:
     with formulas_by_torch():
         there, of_there, waits = _skipped(pipeline, "cuda", route)
     assert here.keys() == there.keys() and here["step"] < 6
-    near = pipeline not in SAME_BITS
+    near = ROWS[pipeline].verdict == "near"
     bad = [p for p in here if not torch.equal(here[p], there[p])]
     bad = [p for p in bad if not (near and torch.allclose(here[p], there[p], rtol=1e-5, atol=1e-6))]
     for i, (a, b) in enumerate(zip(of_here, of_there, strict=True)):
@@ -672,10 +522,6 @@ def skipping(pipeline: str, route: str) -> tuple[list[str], int]:
     return bad, waits
 
 
-def names_of_skipping() -> list[str]:
-    return list(SKIPPING)
-
-
 def gradients_elsewhere_in_each_step() -> tuple[int, list[str]]:
     """How many addresses the gradients of one leaf had in three steps of the Triton kernel; and wrong bits."""
     found: list[dict[str, Tensor]] = []
@@ -683,7 +529,7 @@ def gradients_elsewhere_in_each_step() -> tuple[int, list[str]]:
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         model = Many(2).to(device)
-        opt = zf.attach(model, PIPELINES["low precision, stochastic"]())
+        opt = zf.attach(model, ROWS["low precision, stochastic"].trained(BLOCK))
         kept: list[Tensor] = []
         for x in torch.randn(3):
             model(x.to(device).to(BF16)).float().backward()

@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from public_names import NAMES
 from refusals import Refusals
+from transforms_table import ROWS, SAMPLE, row_params, smooth
 
 import zerofn as zf
 from zerofn.core.chain import as_transform  # inside: what a chain makes of what it is given
@@ -54,158 +55,31 @@ def torch_train(make, params, steps=40, missing=(), dtype=F32):
 # ---- conformance: every public transform, and pipelines ----
 
 
+STORED_BF16 = zf.precision(store_dtype=BF16)
+
+
 def not_bias(path):
     return "bias" not in path
 
 
-def not_first(step):
-    return step != 0
+@pytest.mark.parametrize("name", row_params("laws", (x for x, row in ROWS.items() if row.laws)))
+def test_conformance(name):
+    check_transform(ROWS[name].make(SAMPLE))
 
 
-def matrices(path):
-    return "decay" if path in ("block.0.weight", "empty") else "rest"
-
-
-def label(path):
-    return "rest" if "bias" in path else "decay"
-
-
-@zf.leafwise(needs="element")
-def sign(grad, param, *, strength=1.0):
-    return strength * grad.sign()
-
-
-@zf.leafwise(init=torch.zeros_like, needs="element")
-def smooth(grad, param, state, *, keep=0.9):
-    state = keep * state + (1 - keep) * grad
-    return state, state
-
-
-@zf.leafwise(optimizer=True, needs="element")
-def descend(grad, param, *, lr=0.1):
-    return param - lr * grad
-
-
-@zf.leafwise
-def normalised(grad, param, *, eps=1e-6):
-    return grad / (grad.norm() + eps)
-
-
-GROUPS = {"decay": zf.adamw(0.1), "rest": zf.chain(zf.clip_by_global_norm(1.0), zf.sgd(0.1, momentum=0.9))}
-STORED_BF16 = zf.precision(store_dtype=BF16)
-FULL = zf.chain(
-    zf.precision(param_dtype=BF16, grad_dtype=F32),
-    zf.scale_loss(init_scale=64.0),
-    zf.accumulate(2),
-    zf.clip_by_global_norm(1.0),
-    zf.adamw(zf.schedules.warmup_cosine(0.1, 2, 10)),
-    zf.ema(0.9),
-)
-CASES = {
-    "sgd": zf.sgd(0.1),
-    "sgd momentum": zf.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "adam": zf.adam(0.1, weight_decay=0.1),
-    "adamw": zf.adamw(0.1),
-    "adamw schedule": zf.adamw(zf.schedules.cosine(0.1, 20)),
-    "low_precision_adam": zf.low_precision_adam(0.1),
-    "low_precision_adam stochastic": zf.chain(STORED_BF16, zf.low_precision_adam(0.1)),
-    "low_precision_adam kahan": zf.chain(STORED_BF16, zf.low_precision_adam(0.1, rounding="kahan")),
-    "low_precision_adam nearest": zf.chain(STORED_BF16, zf.low_precision_adam(0.1, rounding="nearest")),
-    "muon": zf.partition({"decay": zf.muon(0.1), "rest": zf.sgd(0.1)}, matrices),
-    "skip_nonfinite": zf.skip_nonfinite(),
-    "lion": zf.chain(zf.centralize(), zf.lion(0.01, weight_decay=0.1)),
-    "rmsprop": zf.rmsprop(0.01, momentum=0.5, centered=True),
-    "lamb": zf.lamb(0.1, weight_decay=0.1),
-    "lars": zf.lars(0.1, weight_decay=0.1),
-    "adabelief": zf.adabelief(0.1, weight_decay=0.1),
-    "nadam": zf.nadam(0.1, weight_decay=0.1),
-    "radam": zf.radam(0.1, betas=(0.9, 0.8), weight_decay=0.1),
-    "adan": zf.adan(0.1, weight_decay=0.1),
-    "adopt": zf.adopt(0.1, weight_decay=0.1),
-    "adafactor": zf.adafactor(0.1),
-    "schedule_free_adamw": zf.schedule_free_adamw(0.1, weight_decay=0.1),
-    "schedule_free": zf.schedule_free(zf.adamw(0.1, betas=(0.0, 0.9)), weight_decay_at_y=0.1),
-    "shampoo": zf.shampoo(0.1, 0.5, eps=1.0, max_precond_dim=4),
-    "lookahead": zf.lookahead(zf.adamw(0.1), 2),
-    "the loss": zf.chain(zf.accumulate(2), zf.scale_by_polyak(), zf.reduce_on_plateau(zf.adamw(0.1), 0.5, patience=1)),
-    "momo": zf.chain(zf.scale_by_momo(0.5), zf.sgd(1.0)),
-    "apply_if": zf.apply_if(zf.adamw(0.1), not_first),
-    "cautious": zf.chain(zf.cautious(zf.scale_by_adam()), zf.scale_by_lr(0.1)),
-    "cautious optimizer": zf.cautious(zf.adafactor(0.1)),
-    "members": zf.chain(zf.adaptive_clip(0.5), zf.mars(), zf.add_noise(0.1), zf.sgd(0.1)),
-    "parts run as one": zf.chain(zf.scale_by_adam(), zf.add_decayed_weights(0.1), zf.scale_by_lr(0.1)),
-    "parts": zf.chain(zf.trace(0.9), zf.add_decayed_weights(0.1), zf.scale_by_lr(0.1)),
-    "clip_by_value": zf.clip_by_value(0.5),
-    "clip_by_global_norm": zf.clip_by_global_norm(0.5),
-    "accumulate 1": zf.accumulate(1),
-    "accumulate 3": zf.accumulate(3),
-    "accumulate weighted": zf.accumulate(2, weighted=True),
-    "accumulate twice": zf.chain(zf.accumulate(2), zf.accumulate(2), zf.adamw(0.1)),
-    "scale_loss": zf.scale_loss(),
-    "scale_loss static": zf.scale_loss(64.0),
-    "precision": zf.precision(param_dtype=BF16),
-    "precision stored bf16": zf.precision(param_dtype=F32, store_dtype=BF16, grad_dtype=F32),
-    "precision stored bf16+8": zf.precision(store_dtype="bf16+8"),
-    "precision stored fp16": zf.precision(store_dtype=F16),
-    "ema": zf.ema(0.9),
-    "masked": zf.masked(zf.clip_by_value(0.1), not_bias),
-    "masked optimizer": zf.masked(zf.adamw(0.1), not_bias),
-    "masked ema": zf.chain(zf.sgd(0.1), zf.masked(zf.ema(0.9), not_bias)),
-    "partition": zf.partition(GROUPS, label),
-    "partition frozen": zf.partition({"decay": zf.adamw(0.1), "rest": None}, label),
-    "offload": zf.offload(zf.adamw(0.1)),
-    "offload partition": zf.offload(zf.partition(GROUPS, label)),
-    "offload chain": zf.offload(zf.chain(zf.accumulate(2), zf.adamw(0.1), zf.ema(0.5))),
-    "quantize": zf.quantize(zf.adamw(0.1), block=4),
-    "quantize 4 bits": zf.chain(zf.quantize(zf.chain(zf.accumulate(2), zf.lion(0.1)), bits=4)),
-    "named": zf.sgd(0.1).named("descent"),
-    "user's own": sign(strength=0.5),
-    "user's own with state": smooth(keep=0.5),
-    "user's own optimizer": descend(lr=0.5),
-    "user's own of whole leaves": normalised(eps=1e-3),
-    "everything": FULL,
-    "torchopt": torchopt.adam(0.1),
-    "guest": zf.guest(torchopt.adam(0.1), needs="element"),
+# What is no row, and why. Each is tested by itself.
+NO_ROW = {
+    "local": "a layout of leaves of several groups of ranks: core/test_groups_of_ones_own.py",
+    "qk_clip": "it is of leaves with the names of a model's modules: transforms/test_loss_in_the_update.py",
+    "sam": "it asks for a second gradient: transforms/test_second_gradients.py",
 }
 
 
-# The whole of laws for windows of other lengths, beside "accumulate 3", for formulas of elements, beside "adam", and
-# for other options of what stands in another case.
-SLOW = (
-    *("sgd", "adamw schedule", "low_precision_adam nearest", "accumulate 1", "scale_loss static", "precision"),
-    *("masked", "masked ema", "partition frozen", "offload", "offload partition", "quantize 4 bits", "named"),
-    *("user's own", "parts", "torchopt"),
-    "accumulate twice",
-    "accumulate weighted",
-    "lars",
-    "adabelief",
-    "nadam",
-    "radam",
-    "adan",
-    "adopt",
-    "schedule_free_adamw",
-    "lookahead",
-    "the loss",
-    "momo",
-    "schedule_free",
-    "cautious optimizer",
-)
-
-
-@pytest.mark.parametrize("case", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in CASES])
-def test_conformance(case):
-    check_transform(CASES[case])
-
-
-def test_conformance_table_has_every_public_transform():
-    """A name that returns a Transform and stands in no case is untested."""
+def test_every_public_transform_stands_in_the_table():
+    """A name that returns a Transform and stands in no row is untested."""
     functions = {name for name, x in NAMES.items() if hasattr(x, "__rebuild__")}
-    shown = "".join(map(repr, CASES.values()))
-    # Layouts over ranks and metrics of updates have suites of their own, and so has what refuses vmap by name, and what
-    # is checked on leaves of its own, asks for a second gradient, or names modules.
-    elsewhere = {"sam", "every", "qk_clip", "shard", "reduce_scatter", "all_reduce", "local", "from_torch", "watch"}
-    elsewhere |= {"soap"}
-    assert {f for f in functions if f + "(" not in shown} <= elsewhere
+    shown = "".join(repr(row.trained(SAMPLE)) for row in ROWS.values())
+    assert {f for f in functions if f + "(" not in shown} == set(NO_ROW)
 
 
 @zf.leafwise
@@ -674,17 +548,11 @@ def test_masked_global_norm_is_that_of_its_leaves():
         assert_trees_close(state.params[k], x.double() - scale * grads[k].double(), ulps=4, floor=4.0)
 
 
-@pytest.mark.parametrize("name", ["adamw", "partition", "everything", "accumulate 3", "ema"])
+@pytest.mark.parametrize("name", ["adamw", "partition", "everything", "accumulate", "ema"])
 def test_offload_to_where_the_parameters_are_changes_no_bit(name):
-    tx = CASES[name]
-    parts = [
-        p if p.name in ("precision", "scale_loss") else zf.offload(p)
-        for p in (tx.parts if name == "everything" else (tx,))
-    ]
-    first = [zf.sgd(0.1)] if name == "ema" else []
-    last = [zf.sgd(0.1)] if name.startswith("accumulate") else []
-    plain = zf.chain(*first, *(tx.parts if name == "everything" else (tx,)), *last)
-    assert_trees_equal(train(zf.chain(*first, *parts, *last), tree(), 7), train(plain, tree(), 7))
+    plain = ROWS[name].trained(SAMPLE)
+    parts = [p if p.name in ("precision", "scale_loss") else zf.offload(p) for p in plain.parts]
+    assert_trees_equal(train(zf.chain(*parts), tree(), 7), train(plain, tree(), 7))
 
 
 # ---- names in chains ----

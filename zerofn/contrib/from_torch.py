@@ -173,7 +173,9 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
     settable = {name: numbers[name] for name in ("betas", "weight_decay", "momentum") if name in numbers}
     if not settable.get("momentum", True):
         del settable["momentum"]
-    return optimizer("from_torch", lr, slots, formula, kernel, numbers, settable=settable, counterpart=made.cls)
+    made_of = optimizer("from_torch", lr, slots, formula, kernel, numbers, settable=settable, counterpart=made.cls)
+    # The class has its rate and its options as numbers of the host.
+    return replace(made_of, facts=replace(made_of.facts, capturable=False))
 
 
 def _options(cls: Any) -> dict[str, Any]:

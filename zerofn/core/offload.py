@@ -394,7 +394,7 @@ def update_on_host(
         for one in staged:
             seen, given = {**seen, **one.params}, {**given, **one.grads}
     masters = state.get(MASTERS)
-    wide = seen if masters is None else {path: _current(masters[path], x) for path, x in seen.items()}
+    wide = seen if masters is None else {path: _current(masters[path], x, ctx) for path, x in seen.items()}
     out, new = inner.update_fn(given, own, wide, carry, ctx)
     if masters is not None:
         new = {**new, MASTERS: {**masters, **out}}
@@ -412,10 +412,12 @@ def update_on_host(
 MASTERS = "master"
 
 
-def _current(master: Tensor, seen: Tensor) -> Tensor:
+def _current(master: Tensor, seen: Tensor, ctx: Context) -> Tensor:
     """The master of a parameter; where somebody has written into the parameter, its value of now."""
     before = master.to(seen.dtype)
-    return master if torch.equal(before, seen) else torch.where(before == seen, master, seen.to(master.dtype))
+    if not ctx.recorded and torch.equal(before, seen):
+        return master
+    return torch.where(before == seen, master, seen.to(master.dtype))
 
 
 class _Staged:

@@ -24,7 +24,7 @@ from ..core.spec import Spec
 from ..core.state import State
 from ..core.survey import effect
 from ..core.transform import Transform, TransformState
-from ..core.tree import Tree, clone, flatten, tensors_of, tree_map
+from ..core.tree import Tree, clone, flatten, tensors_of, tree_map, tree_paths
 from ..core.update import apply
 from ..core.view import Ranks, View
 from ..eager.optimizer import attach
@@ -115,6 +115,10 @@ class _Run:
             state = {**state, **own, **prepared.state}
             yield (out if prepared.emit else None), state, ctx.metrics
 
+    def each(self, **given: Any) -> list[Tree]:
+        """The results and states of each micro-step: a step may leave its update out."""
+        return [(out or {}, state) for out, state, _ in self.steps(**given)]
+
     def last(self, **given: Any) -> tuple[Leaves, TransformState, Mapping[str, Tensor]]:
         """Its result at the end of a window, its state then, and the metrics of that step."""
         *_, (out, state, metrics) = self.steps(**given)
@@ -156,12 +160,12 @@ def _settable(run: _Run) -> str:
     if facts.rate is not None:
         rate = 2 * facts.rate + 0.01 if isinstance(facts.rate, float) else 0.125
         # Two steps: the first may only begin a state.
-        if _same(run.last(windows=2)[0], run.last(windows=2, lr={"": rate})[0]):
+        if _same(run.each(windows=2), run.each(windows=2, lr={"": rate})):
             return f"rate={facts.rate!r} says that its rate is set from outside. It does not use ctx.lr[ctx.prefix]."
     for name, value in facts.settable:
         numbers = {"": {name: tuple(map(_other, value)) if isinstance(value, tuple) else _other(value)}}
         # Three steps: a momentum's decay takes effect in the next step.
-        if _same(run.last(windows=3)[:2], run.last(windows=3, numbers=numbers)[:2]):
+        if _same(run.each(windows=3), run.each(windows=3, numbers=numbers)):
             return f"{name!r} is settable from outside. It does not use ctx.numbers[ctx.prefix][{name!r}]."
     return ""
 
@@ -215,7 +219,7 @@ def _span(x: Tensor) -> tuple[int, int]:
 
 def _other(value: Any) -> Any:
     """Another value of a hyperparameter, valid if it must lie between 0 and 1."""
-    return (0.5 if value == 0.25 else 0.25) if isinstance(value, float) else value
+    return (0.5 if value == 0.25 else 0.25) if type(value) in (float, int) else value
 
 
 def _same(a: Tree, b: Tree) -> bool:
@@ -695,7 +699,12 @@ def _ensemble(case: Case) -> None:
     law = "vmap over stacked states is a loop over states."
     # Fused kernels and the formula under vmap round differently, once or twice an update; an ulp in fp32 may move a
     # rounding to 16 bits by a unit there.
-    assert_trees_close(together, _stack(states), ulps=32, floor=1.0, what=case.broken(law))
+    apart = _stack(states)
+    assert_trees_close(together, apart, ulps=32, floor=1.0, what=case.broken(law))
+    # A float64 number makes float64 of a 0-d leaf, which numbers that are close do not show.
+    found, wanted = ([x.dtype for x in flatten(tree)[0]] for tree in (together, apart))
+    wrong = [(p, f"{x} instead of {y}") for p, x, y in zip(tree_paths(apart), found, wanted, strict=True) if x != y]
+    assert not wrong, bad_leaves(case.broken(f"{law} Dtypes differ:"), wrong, "what is kept .to the dtype of the old")
 
 
 def _stack(trees: list[Tree]) -> Tree:

@@ -169,7 +169,8 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
         rate, momentum, decay = numbers(made.carry, state, ctx)
         count, top = state["iterates"] + 1, state["lr_max"]
         top = torch.maximum(top, rate.to(top) if isinstance(rate, Tensor) else torch.full_like(top, rate))
-        weight = ctx.read(count) ** r * top**power
+        # The count in float64 too: a batch and a graph have it as a tensor.
+        weight = count.to(top) ** r * top**power
         total = state["weight_sum"] + weight
         # As long as all rates were 0 there is nothing to weigh.
         share = torch.where(total > 0, weight / torch.where(total > 0, total, 1.0), 0.0)
@@ -182,8 +183,10 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
         olds, averages = ({path: state[slot][path] for path in grads} for slot in ("z", AVERAGE))
         z, wide = olds, {path: g.to(olds[path].dtype) for path, g in grads.items()}
         if isinstance(decay, Tensor) or decay:
-            z = {path: ctx.into(x, plus(x, -decay, params[path].to(x.dtype))) for path, x in z.items()}
+            z = {path: ctx.into(x, plus(x, -decay, params[path].to(x.dtype)).to(x.dtype)) for path, x in z.items()}
         z, new = inner.update_fn(wide, state, z, own, ctx)
+        # A rate that is a float64 tensor makes float64 of a 0-d leaf.
+        z = {path: at.to(olds[path].dtype) for path, at in z.items()}
         x = {path: ctx.put(towards, averages[path], at, share) for path, at in z.items()}
         y = {path: ctx.into(params[path], towards(at, x[path], momentum).to(params[path])) for path, at in z.items()}
         z = {path: at if at is olds[path] else ctx.into(olds[path], at) for path, at in z.items()}
