@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import zerofn as zf
-from zerofn.extend import flatten
+from zerofn.extend import Coded, Codes, flatten
 from zerofn.kernels import coded_adam as module  # inside: from which size on the kernel is called
 
 LOW: Any = dict(lr=0.1, weight_decay=0.1, state_dtype=torch.float32)
@@ -96,6 +96,16 @@ def test_what_the_kernel_leaves_to_the_formula():
     assert by_kernel == 2 and list(state.params) == list(params)
     other, _ = updated(tx, params, grads, 1 << 60)
     assert all(map(same, flatten(state)[0], flatten(other)[0]))
+
+
+def test_a_leaf_that_crosses_a_key_of_random_bits_is_left_to_the_formula():
+    """Also if its codes are rounded to nearest: its parameters are not."""
+    p, how = torch.ones(8, 256, dtype=torch.bfloat16), Codes()
+    coded = [Coded(how, *how.encode(p.float()), None)]
+    takes = lambda offset: module.CodedAdam(False, rounding="stochastic").takes(  # noqa: E731
+        [p], [p], coded, coded, offsets=[offset]
+    )
+    assert [takes(2**32 - at) for at in (2048, 2047, 1, 0)] == [[True], [False], [False], [True]]
 
 
 @pytest.mark.parametrize("missing", ["taken", "tail"])

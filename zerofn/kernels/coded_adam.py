@@ -73,7 +73,12 @@ class CodedAdam:
     rounding: str = "nearest"
 
     def takes(
-        self, params: Sequence[Tensor], grads: Sequence[Tensor], *slots: Sequence[Any], form: int = FORMAT
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        *slots: Sequence[Any],
+        form: int = FORMAT,
+        offsets: Sequence[int] = (),
     ) -> list[bool]:
         """For each leaf whether a kernel can update it, with the bits of torch.
 
@@ -81,10 +86,14 @@ class CodedAdam:
 
         Args:
             form: of the draws by which parameters are rounded.
+            offsets: the index in its leaf of the first element of each, if parameters are rounded at random.
         """
         if form != FORMAT or len(slots) != 2 or self.rounding == "kahan":
             return [False] * len(params)
         found = [self._takes(*row) for row in zip(params, grads, zip(*slots, strict=True), strict=True)]
+        # Random bits have another key after 2**32 elements.
+        ends = [start >> 32 == (start + p.numel() - 1) >> 32 for start, p in zip(offsets, params, strict=False)]
+        found = [taken and one_key for taken, one_key in zip(found, ends, strict=True)] if ends else found
         enough = sum([p.numel() for p, taken in zip(params, found, strict=True) if taken and p.is_cpu]) >= LARGE
         return found if enough else [taken and p.is_cuda for p, taken in zip(params, found, strict=True)]
 

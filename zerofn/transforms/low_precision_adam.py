@@ -146,7 +146,8 @@ class _Rounded:
 
     def takes_codes(self, group: LeafList) -> list[bool]:
         coded = CodedAdam(False, rounding=self.rounding)
-        return coded.takes(group.params, group.grads, *group.slots.values(), form=_format(group.shared))
+        more: Any = dict(form=_format(group.shared), offsets=group.offsets)
+        return coded.takes(group.params, group.grads, *group.slots.values(), **more)
 
     def coded_kernel(self, group: LeafList) -> None:
         numbers: Any = {key: float(x) for key, x in group.numbers.items()}
