@@ -133,7 +133,7 @@ def test_large_tensors_are_coded_in_pieces():
 @pytest.mark.parametrize("code", ["companded", "dynamic"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rounding_is_right_on_average(bits, code):
-    codes, n = Codes(bits, 256, code), 1024
+    codes, n = Codes(bits, 256, code), 4096
     least = {"companded": -1.0, "dynamic": -0.98 if bits == 8 else -0.8}[code]
     for numbers in (torch.linspace(-1, 1, 256).clamp(min=least), torch.linspace(1e-3, 1, 256)):
         if bits == 4 and numbers[0] > 0:
