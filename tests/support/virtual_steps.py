@@ -100,7 +100,7 @@ def _weights(name: str, weight: float = 3.0) -> dict[str, Any]:
 
 def attached(pipeline: str, leaves: int = 10, steps: int = 2, **how: Any) -> list[Asked]:
     """What one step asks, from the first operator of forward to the end of `step`; after others, which may build."""
-    return _attached(ROWS[pipeline].trained(BLOCK), leaves, steps, _weights(pipeline), **how)
+    return _own(_attached(ROWS[pipeline].trained(BLOCK), leaves, steps, _weights(pipeline), **how))
 
 
 def _attached(tx: zf.Transform, leaves: int, steps: int, given: dict[str, Any], **how: Any) -> list[Asked]:
@@ -116,11 +116,14 @@ def _attached(tx: zf.Transform, leaves: int, steps: int, given: dict[str, Any], 
             opt.step(**given)
             opt.zero_grad()
         found = rows
-    return _own(found)
+    return found
 
 
 def with_and_without_a_scale(leaves: int, stored: bool) -> list[int]:
-    """Launches of a step of an attached model that computes in fp16, and is `stored` so: with a loss scale, without."""
+    """Launches of a step of an attached model that computes in fp16, and is `stored` so: with a loss scale, without.
+
+    Those of the model and of autograd are counted too: a cast may be torch's own.
+    """
     scale = zf.scale_loss("dynamic", init_scale=2.0**4)
     narrow = zf.precision(store_dtype=FP16) if stored else zf.precision(param_dtype=FP16)
     last = zf.low_precision_adam(1e-3) if stored else zf.adamw(1e-3)
