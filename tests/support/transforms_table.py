@@ -748,7 +748,7 @@ ROWS: dict[str, Row] = {
     ),
     "quantize, low precision": Row(
         lambda at: _low(zf.quantize(zf.low_precision_adam(at.rate, state_dtype=F32), bits=4)),
-        host="quantize",
+        host="low_precision_adam",
         launches=7,
         often="launches",
     ),
