@@ -185,8 +185,6 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
         if isinstance(decay, Tensor) or decay:
             z = {path: ctx.into(x, plus(x, -decay, params[path].to(x.dtype)).to(x.dtype)) for path, x in z.items()}
         z, new = inner.update_fn(wide, state, z, own, ctx)
-        # A rate that is a float64 tensor makes float64 of a 0-d leaf.
-        z = {path: at.to(olds[path].dtype) for path, at in z.items()}
         x = {path: ctx.put(towards, averages[path], at, share) for path, at in z.items()}
         y = {path: ctx.into(params[path], towards(at, x[path], momentum).to(params[path])) for path, at in z.items()}
         z = {path: at if at is olds[path] else ctx.into(olds[path], at) for path, at in z.items()}
