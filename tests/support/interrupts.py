@@ -74,6 +74,9 @@ class Moment:
         ):
             # What was entered is closed by nobody but the garbage collector: Python has not begun the `with` yet.
             return
+        if event == "c_return" and getattr(arg, "__name__", "") == "__enter__":
+            # The same, of what is written in C: Python 3.14 delivers signals there, and leaves open what was entered.
+            return
         if "ExactWeakKeyDictionary" in frame.f_code.co_qualname or frame.f_code.co_filename == weakref.__file__:
             # A tensor goes, and weak references to it call this. Python prints what is raised in there, and goes on.
             return

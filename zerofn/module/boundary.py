@@ -29,6 +29,7 @@ from .._compat.autograd import (
 from .._compat.functorch import NOT_WRAPPED, functorch_active, level_of
 from .._compat.tensors import has_ended
 from .._errors import bad_leaves
+from .._interrupts import interrupts_held
 from ..core.pipeline import Pipeline
 from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, is_cast, multiplied
 from ..sharded.compiled import CompiledCalls
@@ -156,14 +157,15 @@ class NodeRanges:
     def __init__(self) -> None:
         self.ranges: list[NodeRange] = []
         self.added = 0
-        # Several threads may call the model.
-        self.lock = threading.Lock()
+        # Several threads may call the model. On Python 3.14 Ctrl-C may come between the taking of a lock and the body
+        # of `with`: the lock stays taken then, and its thread must be able to take it again.
+        self.lock = threading.RLock()
 
     def add(self, start: int, end: int, callers: Collection[int] = ()) -> None:
         """Add nodes from `start` to before `end`, made in a call of `callers`."""
         if end <= start:
             return
-        with self.lock:
+        with interrupts_held(), self.lock:
             self.added += 1
             new = [NodeRange(start, end, self.added, callers)]
             first, last = bisect_right(self.ranges, start, key=END), bisect_left(self.ranges, end, key=START)
