@@ -45,11 +45,17 @@ class Metrics(dict[str, Tensor]):
         return OrderedDict, (), None, None, iter(self.items())
 
 
+def _flat(metrics: Metrics) -> tuple[tuple[Tensor, ...], tuple[str, ...], tuple[str, ...]]:
+    """Values, and names twice: to make the dict again, and as paths. In the order in which optree has a dict's."""
+    names = tuple(sorted(metrics))
+    return tuple([metrics[name] for name in names]), names, names
+
+
 def _metrics(names: Iterable[str], values: Iterable[Tensor]) -> Metrics:
     return Metrics(zip(names, values, strict=True))
 
 
-register_global(Metrics, lambda m: (tuple(m.values()), tuple(m)), _metrics)
+register_global(Metrics, _flat, _metrics)
 register_pytree_node(Metrics, lambda m: (list(m.values()), tuple(m)), lambda values, names: _metrics(names, values))
 
 # ----------------------------------------------------------------------------------------------------------------------
