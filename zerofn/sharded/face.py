@@ -258,6 +258,29 @@ class Face(DTensor):
             mine = DTensor.from_local(self.to_local(), self.device_mesh, self.placements, **how)
             return mine.redistribute(device_mesh, placements, **kwargs)
 
+    # torch's DCP asks these three for what a rank saves and loads. It takes no `Partial`, which a number is: the first
+    # rank has it.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
+        if self.dim():
+            return super().__create_write_items__(fqn, object)
+        from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+        return _create_write_items(fqn, self._number()) if flat(self).numel() else []
+
+    def __create_chunk_list__(self) -> Any:
+        if self.dim():
+            return super().__create_chunk_list__()
+        from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+        return _create_chunk_list(self._number()) if flat(self).numel() else []
+
+    def __get_tensor_shard__(self, index: Any) -> Any:
+        return super().__get_tensor_shard__(index) if self.dim() else self._number()
+
+    def _number(self) -> Tensor:
+        return local_of(self).detach()
+
     def set_(self, *source: Any, **more: Any) -> Tensor:
         # torch does not call `__torch_function__` for it. To set a parameter to itself (spectral_norm) is allowed.
         if not source or source[0] is not self:
