@@ -510,6 +510,7 @@ def refuse_memory(x: Any) -> NoReturn:
             f"saving {x.of}",
             "its tensors are this rank's shards",
             "with opt.gathered(): torch.save(model.state_dict(), file), on every rank\n"
+            "dcp.async_save(get_model_state_dict(model), ...): of torch.distributed.checkpoint, on every rank\n"
             "zf.export_safetensors(path, opt.state), or zf.save(directory, opt) to go on from\n"
             "x.full_tensor() for the whole, on every rank; x.to_local() for this rank's rows by themselves",
         )
