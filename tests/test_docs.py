@@ -68,6 +68,52 @@ def on_a_rank(folder):
             raise
 
 
+def first_model(folder, *epochs):
+    """The last row and the parameters of the script of the page, which is run for so many epochs, then for so many."""
+    text = (DOCS / "first-model.md").read_text()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    for stop in epochs:
+        assert text.count("epochs = 10\n") == 1
+        page = run(text.replace("epochs = 10\n", f"epochs = {stop}\n"))
+    with page["opt"].gathered():
+        return page["history"][-1], [p.detach().clone() for p in page["model"].parameters()]
+
+
+def first_model_twice(folder):
+    """On each rank: of a run without a stop, and of one that is stopped twice and goes on."""
+    return first_model(folder / "whole", 10), first_model(folder / "stopped", 1, 5, 10)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_first_model_goes_on_with_the_same_bits_on_any_number_of_ranks(size, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    alone = first_model_twice(tmp_path / "one")
+    found = [alone] if size == 1 else zf.launch(first_model_twice, size, tmp_path / "ranks", timeout=limit(60))
+    for whole, stopped in found:
+        assert stopped[0] == whole[0] and all(map(torch.equal, stopped[1], whole[1]))
+        assert whole[0] == pytest.approx(alone[0][0], abs=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_data_and_random_numbers_of_the_page_on_saving_follow_from_the_step(every, tmp_path, monkeypatch):
+    """The page is stopped after a save in the middle of an epoch, and of a window if there is one."""
+    text = (DOCS / "saving.md").read_text().replace("zf.adamw(lr=1e-2)", f"zf.accumulate({every}), zf.adamw(lr=1e-2)")
+    found = []
+    for name, stops in {"whole": [None], "stopped": [8, None]}.items():
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        for stop in stops:
+            code = text.replace(
+                "        saves.save(opt)\n", f"        saves.save(opt)\n        if step == {stop}: break\n"
+            )
+            assert code != text
+            page = run(code)
+        assert page["step"] == 11
+        found.append([p.to_local() for p in page["model"].parameters()])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.slow
 def test_every_block_runs_on_two_ranks(tmp_path):
     """As written, with nothing added: one page after the other."""
