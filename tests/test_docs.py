@@ -110,7 +110,7 @@ def test_data_and_random_numbers_of_the_page_on_saving_follow_from_the_step(ever
             assert code != text
             page = run(code)
         assert page["step"] == 11
-        found.append([p.to_local() for p in page["model"].parameters()])
+        found.append([p.detach().clone() for p in page["model"].parameters()])
     assert all(map(torch.equal, *found))
 
 
