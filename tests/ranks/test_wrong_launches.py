@@ -78,6 +78,14 @@ def a_launch_in_a_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     zf.launch(rank, 2)
 
 
+@WRONG(RuntimeError, "a script, which each rank runs again", 'if __name__ == "__main__": zf.launch(fn, 2)')
+def a_script_without_a_guard_and_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    monkeypatch.setenv("ZEROFN_RANK", "1")
+    yield
+    zf.launch(rank, 2)
+
+
 @WRONG(ValueError, "no number of seconds", over=["soon", "-1", "0", "nan"])
 def a_limit_that_is_none(given: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("ZEROFN_TOGETHER_TIMEOUT", given)

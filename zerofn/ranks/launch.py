@@ -18,7 +18,7 @@ from typing import Any
 
 from .._errors import explain
 from .backend import default_backend
-from .fork_server import NOTE, NUMBER, load, main_file, pack, read, server, store_path, unnamed_file
+from .fork_server import NOTE, NUMBER, load, main_file, pack, pickler, read, server, store_path, unnamed_file
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The caller's side of one `launch` starts ranks, waits for them, and raises what the first one raised.
@@ -360,7 +360,11 @@ def _check(fn: Any, nproc: Any, timeout: Any, threads: Any, backend: Any, init: 
         raise TypeError(_wrong("init", init, "it is True, or False where fn makes the process group", "False"))
     if _MARK in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         wrong = f"launch inside rank {os.environ.get('RANK', '?')} of a job that is running already"
-        raise RuntimeError(explain(wrong, "its ranks are there", "fn(*args), on every rank"))
+        why, right = "its ranks are there", "fn(*args), on every rank"
+        if pickler() is pickle:
+            why += "; or this is a script, which each rank runs again, since cloudpickle is missing"
+            right += '; or if __name__ == "__main__": zf.launch(fn, 2)'
+        raise RuntimeError(explain(wrong, why, right))
     if not hasattr(socket, "send_fds"):
         why = "launch forks its ranks, which this system cannot"
         raise RuntimeError(explain("zf.launch(fn, nproc)", why, "torchrun --nproc-per-node 2 script.py"))
