@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import operator
 import os
 import re
 import sys
@@ -112,6 +114,16 @@ def test_data_and_random_numbers_of_the_page_on_saving_follow_from_the_step(ever
         assert page["step"] == 11
         found.append([p.detach().clone() for p in page["model"].parameters()])
     assert all(map(torch.equal, *found))
+
+
+def test_arguments_and_defaults_of_the_page_on_chains_are_those_of_the_functions():
+    written = (DOCS / "choosing.md").read_text().partition("```text\n")[2].partition("```")[0]
+    right = ""
+    for name in re.findall(r"^zf\.([\w.]+)", written, re.M):
+        signature = inspect.signature(operator.attrgetter(name)(zf))
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        right += f"zf.{name}{inspect.Signature(bare)}"
+    assert right and re.sub(r"\s", "", written).replace(",)", ")") == re.sub(r"\s", "", right)
 
 
 @pytest.mark.slow
