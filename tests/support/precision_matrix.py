@@ -305,35 +305,38 @@ def markdown() -> str:
     two, three, total = covering(2), covering(3), sum(1 for _ in every_cell())
     refused = sum(refusal(c) is not None for c in every_cell())
     lines = [
-        "| | values |",
+        "| what you choose | values |",
         "|---|---|",
         *(f"| {axis} | {', '.join(values)} |" for axis, values in AXES.items()),
         "",
         "## What is refused",
         "",
-        f"Of {total:,} combinations {refused:,} are refused when the state is made:",
+        f"There are {total:,} combinations of these values. zerofn refuses {refused:,} of them when the state is made:",
         "",
-        "| refused | because |",
+        "| refused combination | because |",
         "|---|---|",
         *(f"| {which} | {why} |" for which, _, _, why in REFUSED),
         "",
-        f"The other {total - refused:,} run. A test trains them on {RANKS} ranks and compares the change of every "
-        "parameter with float64:",
+        f"The other {total - refused:,} combinations run. A test trains a small model with such combinations on "
+        f"{RANKS} ranks, and compares the change of every parameter with a float64 reference. The command decides "
+        "which combinations it tries:",
         "",
-        "| command | combinations |",
+        "| command | combinations that the test tries |",
         "|---|---|",
-        f"| each run of the tests | {len(two)}, in which any two values meet that can |",
-        f"| `pytest -m slow` | {len(three)}, in which any three meet |",
+        f"| each run of the tests | {len(two)}, which contain every possible pair of values |",
+        f"| `pytest -m slow` | {len(three)}, which contain every possible triple of values |",
         "| `ZEROFN_MATRIX=all python -m pytest tests/transforms/test_precision_matrix.py` | all |",
         "",
-        "On 2 cores the last command takes 17 minutes for 26,000 combinations.",
+        "On 2 cores the last command tries 26,000 combinations in 17 minutes.",
         "",
         "## Bytes per parameter",
         "",
-        "A number of the table counts the parameter, its gradient, two moments, the compensation of `kahan`, and the "
-        "residual of `bf16+8`. Under ZeRO divide what is sharded by the number of ranks.",
+        "Each number in the table is the bytes per parameter of the parameter, its gradient, two moments, the "
+        "compensation of `kahan`, and the residual of `bf16+8`. The columns are for moments in fp32, bf16, bf16 with "
+        '`kahan`, 8 and 4 bits. "In backward" means `zf.attach(..., in_backward=True)`, which frees each gradient '
+        "during backward. Under ZeRO divide the bytes of each sharded tensor by the number of ranks.",
         "",
-        "| stored, gradients | moments fp32 | bf16 | `kahan` | in backward | 8 bits | in backward | 4 bits |",
+        "| stored, gradients | fp32 | bf16 | `kahan` | bf16, in backward | 8 bits | 8, in backward | 4 bits |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for stored, gradients in itertools.product(AXES["stored"], AXES["gradients"]):
