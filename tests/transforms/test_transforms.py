@@ -134,12 +134,32 @@ def looks_at_others(grad, param):
     return grad * (1 + len(seen_so_far()) % 3)
 
 
+@zf.leafwise
+def draws(grad, param):
+    return grad + torch.randn_like(grad)
+
+
+@zf.leafwise
+def draws_later(grad, param, *, step):
+    return grad + torch.randn_like(grad) * (step >= 1)
+
+
+@zf.leafwise(needs="element")
+def draws_by_itself(grad, param):
+    return grad + torch.randn(grad.shape, generator=torch.Generator().manual_seed(0))
+
+
+@zf.leafwise(init=torch.randn_like)
+def begins_by_chance(grad, param, state):
+    return grad + state, state
+
+
 BROKEN = Refusals()
 BROKEN.rows(
     AssertionError,
     *(
-        (functools.partial(check_transform, tx), law)
-        for tx, law in [
+        (functools.partial(check_transform, tx), *laws)
+        for tx, *laws in [
             (writes_gradient(), "The gradients were written"),
             (writes_state(), "The state was written"),
             (as_transform(Drifts()), "They changed with an update"),
@@ -147,7 +167,11 @@ BROKEN.rows(
             (fails_on_meta(), "They changed on meta tensors"),
             (dead(), "nothing is tested"),
             (walks_memory(), "strides of a gradient"),
-            (looks_at_others(), "looks_at_others"),
+            (looks_at_others(), "looks_at_others(): the same arguments", "reads something beside its arguments"),
+            (draws(), "draws(): the same arguments", "draws of torch's generators", "random_bits(g.numel()"),
+            (draws_later(), "draws_later(): the same arguments", "draws of torch's generators"),
+            (draws_by_itself(), "draws_by_itself(): it draws no random numbers", "random_bits(g.numel()"),
+            (begins_by_chance(), "Two calls of `init` differ", "draws of torch's", "init=torch.zeros_like"),
             (zf.masked(zf.clip_by_value(1.0), lambda path: True), "at the top of a module"),
         ]
     ),

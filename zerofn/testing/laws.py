@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._compat.tensors import memories
-from .._errors import bad_leaves
+from .._errors import bad_leaves, explain
 from ..core.chain import as_transform, chain
 from ..core.context import Context
 from ..core.facts import OF_PIECES, Scope
@@ -476,6 +476,12 @@ def _piece(x: Tensor, leaf: Leaf, spans: Mapping[str, tuple[int, int]], needs: s
 # `check_transform` checks all laws that every transform obeys.
 
 
+# Of transforms that draw random numbers.
+DRAWN = "draws of torch's generators depend on the number of ranks, and on whether a run was resumed"
+RANDOM_BITS = """random_bits(g.numel(), seed=seed, step=at.count, key=leaf_key(at.path), offset=at.offset)
+as in docs/writing-a-transform.md and in zerofn/transforms/add_noise.py"""
+
+
 def check_transform(tx: Any, params: Tree = None) -> None:
     """Check a transform, or a pipeline, against the laws that every transform obeys.
 
@@ -485,6 +491,7 @@ def check_transform(tx: Any, params: Tree = None) -> None:
     * `init` takes meta tensors. The structure of the state depends neither on values, nor on hyperparameters, nor on
       the number of updates.
     * No input is written. Strides of gradients do not matter. A leaf without a gradient is left alone.
+    * The same step gives the same bits again: nothing draws from torch's random generator.
     * A leaf alone is updated as in a bigger tree (leafwise transforms).
     * `donate=True` gives the bits of `donate=False`, in metrics too. `vmap` over stacked states is a loop over states.
     * In an attached model a transform after the optimizer gets the same old and new parameters as in a step.
@@ -544,6 +551,24 @@ def _purity(case: Case) -> None:
     moved = any(not torch.equal(state.leaves[p], x) for p, x in init(case.pipe, case.params).leaves.items())
     law = f"after {case.steps} micro-steps some parameter has changed. None has, so nothing is tested."
     assert moved, case.broken(law)
+
+
+def _repeats(case: Case) -> None:
+    draws, law = torch.get_rng_state(), "the same arguments give the same bits. "
+    right = "init=torch.zeros_like: a state that follows from the parameter alone"
+    try:
+        state = init(case.pipe, case.params)
+        assert_trees_equal(init(case.pipe, case.params), state, case.broken(law + "Two calls of `init` differ:"))
+        right = RANDOM_BITS
+        for i in range(case.steps):
+            new, again = (update(case.pipe, case.grads(state, i), state, **case.numbers)[0] for _ in range(2))
+            assert_trees_equal(again, new, case.broken(law + f"Micro-step {i}, made twice, differs:"))
+            state = new
+    except AssertionError as error:
+        why = DRAWN
+        if torch.equal(draws, torch.get_rng_state()):
+            why, right = "it reads something beside its arguments", "what changes as a part of the state"
+        raise AssertionError(explain(str(error).partition("\n  write:")[0], why, right)) from None
 
 
 def _identity(case: Case) -> None:
@@ -695,7 +720,12 @@ def _ensemble(case: Case) -> None:
         states = [step(s, b, **case.numbers)[0] for s, b in zip(states, batches, strict=True)]
         # A dict by path, since torch.func's tree library does not know classes that are registered with optree.
         rows = torch.vmap(lambda s, leaves: step(s, s.layout.join(leaves), **case.numbers)[0])
-        together = rows(together, _stack([make_layout(b)[1] for b in batches]))
+        try:
+            together = rows(together, _stack([make_layout(b)[1] for b in batches]))
+        except RuntimeError as error:
+            if "called random operation" not in str(error):
+                raise
+            raise AssertionError(explain(case.broken("it draws no random numbers."), DRAWN, RANDOM_BITS)) from error
     law = "vmap over stacked states is a loop over states."
     # Fused kernels and the formula under vmap round differently, once or twice an update; an ulp in fp32 may move a
     # rounding to 16 bits by a unit there.
@@ -779,6 +809,6 @@ def _views(case: Case) -> None:
 
 
 LAWS = (
-    *(_views, _purity, _identity, _layout, _facts, _strides, _missing, _one_leaf, _donate, _attached, _ensemble),
-    *(_held, _cut_anywhere, _stations),
+    *(_views, _purity, _repeats, _identity, _layout, _facts, _strides, _missing, _one_leaf, _donate),
+    *(_attached, _ensemble, _held, _cut_anywhere, _stations),
 )
