@@ -274,7 +274,8 @@ def launch(
 
     Args:
         fn: a function of a module, which is sent by name; or, if `cloudpickle` is installed, a function of a script, a
-            notebook or another function, which is sent by value.
+            notebook or another function, which is sent by value. Without `cloudpickle` each rank runs a script again to
+            find its function, so the call of `launch` stands under `if __name__ == "__main__":` there.
         nproc: the number of ranks.
         args: its arguments. Tensors in arguments and results are sent by value, and arrive on the CPU.
         timeout: seconds for the whole run; None or infinity for no limit.
