@@ -109,7 +109,8 @@ class StrategyMixin:
     * The module is not wrapped: the pipeline reduces gradients over ranks.
     * A checkpoint `name.ckpt` has unsharded weights, from the first rank, and no state of the optimizer. The directory
       `name.ckpt.zerofn` beside it has what `zf.save(directory, opt)` writes, for each optimizer. Move both together.
-    * `fit(ckpt_path=...)` goes on bit for bit, also on another number of ranks; `ckpt_path="best"` loads the weights.
+    * `fit(ckpt_path=...)` goes on bit for bit on as many ranks, and on another number of ranks up to
+      the order of sums; `ckpt_path="best"` loads the weights.
     """
 
     optimizers: Any
