@@ -117,8 +117,8 @@ def test_modules_import_one_way():
     ("library", "owners"),
     [
         ("optree", {"core.tree"}),
-        # A face is a DTensor by its class.
-        ("torch.distributed", {"ranks.backend", "ranks.dtensor", "sharded.face"}),
+        # A face is a DTensor by its class, and is asked by torch's DCP.
+        ("torch.distributed", {"ranks.backend", "ranks.dtensor", "sharded.face", "_compat.checkpoint"}),
         ("matplotlib", set()),
     ],
 )

@@ -264,16 +264,16 @@ class Face(DTensor):
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         if self.dim():
             return super().__create_write_items__(fqn, object)
-        from torch.distributed.checkpoint.planner_helpers import _create_write_items
+        from .._compat.checkpoint import items_to_write
 
-        return _create_write_items(fqn, self._number()) if flat(self).numel() else []
+        return items_to_write(fqn, self._number()) if flat(self).numel() else []
 
     def __create_chunk_list__(self) -> Any:
         if self.dim():
             return super().__create_chunk_list__()
-        from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+        from .._compat.checkpoint import chunks_to_read
 
-        return _create_chunk_list(self._number()) if flat(self).numel() else []
+        return chunks_to_read(self._number()) if flat(self).numel() else []
 
     def __get_tensor_shard__(self, index: Any) -> Any:
         return super().__get_tensor_shard__(index) if self.dim() else self._number()
