@@ -62,25 +62,38 @@ AXES: dict[str, tuple[str, ...]] = {
     "rounding": ("nearest", "stochastic", "kahan"),
 }
 
+AXES_IN_WORDS = {
+    "stored": "dtype of the stored parameters",
+    "gradients": "dtype of gradients",
+    "moments": "dtype of the moments of `low_precision_adam`",
+    "compute": "dtype in which the model computes",
+    "reduce": "dtype of sums over ranks",
+    "autocast": "`torch.autocast`",
+    "scale": "loss scale",
+    "zero": "ZeRO stage",
+    "offload": "what `offload` keeps in CPU memory",
+    "rounding": "rounding of `low_precision_adam`",
+}
+
 # (which cells, the words of the error, why). The error is raised before anything trains.
 REFUSED = (
     (
-        "moments fp16",
+        "fp16 moments",
         lambda c: c.moments == "fp16",
         r"low_precision_adam\(state_dtype=torch.float16\)(.|\n)*6e-8",
         "squared gradients fall below fp16's smallest number",
     ),
     (
-        "kahan, stored fp32 or bf16+8",
+        "`kahan` with fp32 or bf16+8 parameters",
         lambda c: c.stored in ("fp32", SPLIT) and c.rounding == "kahan",
         r"low_precision_adam\(rounding='kahan', .*nothing to round(.|\n)*: stored in torch.float32",
-        "updates in fp32 lose nothing that kahan could carry",
+        "updates in fp32 lose nothing that `kahan` could carry over",
     ),
     (
-        "stochastic, stored fp32 or bf16+8, moments fp32 or 8 bits",
+        "`stochastic` with fp32 or bf16+8 parameters, fp32 or 8-bit moments",
         lambda c: c.stored in ("fp32", SPLIT) and c.moments in ("fp32", *CODES) and c.rounding == "stochastic",
         r"low_precision_adam\(rounding='stochastic', .*nothing to round(.|\n)*: stored in torch.float32",
-        "it rounds nothing",
+        "there is nothing to round",
     ),
 )
 
@@ -307,19 +320,20 @@ def markdown() -> str:
     lines = [
         "| what you choose | values |",
         "|---|---|",
-        *(f"| {axis} | {', '.join(values)} |" for axis, values in AXES.items()),
+        *(f"| {AXES_IN_WORDS[axis]} | {', '.join(values)} |" for axis, values in AXES.items()),
         "",
         "## What is refused",
         "",
-        f"There are {total:,} combinations of these values. zerofn refuses {refused:,} of them when the state is made:",
+        f"There are {total:,} combinations of these values. When the state is made, zerofn refuses "
+        f"{refused:,} of these combinations:",
         "",
         "| refused combination | because |",
         "|---|---|",
         *(f"| {which} | {why} |" for which, _, _, why in REFUSED),
         "",
         f"The other {total - refused:,} combinations run. A test trains a small model with such combinations on "
-        f"{RANKS} ranks, and compares the change of every parameter with a float64 reference. The command decides "
-        "which combinations it tries:",
+        f"{RANKS} ranks, and compares the change of every parameter with a float64 reference. How many "
+        "combinations the test tries depends on the command:",
         "",
         "| command | combinations that the test tries |",
         "|---|---|",
@@ -327,14 +341,15 @@ def markdown() -> str:
         f"| `pytest -m slow` | {len(three)}, which contain every triple of values that can run |",
         "| `ZEROFN_MATRIX=all python -m pytest tests/transforms/test_precision_matrix.py` | all |",
         "",
-        "On 2 cores the last command tries 26,000 combinations in 17 minutes.",
+        "On 2 cores the command with `ZEROFN_MATRIX=all` tries 26,000 combinations in 17 minutes.",
         "",
         "## Bytes per parameter",
         "",
-        "Each number in the table is the bytes per parameter of the parameter, its gradient, two moments, the "
-        "compensation of `kahan`, and the residual of `bf16+8`. The columns are for moments in fp32, bf16, bf16 with "
-        '`kahan`, 8 and 4 bits. "In backward" means `zf.attach(..., in_backward=True)`, which frees each gradient '
-        "during backward. Under ZeRO divide the bytes of each sharded tensor by the number of ranks.",
+        "Each number in the table is a sum in bytes per parameter: the parameter, its gradient, its two moments, the "
+        "compensation of `kahan` and the residual of `bf16+8`. The first column names the dtype of the stored parameters "
+        "and the dtype of gradients. The other columns are for moments in fp32, in bf16, in bf16 with "
+        '`rounding="kahan"`, in 8 bits and in 4 bits. "In backward" means `zf.attach(..., in_backward=True)`, which '
+        "frees each gradient during backward. Under ZeRO divide the bytes of each sharded tensor by the number of ranks.",
         "",
         "| stored, gradients | fp32 | bf16 | `kahan` | bf16, in backward | 8 bits | 8, in backward | 4 bits |",
         "|---|---|---|---|---|---|---|---|",
