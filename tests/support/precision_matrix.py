@@ -87,7 +87,7 @@ REFUSED = (
         "`kahan` with fp32 or bf16+8 parameters",
         lambda c: c.stored in ("fp32", SPLIT) and c.rounding == "kahan",
         r"low_precision_adam\(rounding='kahan', .*nothing to round(.|\n)*: stored in torch.float32",
-        "updates in fp32 lose nothing that `kahan` could carry over",
+        "updates in fp32 lose nothing that `kahan` could carry",
     ),
     (
         "`stochastic` with fp32 or bf16+8 parameters, fp32 or 8-bit moments",
