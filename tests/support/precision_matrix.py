@@ -345,11 +345,12 @@ def markdown() -> str:
         "",
         "## Bytes per parameter",
         "",
-        "Each number in the table is a sum in bytes per parameter: the parameter, its gradient, its two moments, the "
-        "compensation of `kahan` and the residual of `bf16+8`. The first column names the dtype of the stored parameters "
-        "and the dtype of gradients. The other columns are for moments in fp32, in bf16, in bf16 with "
+        "Each number in the table is a sum in bytes per parameter: the parameter, its gradient, its two moments, "
+        "the compensation of `kahan` and the residual of `bf16+8`. The first column names the dtype of the stored "
+        "parameters and the dtype of gradients. The other columns are for moments in fp32, in bf16, in bf16 with "
         '`rounding="kahan"`, in 8 bits and in 4 bits. "In backward" means `zf.attach(..., in_backward=True)`, which '
-        "frees each gradient during backward. Under ZeRO divide the bytes of each sharded tensor by the number of ranks.",
+        "frees each gradient during backward. Under ZeRO divide the bytes of each sharded tensor by the number of "
+        "ranks.",
         "",
         "| stored, gradients | fp32 | bf16 | `kahan` | bf16, in backward | 8 bits | 8, in backward | 4 bits |",
         "|---|---|---|---|---|---|---|---|",
