@@ -86,7 +86,8 @@ class CodedAdam:
 
         Args:
             form: of the draws by which parameters are rounded.
-            offsets: the index in its leaf of the first element of each, if parameters are rounded at random.
+            offsets: for each parameter the index of its first element within the leaf. It is needed where parameters
+                are rounded at random.
         """
         if form != FORMAT or len(slots) != 2 or self.rounding == "kahan":
             return [False] * len(params)
@@ -257,7 +258,7 @@ def _has_bits_of_torch(
 
     Args:
         at: the index in its leaf of the sample's first element; with `None` codes are rounded to nearest.
-        device: of the kernel: -1 is the CPU, on which torch computes in either case.
+        device: the CUDA device of the kernel, or -1 for the CPU. torch computes the reference on the CPU in both cases.
     """
     place, numel = torch.device("cuda", device) if device >= 0 else torch.device("cpu"), shape[0] * shape[1]
     columns = [[x.reshape(shape).to(kind)] for (x,), kind in zip(native.sample(numel), (dtype, grad), strict=False)]
