@@ -87,13 +87,13 @@ REFUSED = (
         "`kahan` with fp32 or bf16+8 parameters",
         lambda c: c.stored in ("fp32", SPLIT) and c.rounding == "kahan",
         r"low_precision_adam\(rounding='kahan', .*nothing to round(.|\n)*: stored in torch.float32",
-        "updates in fp32 lose nothing that `kahan` could carry",
+        "fp32 updates lose nothing that `kahan` could keep",
     ),
     (
-        "`stochastic` with fp32 or bf16+8 parameters, fp32 or 8-bit moments",
+        "`stochastic`, parameters fp32 or bf16+8, moments fp32 or 8 bits",
         lambda c: c.stored in ("fp32", SPLIT) and c.moments in ("fp32", *CODES) and c.rounding == "stochastic",
         r"low_precision_adam\(rounding='stochastic', .*nothing to round(.|\n)*: stored in torch.float32",
-        "there is nothing to round",
+        "nothing is rounded to 16 bits",
     ),
 )
 
@@ -324,15 +324,15 @@ def markdown() -> str:
         "",
         "## What is refused",
         "",
-        f"There are {total:,} combinations of these values. When the state is made, zerofn refuses "
-        f"{refused:,} of these combinations:",
+        f"There are {total:,} combinations of these values. zerofn refuses {refused:,} of these combinations with an "
+        "error, before the first step:",
         "",
         "| refused combination | because |",
         "|---|---|",
         *(f"| {which} | {why} |" for which, _, _, why in REFUSED),
         "",
-        f"The other {total - refused:,} combinations run. A test trains a small model with such combinations on "
-        f"{RANKS} ranks, and compares the change of every parameter with a float64 reference. How many "
+        f"The other {total - refused:,} combinations run. A test trains a small model on {RANKS} ranks with one "
+        "combination after another, and compares the change of every parameter with a float64 reference. How many "
         "combinations the test tries depends on the command:",
         "",
         "| command | combinations that the test tries |",
@@ -345,10 +345,10 @@ def markdown() -> str:
         "",
         "## Bytes per parameter",
         "",
-        "Each number in the table is a sum in bytes per parameter: the parameter, its gradient, its two moments, "
-        "the compensation of `kahan` and the residual of `bf16+8`. The first column names the dtype of the stored "
-        "parameters and the dtype of gradients. The other columns are for moments in fp32, in bf16, in bf16 with "
-        '`rounding="kahan"`, in 8 bits and in 4 bits. "In backward" means `zf.attach(..., in_backward=True)`, which '
+        "The table shows bytes per parameter: the sum of the parameter, its gradient, its two moments, the rounding "
+        "error that `kahan` keeps and the residual that `bf16+8` keeps. A row is named by the dtype of the stored "
+        "parameters and the dtype of gradients. A column is named by the dtype of the moments. The column `kahan` "
+        'has moments in bf16 and `rounding="kahan"`. "In backward" means `zf.attach(..., in_backward=True)`, which '
         "frees each gradient during backward. Under ZeRO divide the bytes of each sharded tensor by the number of "
         "ranks.",
         "",
