@@ -480,12 +480,25 @@ def moved(mesh):
     opt.step()
 
 
-def sharded_after_attach(mesh):
-    model = net()
-    opt = zf.attach(model, zf.chain(zf.shard(), zf.adamw(1e-2)))
-    by_fsdp2(model, mesh)
-    loss_of(model, 0, 0).backward()
-    opt.step()
+def after_attach(change, *members):
+    """A model that is changed by torch after `zf.attach`, and a step of it."""
+
+    def go(mesh):
+        model = net()
+        opt = zf.attach(model, zf.chain(*members, zf.adamw(1e-2)))
+        change(model, mesh)
+        loss_of(model, 0, 0).backward()
+        opt.step()
+
+    return go
+
+
+def by_tensor_parallelism(model, mesh):
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+LATE = "blocks.0.up.weight: made a DTensor by fully_shard.*write: fully_shard .* first.*without shard, reduce_scatter"
 
 
 REFUSED = {
@@ -501,8 +514,15 @@ REFUSED = {
     "materialize": (materialized, ValueError, "materialize.*to_empty"),
     "gathered": (gathered, RuntimeError, "gathered.*full_tensor"),
     "moved": (moved, RuntimeError, "blocks.0.up.weight.*other memory.*before zf.attach"),
-    # In torch's words, which the page names.
-    "after attach": (sharded_after_attach, TypeError, "Invariant encountered: value was None"),
+    "after attach: shard": (
+        after_attach(by_fsdp2, zf.shard()),
+        RuntimeError,
+        "fully_shard.* after zf.attach.*shard has sharded the parameter blocks.0.norm.weight.*first, then zf.attach",
+    ),
+    "after attach: all_reduce": (after_attach(by_fsdp2, zf.all_reduce()), RuntimeError, LATE),
+    "after attach: reduce_scatter": (after_attach(by_fsdp2, zf.reduce_scatter()), RuntimeError, LATE),
+    "after attach: local": (after_attach(by_fsdp2, zf.local()), RuntimeError, LATE),
+    "after attach: tensor parallelism": (after_attach(by_tensor_parallelism, zf.all_reduce()), RuntimeError, LATE),
 }
 
 

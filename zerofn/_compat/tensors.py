@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from math import gcd
 from operator import attrgetter
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -316,6 +317,11 @@ def sharded_by_torch(model: nn.Module) -> list[str]:
     """The names of modules that `torch.distributed.fsdp.fully_shard` was applied to."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [name for name, x in model.named_modules() if isinstance(x, fsdp.FSDPModule)]
+
+
+def asked_by_fully_shard(frame: FrameType) -> bool:
+    """Whether `fully_shard` looks at a tensor from this frame, to shard it; or torch's `replicate`, made of it."""
+    return frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp._fully_shard")
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

@@ -139,6 +139,11 @@ def _cast_back(home: ResidentParams, error: BaseException) -> None:
 # What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters. Another
 # device has other addresses; only a leaf without elements has none.
 FIXED = attrgetter("shape", "dtype", "requires_grad")
+MADE_BY_TORCH = "made a DTensor by fully_shard or parallelize_module"
+ATTACH_LAST = (
+    "fully_shard of each block, and of the model, first (after parallelize_module), then opt = zf.attach(model, tx)\n"
+    "         with a tx without shard, reduce_scatter and all_reduce: FSDP2 reduces the gradients"
+)
 FROZEN_AT_ATTACH = "frozen when it was attached, so it has no state; requires_grad became True"
 
 
@@ -188,15 +193,16 @@ class Watch:
         with torch.DisableTorchFunctionSubclass():
             bad = [(path, why) for path, why in self._reasons() if why]
         pairs = zip(self.registered, self._registered(), strict=True)
-        found = [path for (name, before), (_, after) in pairs for path in _changed(name, before, after)]
-        changed = [(path, "added, removed or replaced") for path in found]
+        changed = [found for (name, before), (_, after) in pairs for found in _changed(name, before, after)]
         if not bad and not changed:
             # Frozen or unfrozen; or sharded parameters that the user gave other memory, in which they are stored since
             # (`adopted`). Submodules without parameters may have come, which are looked at in each step from here on.
             self.frozen, self.known = self._frozen(), (*now[:2], *self.known[2:])
         else:
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
-            if changed:
+            if any(reason == MADE_BY_TORCH for _, reason in changed):
+                right = ATTACH_LAST
+            elif changed:
                 right += ":\n         attach after adding adapters"
             if any(reason == FROZEN_AT_ATTACH for _, reason in bad):
                 right += (
@@ -242,11 +248,17 @@ def _reason(
     return FROZEN_AT_ATTACH if shown.requires_grad and not held else ""
 
 
-def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Paths of parameters and submodules that have changed. Submodules without parameters may come and go."""
+def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str]]:
+    """Paths of parameters and submodules that have changed, and how. Submodules without parameters may come and go."""
     names = sorted(n for n in before.keys() | now.keys() if before.get(n) is not now.get(n))
     of_parameters = [n for n in names if _has_parameters(before.get(n)) or _has_parameters(now.get(n))]
-    return [f"{name}.{n}".lstrip(".") for n in of_parameters]
+    return [(f"{name}.{n}".lstrip("."), _change(now.get(n))) for n in of_parameters]
+
+
+def _change(now: nn.Module | nn.Parameter | None) -> str:
+    # Under `shard` the attached parameters are DTensors too, and each is marked with its optimizer.
+    of_torch = is_distributed(now) and "_zerofn_owner" not in vars(now)
+    return MADE_BY_TORCH if of_torch else "added, removed or replaced"
 
 
 def _has_parameters(x: nn.Module | nn.Parameter | None) -> bool:

@@ -29,7 +29,16 @@ from torch.distributed.tensor import Partial as Unsummed
 
 from .._compat.autograd import arguments_of_functions, in_backward
 from .._compat.functorch import asked_by_compiler, functorch_active, uncompiled
-from .._compat.tensors import CONVERTING, local_of, memory, schema, set_local, spec_of, version
+from .._compat.tensors import (
+    CONVERTING,
+    asked_by_fully_shard,
+    local_of,
+    memory,
+    schema,
+    set_local,
+    spec_of,
+    version,
+)
 from .._errors import explain
 from ..core.layout import Leaf
 from ..core.view import Wire, over_ranks
@@ -517,6 +526,18 @@ def refuse_memory(x: Any) -> NoReturn:
     )
 
 
+def refuse_fully_shard(x: Any) -> NoReturn:
+    """Raise where `fully_shard` is about to shard a parameter. Its own error would be one of meshes."""
+    raise RuntimeError(
+        explain(
+            "fully_shard(model) after zf.attach(model, tx)",
+            f"shard has sharded the parameter {x.of.leaf.path} already, and FSDP2 would shard its rows once more",
+            "fully_shard(block) of each block and fully_shard(model) first, then zf.attach(model, tx) with a tx\n"
+            "without shard; or zf.attach(model, zf.chain(zf.shard(), ...)) alone, which replaces fully_shard",
+        )
+    )
+
+
 class Handed(NamedTuple):
     """A gradient hook of the user's. What it returns may be a full tensor."""
 
@@ -569,6 +590,9 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict, frame: Any) -> Any:
     if name == "register_post_accumulate_grad_hook":
         return func(args[0], AfterGradients(args[1], args[0]))
     if looks(name):
+        # Of every parameter, before `fully_shard` changes any.
+        if name == "is_contiguous" and asked_by_fully_shard(frame):
+            refuse_fully_shard(args[0])
         return func(*args, **kwargs)
     if name == "detach":
         # Above autograd, so that both count the same writes.
