@@ -39,7 +39,7 @@ def batch(rows):
 
 
 def loss_of(model, rows):
-    """The mean over the tokens of the answers, and how many they are."""
+    """The mean loss over the tokens of the answers, and the number of these tokens."""
     x, y, answer = batch(rows)
     return cross_entropy(model(x)[answer].float(), y[answer]), int(answer.sum())
 

@@ -39,7 +39,7 @@ def main(argv=None):
     rate = zf.schedules.warmup_cosine(3e-3, 20, 60 * len(loader))
     opt = zf.attach(model, zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(lr=rate), zf.ema(0.95)))
 
-    # A save and a row of the log belong to each epoch. What the run knows is in these two.
+    # Each epoch writes a save and a row of the log. A resumed run reads both.
     saves = zf.Checkpoints(o.out / "saves", last=1, best=1, largest=True)
     saves.load(like=opt)  # nothing happens at the first start
     done, log = int(opt.state.step) // len(loader), o.out / "log.csv"

@@ -13,7 +13,7 @@ import zerofn as zf
 
 
 def chains(steps):
-    """The first two need to know when the run ends. The third does not."""
+    """The first two optimizers must know when the run ends. The third need not."""
     return {
         "adamw": zf.adamw(lr=zf.schedules.warmup_cosine(1e-2, steps // 10, steps)),
         "lamb": zf.lamb(lr=zf.schedules.warmup_cosine(5e-2, steps // 10, steps)),
@@ -43,7 +43,7 @@ def main(argv=None):
         with torch.no_grad():
             losses["last weights"] = nn.functional.cross_entropy(model(held_out[0]), held_out[1]).item()
             if name == "schedule_free_adamw":
-                with opt.averaged():  # its average is what is to be used
+                with opt.averaged():  # evaluate the averaged weights
                     losses["average"] = nn.functional.cross_entropy(model(held_out[0]), held_out[1]).item()
         found[name] = losses
         print(f"{name:20}", "  ".join(f"{which} {loss:.3f}" for which, loss in losses.items()))

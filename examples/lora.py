@@ -14,7 +14,7 @@ import zerofn as zf
 
 
 class LoRA(nn.Module):
-    """A frozen layer, and beside it a product of two thin matrices that begins at zero."""
+    """A frozen layer plus a product of two thin matrices, which is zero at first."""
 
     def __init__(self, layer, rank=4):
         super().__init__()

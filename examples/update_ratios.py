@@ -20,7 +20,7 @@ def layer(path):
 
 
 def ratios():
-    """The length of an update as a share of the length of the weights, for each layer."""
+    """For each layer, the norm of the update divided by the norm of the weights."""
     return zf.watch(
         lambda old, new: {"update": (new - old).square().sum(), "weight": old.square().sum()},
         lambda update, weight: {"ratio": (update / weight).sqrt()},

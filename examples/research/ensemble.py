@@ -46,7 +46,7 @@ def sweep(rates, steps=60, seed=0):
 
 @zf.leafwise(optimizer=True, needs="leaf")
 def descend(direction, param, *, rates):
-    """Each member, a row of the leaf, goes by its own rate."""
+    """Each row of `param` is a member, and has its own learning rate."""
     return param - rates.view(-1, *[1] * (param.ndim - 1)) * direction
 
 

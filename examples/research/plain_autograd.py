@@ -10,7 +10,7 @@ import zerofn as zf
 
 
 def adapted(params, rate, x, y):
-    """One step of SGD on a task. `create_graph=True` says that its result is differentiated."""
+    """One step of SGD on a task. With `create_graph=True` autograd records this step."""
     tx = zf.sgd(rate)
     state, step = zf.init(tx, params, create_graph=True), zf.make_step(mse, tx, create_graph=True)
     state, _ = step(state, x, y)
