@@ -166,7 +166,7 @@ def _assigned(scope: ast.AST, name: str) -> list[tuple[int, Any]]:
 
 
 def chart(page: str) -> str:
-    """A picture of the table of benchmarks: of each row our number as a share of the one beside it."""
+    """A picture of the table of benchmarks: for each row, the figure of zerofn divided by the compared one."""
     shares = [(name, ours, beside) for name, ours, beside in _figures(page) if beside]
     most, wide, high, left = max(1.0, *(o / b for _, o, b in shares)), 300, 22, 250
     text = 'font-size="12" fill="currentColor"'
@@ -182,7 +182,7 @@ def chart(page: str) -> str:
         f'<line x1="{one:.0f}" y1="0" x2="{one:.0f}" y2="{bottom}" stroke="currentColor" stroke-dasharray="3"/>'
     )
     lines.append(f'<text x="{one:.0f}" y="{bottom + 15}" text-anchor="middle" {text}>the other, 1</text>')
-    about = "<p>Ours as a share of the one beside it; less is better.</p>"
+    about = "<p>Each bar is the figure of zerofn divided by the figure that it is compared with; less is better.</p>"
     size = f'width="{left + wide + 60}" viewBox="0 0 {left + wide + 60} {bottom + 20}" style="max-width:100%"'
     return f'{about}\n<svg {size} role="img">{"".join(lines)}</svg>'
 
