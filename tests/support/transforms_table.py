@@ -1,7 +1,8 @@
 """The table of transforms: each public transform, and plain chains of them, with the facts that tests ask about them.
 
 A new transform is one row: it stands in every test that takes its rows from here: `transforms/test_transforms.py`,
-`transforms/test_optimizers.py`, `laws/test_law_11_cutting.py`, `core/test_capture.py`, `test_waits_and_launches.py`.
+`transforms/test_optimizers.py`, `laws/test_law_11_cutting.py`, `core/test_capture.py`, `storage/test_every_row.py`,
+`test_waits_and_launches.py`.
 """
 
 from __future__ import annotations

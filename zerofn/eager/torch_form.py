@@ -83,6 +83,7 @@ class Names:
 
     Attributes:
         leaves: by path and name.
+        counts: by path, the name of the count of the leaf's updates; without leaves whose optimizer keeps none.
         numbers: what belongs to no leaf, by name.
         plain: whether counts of leaves tell all that belongs to none, as in `torch.optim`.
         apart: transforms with sums that are each rank's own.
@@ -94,6 +95,7 @@ class Names:
     paths: Mapping[int, str]
     values: Sequence[Any] | None = None
     leaves: dict[str, dict[str, NamedEntry]] = field(init=False)
+    counts: dict[str, str] = field(init=False, default_factory=dict)
     numbers: dict[str, NamedEntry] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +113,8 @@ class Names:
                 kept = LeafTensors(made.transforms, path, every)
                 names = torch_names(kept, optimizer.transform)
                 self.leaves[path] = {_of(self.rank, kept[x], name): kept[x] for name, x in names.items()}
+                if count := _count_of_updates(names, optimizer.prefix, optimizer.transform):
+                    self.counts[path] = count
         of_leaves = {id(x) for own in self.leaves.values() for x in own.values()}
         self.params: dict[str, Any] = dict(made.leaves)
         self.numbers = {OWN_ENTRY + STEP: made.step, OWN_ENTRY + "micro_step": made.micro_step}  # type: ignore[dict-item]
@@ -128,11 +132,15 @@ class Names:
         """By path, what a state dict has of each leaf."""
         has = {path: {name: x for name, x in own.items() if has_value(x)} for path, own in self.leaves.items()}
         out = {path: {name: _shown(name, x) for name, x in own.items()} for path, own in has.items()}
-        most = max([float(x) for own in out.values() for name, x in own.items() if name == STEP], default=0.0)
+        most = max([float(x) for path, own in out.items() if (x := self.updates(path, own)) is not None], default=0.0)
         if not self.plain and out:
             more = {name: _copy(x.value) for name, x in self.numbers.items()}
             out[next(iter(out))] |= more | {UPDATES: torch.tensor(int(most))}
         return out
+
+    def updates(self, path: str, own: Mapping[str, Any]) -> Any:
+        """The count of a leaf's updates among what a state dict has of it; `None` if it has none."""
+        return own.get(self.counts.get(path, STEP))
 
     def listed(self, path: str, kept: LeafTensors) -> LeafTensors:
         """What `opt.state[p]` lists: the names of a state dict, since torch's functions look for those."""
@@ -163,6 +171,13 @@ def torch_names(kept: LeafTensors, optimizer: Transform) -> dict[str, str]:
         # Two slots of a leaf would have one name.
         names = {name: name for name in kept if name != COUNT}
     return names | ({STEP if STEP not in names else COUNT: COUNT} if COUNT in kept else {})
+
+
+def _count_of_updates(names: Mapping[str, str], prefix: str, optimizer: Transform) -> str | None:
+    """The name of the optimizer's own count of a leaf, where transforms before it count too."""
+    if names.get(STEP) == COUNT:
+        return STEP
+    return next((name for name in (f"{prefix}{optimizer.name}.{COUNT}", f"{prefix}{COUNT}") if name in names), None)
 
 
 def _in_order(kept: LeafTensors, optimizer: Transform) -> list[str]:

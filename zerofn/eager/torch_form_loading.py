@@ -82,11 +82,14 @@ class Loading:
     def _compare(self) -> dict[str, float]:
         """Find what is to be written of each entry, and refuse what does not fit. The counts that ranks have alike."""
         there = self.there = self._by_path()
-        updates = [float(x[STEP]) for x in there.values() if _is_number(x.get(STEP))]
-        updates += [1.0 for x in there.values() if STEP not in x and _states(x)]
+        counts = {path: self.names.updates(path, x) for path, x in there.items()}
+        updates = [float(x) for x in counts.values() if _is_number(x)]
+        updates += [1.0 for path, x in there.items() if counts[path] is None and _states(x)]
         self.most = max(updates, default=0.0)
         self.told = self._told()
-        self.stale = UPDATES in self.told and int(self.told[UPDATES]) != int(self.most)
+        # No other library counts under another name than `step`, and without that zerofn once wrote 0 updates.
+        by_step = any(_states(x) and self.names.counts.get(path, STEP) == STEP for path, x in there.items())
+        self.stale = by_step and UPDATES in self.told and int(self.told[UPDATES]) != int(self.most)
         self.absent = self._absent()
         self.made_anew = tuple([path for path, own in self.names.leaves.items() if own and not _states(there[path])])
         for path, own in self.names.leaves.items():
