@@ -33,11 +33,12 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 def made_outside_of_graphs(fn: Made) -> Made:
     """Keep `fn`, which makes a transform, out of graphs; with `fullgraph=True` the error names it."""
     wrong = f"{fn.__name__}(...) inside of torch.compile(..., fullgraph=True)"
+    why = "it checks its arguments by code that the compiler cannot put into a graph"
     right = (
         f"tx = ...{fn.__name__}(...), outside of what is compiled; a number that changes between steps is a tensor,\n"
         "which a graph reads: rate = torch.tensor(0.1), zf.sgd(lr=rate), and later rate.fill_(0.05)"
     )
-    return uncompiled(fn, explain(wrong, "arguments of a transform are looked at by code that is in no graph", right))
+    return uncompiled(fn, explain(wrong, why, right))
 
 
 def plain(value: Any) -> Any:
@@ -75,7 +76,7 @@ def misfit(name: str, value: Any, low: float, high: float) -> str | None:
     """Why `value` is not a number in [low, high) that is finite in float32; `None` if it is."""
     if isinstance(value, Tensor) and value.ndim == 0:
         if not concrete(value):
-            return None  # a batch of them, or one that is not known before a graph is run
+            return None  # Python cannot read it: vmap has a batch of numbers, a graph has its value only when it runs
         value = value.item()
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -158,7 +159,7 @@ def check_positional(where: str, keywords: dict[str, Any]) -> None:
     """Raise a TypeError for keyword arguments where all arguments are passed on by position."""
     if keywords:
         given = ", ".join(map("{}=...".format, keywords))
-        why = "what follows comes by position, and is handed on so"
+        why = "these arguments are passed on by position"
         raise TypeError(explain(f"{where}, {given})", why, f"{where}, {', '.join(keywords)})"))
 
 
@@ -203,7 +204,7 @@ def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any, unrec
     value = plain(lr(step) if callable(lr) else lr)
     if unrecorded and isinstance(value, Tensor):
         if callable(lr):
-            # Called without a graph, as all that a step computes which is not recorded.
+            # The step runs under no_grad, where no result requires grad. So the schedule is called again to find out.
             with torch.enable_grad():
                 check_numbers([(f"{function}(lr={_name(lr)})", lr(step))], unrecorded)
         else:
@@ -224,7 +225,7 @@ def learning_rate(function: str, lr: float | Tensor | Schedule, step: Any, unrec
                 "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, labels)",
             )
         )
-    # On a GPU looking at it would wait for the device; inside vmap nobody may look.
+    # Reading a tensor of a GPU would wait for the device. Inside vmap reading it raises.
     looked_at = isinstance(value, int | float) or (concrete(value) and value.device.type == "cpu")
     if looked_at and not 0 <= value <= LARGEST:
         raise ValueError(
@@ -282,8 +283,8 @@ def floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     tensors = {name: x.detach() for name, x in metrics.items() if isinstance(x, Tensor)}
     found: dict[str, float] = {}
     for device in {x.device for x in tensors.values()}:
-        here = [name for name, x in tensors.items() if x.device == device]
-        # In float64: a step is counted beyond 2 ** 24.
+        names = [name for name, x in tensors.items() if x.device == device]
+        # fp32 cannot count steps beyond 2 ** 24. MPS has no float64.
         wide = torch.float64 if device.type != "mps" else torch.float32
-        found |= dict(zip(here, torch.stack([tensors[name].to(wide) for name in here]).tolist(), strict=True))
+        found |= dict(zip(names, torch.stack([tensors[name].to(wide) for name in names]).tolist(), strict=True))
     return {name: found[name] if name in found else float(x) for name, x in metrics.items()}

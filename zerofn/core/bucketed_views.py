@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 # These functions apply views to many leaves at once. They pack leaves into buckets and make one collective per bucket.
 
 
-# Bytes that one collective moves: a sixteenth of all leaves, so that buffers are small beside the model; but not so
-# small that latency dominates, and no larger than full bandwidth needs.
+# One collective moves a sixteenth of the bytes of all leaves, so that buffers are small beside the model. A smaller
+# bucket than LEAST_BYTES would be dominated by latency. A larger one than MOST_BYTES gains no bandwidth.
 LEAST_BYTES, MOST_BYTES, BUCKETS = 1 << 22, 1 << 24, 16
-# Full bandwidth needs more bytes on GPUs, where 25 MiB is the bucket of DistributedDataParallel; and more with more
-# ranks, since each sends its part of a bucket: 256 KiB of it over gloo, 1 MiB between GPUs.
+# The largest bucket on GPUs is 25 MiB, as that of DistributedDataParallel. It grows with the number of ranks, since
+# each rank sends its part of a bucket: that part is at least 256 KiB over gloo, and 1 MiB between GPUs.
 GPUS, RANKS_OF_GPUS, RANKS = 25 / 16, 16, 64
 
 
@@ -99,7 +99,7 @@ def view_all(view: View, xs: Leaves, leaves: Sequence[Leaf], into: Leaves | None
         if wire is None or not wire.cuts:
             return {leaf.path: view.view(xs[leaf.path], leaf) for leaf in leaves}
         if into:
-            # A caller who says where to write to gives the leaves of one bucket.
+            # A caller that passes `into` passes the leaves of one bucket.
             flat = [into[x.path] if len(x.shape) == 1 else into[x.path].view(-1) for x in leaves]
             wire.join_parts(wire.send_parts([xs[leaf.path] for leaf in leaves], leaves)[1], leaves, flat)
             return into
@@ -143,10 +143,10 @@ def pull_all(view: View, gs: Leaves, leaves: Sequence[Leaf], buckets: Sequence[S
             buffer = wire.pack(flat, bucket, numels, dtype, stored[paths[0]].device)
             found = wire.unpack(wire.send(buffer)[1], bucket, numels, list(map(gs.__contains__, paths)))
             if not wire.cuts:
-                # A shard stays flat.
+                # A wire that cuts returns flat shards, which stay flat.
                 found = [g if g is None else g.reshape(shape) for g, shape in zip(found, shapes, strict=True)]
             out.update({path: g for path, g in zip(paths, found, strict=True) if g is not None})
-        # Buckets are of one dtype each.
+        # With several dtypes the buckets have leaves in another order.
         return out if len(buckets) == 1 else {leaf.path: out[leaf.path] for leaf in leaves if leaf.path in out}
 
 
@@ -266,7 +266,10 @@ class Road:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Index of each leaf's first stored element in the whole leaf; box by box where the model itself is cut."""
+        """Index of each leaf's first stored element in the whole leaf, counted box by box if the model itself is cut.
+
+        Empty if every leaf is stored whole.
+        """
         begin = {x.path: 0 if x.within is None else x.within.before for x in self.leaves}
         if not self.cutting:
             return begin if any(begin.values()) else {}
@@ -310,10 +313,10 @@ class Road:
         If the last view is an all-gather it writes `into` tensors that are given, in one collective.
         """
         if stages:
-            here = self.leaves if which is None else which
+            which_leaves = self.leaves if which is None else which
             with torch.no_grad():
                 for i, stage in reversed(list(enumerate(stages))):
-                    leaves = view_all(stage, leaves, here, None if i else into)
+                    leaves = view_all(stage, leaves, which_leaves, None if i else into)
         return leaves
 
     def store(self, x: Tensor, leaf: Leaf) -> Tensor:
@@ -449,7 +452,7 @@ def spans_by_rank(cutting: Sequence[Wire], leaf: Leaf) -> Iterator[tuple[int, in
     for rank in range(first.group.size):
         wire = first.on(replace(first.group, rank=rank), None)
         if rest:
-            # What cuts behind another wire was made by `on_ranks`.
+            # `on_ranks` has made every wire that cuts behind another one.
             yield from spans_by_rank([replace(cast(ShardsOfShards, rest[0]), first=wire), *rest[1:]], leaf)
         else:
             yield wire.span(leaf)

@@ -17,15 +17,15 @@ from .transform import OfTensors, Transform
 def check_capturable(pipe: Pipeline, call: str) -> None:
     """Refuse a pipeline whose captured step would not be a step when it is replayed.
 
-    A replay repeats the operations of the device, with the addresses and the numbers of the host that the captured step
-    had. No code of the host runs.
+    A replay repeats the kernels of the captured step, with its addresses and with the Python numbers that it had. No
+    Python code runs.
 
     Args:
         pipe: the pipeline.
         call: what the user has called, for messages.
 
     Raises:
-        ValueError: every transform that reads a number, or that needs the host otherwise, is named.
+        ValueError: a transform reads a number in Python, or needs the host for something else; every one is named.
     """
     bad = [(_shown(part), _why(part)) for part in pipe.updates if not part.facts.capturable]
     on_host = all([leaf.device == "cpu" for leaf in pipe.layout.leaves])
@@ -34,7 +34,7 @@ def check_capturable(pipe: Pipeline, call: str) -> None:
             if callable(rate) and (reason := _asks(rate)):
                 bad.append((name, reason))
             elif isinstance(rate, Tensor) and rate.is_cpu and not on_host:
-                bad.append((name, "its rate is a tensor of the host, and every replay would have the number of now"))
+                bad.append((name, "its rate is a tensor of the host, and every replay would use its present value"))
     if any(group.size > 1 for group in pipe.step_groups):
         sharing = next((view.name for view in pipe.stages if view.wire is not None), "ranks")
         bad.append((sharing, "ranks exchange messages of the host in every step, which a replay does not"))
@@ -55,8 +55,8 @@ def _why(part: Transform) -> str:
 
 
 def _shown(part: Transform) -> str:
-    told = repr(part)
-    return told if len(told) <= 60 and not part.in_turn else part.name
+    text = repr(part)
+    return text if len(text) <= 60 and not part.in_turn else part.name
 
 
 def _rates(t: Transform) -> Iterator[tuple[str, Any]]:

@@ -139,8 +139,8 @@ def masked(transform: Transform, mask: Any) -> Transform:
     inner = _member(as_transform(transform), "masked")
 
     def labels(layout: Layout, paths: Set[str]) -> dict[str, str | None]:
-        here = values_by_path(mask, layout, "mask", bool, paths)
-        return {path: "on" if on else None for path, on in here.items()}
+        flags = values_by_path(mask, layout, "mask", bool, paths)
+        return {path: "on" if on else None for path, on in flags.items()}
 
     return _by_label("masked", labels, {"on": inner}, partial(_check_names, mask, "mask"))
 
@@ -177,7 +177,7 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
     inner = {k: None if t is None else _member(as_transform(t), "partition") for k, t in transforms.items()}
     outcomes = {k: _outcome(t) for k, t in inner.items() if t is not None}
     if len(set(outcomes.values())) > 1:
-        kinds = ", ".join(f"{k!r}: {told}" for k, (told, _) in outcomes.items())
+        kinds = ", ".join(f"{k!r}: {kind}" for k, (kind, _) in outcomes.items())
         raise ValueError(
             explain(
                 f"partition({{{kinds}}}, labels)",
@@ -221,10 +221,11 @@ def wrapped_optimizer(
         wrapper: the name of the function that wraps, for messages.
         transform: what the user has passed to it.
         wrap: returns the wrapper around one optimizer, made by `wrapped`.
-        rated: why the optimizer must tell its learning rate (`rate_of`), for the message; by default it need not.
+        rated: the reason why the optimizer must have a learning rate (`rate_of`), for the message; by default it need
+            not have one.
 
     Raises:
-        ValueError: the transform is no optimizer, or tells no rate and must.
+        ValueError: the transform is no optimizer, or has no learning rate and must have one.
     """
     inner = as_transform(transform)
     if inner.members_fn is not None:
@@ -234,7 +235,7 @@ def wrapped_optimizer(
         right = f"chain(clip_by_global_norm(1.0), {wrapper}(adamw(1e-3)))"
         raise ValueError(explain(f"{wrapper}({inner.name}(...))", why, right))
     if rated and inner.facts.rate is None:
-        why, right = f"{rated}, and it tells none", f"{wrapper}(sgd(0.1))"
+        why, right = f"{rated}, and {inner.name} has none", f"{wrapper}(sgd(0.1))"
         raise ValueError(explain(f"{wrapper}({inner.name}(...))", why, right))
     return wrap(inner)
 
@@ -256,10 +257,10 @@ def wrapped(
         init: the first values of the wrapper's own entries.
         update: as of a `Transform`.
         prepare: as of a `Transform`; by default that of `inner`.
-        facts: those that the wrapper changes. It has no counterpart in torch.
+        facts: the facts that the wrapper changes. The wrapper has no counterpart in torch.
 
     Raises:
-        ValueError: when a state is made, if both have an entry of one name.
+        ValueError: when a state is made, if the wrapper and the transform have entries of the same name.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -273,18 +274,18 @@ def wrapped(
         tensor([-2.])
     """
 
-    def both(leaves: Leaves, layout: Layout) -> TransformState:
+    def init_both(leaves: Leaves, layout: Layout) -> TransformState:
         state, own = inner.init_fn(leaves, layout), init(leaves, layout)
         if twice := sorted(state.keys() & own.keys()):
             what = ", ".join(map(repr, twice))
-            why = f"both would keep {what} in the state of {inner.name}: each has its own, and one would be lost"
-            raise ValueError(explain(f"a wrapper around {inner.name}(...)", why, "one of the two"))
+            why = f"the wrapper and {inner.name} have state entries of the same name, and one would be lost: {what}"
+            raise ValueError(explain(f"a wrapper around {inner.name}(...)", why, "other names in the wrapper's init"))
         return {**state, **own}
 
     return replace(
         inner,
         facts=replace(inner.facts, counterpart=None, torch_names=(), **facts),
-        init_fn=both,
+        init_fn=init_both,
         prepare_fn=prepare or inner.prepare_fn,
         update_fn=update,
         parts=(inner,),
@@ -292,10 +293,10 @@ def wrapped(
 
 
 def replace_innermost(t: Transform, fn: Callable[[Transform, Set[str], str], Transform], layout: Layout) -> Transform:
-    """The same transform with `fn` of each innermost transform: of each that does more than pass leaves to members.
+    """The same transform, with each innermost transform replaced by the result of `fn`.
 
-    `fn` gets the transform, the paths of its leaves, and the place of its state in the state of `t`: `""`, or keys
-    that each end in a slash.
+    A transform is innermost if it does more than pass leaves to members. `fn` gets the transform, the paths of its
+    leaves, and the place of its state in the state of `t`: `""`, or keys that each end in a slash.
     """
 
     def over(t: Transform, paths: Set[str], where: str) -> Transform:
@@ -312,7 +313,7 @@ def replace_innermost(t: Transform, fn: Callable[[Transform, Set[str], str], Tra
 
 
 def _running_fields(t: Transform) -> dict[str, Any]:
-    """The fields by which `t` is run, for a transform that prints, compares and pickles in its own way."""
+    """The fields with which `t` runs. A copy of another transform takes these and keeps its own name and config."""
     names = ("scope", "needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "hands_out", "named_fn")
     return {name: getattr(t, name) for name in names}
 
@@ -436,7 +437,7 @@ def _check_names(given: Any, what: str, layout: Layout, paths: Set[str]) -> None
         try:
             return [given(name) for name in names]
         except Exception:
-            # A dict of names that has no such name.
+            # The function may look names up in a dict, which raises KeyError for others.
             return None
 
     plain, wrapped = answers([p for p, _ in both]), answers([n for _, n in both])
@@ -444,10 +445,10 @@ def _check_names(given: Any, what: str, layout: Layout, paths: Set[str]) -> None
         return
     if plain is None or any(x != wrapped[0] for x in wrapped):
         path, name = next(((p, n) for p, n in both if n != p), both[0])
-        told = "raises" if plain is None else f"is {plain[0]!r} of every leaf"
+        answer = "raises" if plain is None else f"is {plain[0]!r} of every leaf"
         raise ValueError(
             explain(
-                f"{what} for names such as {name!r}: of {path!r} it {told}",
+                f"{what} for names such as {name!r}: of {path!r} it {answer}",
                 "torch.compile and other wrappers of modules put an attribute before names, which paths do not have",
                 f"{what} of names such as {path!r}: those of named_parameters() before the model is wrapped",
             )

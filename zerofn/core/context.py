@@ -171,8 +171,7 @@ class Context:
         weight: weight of this micro-batch, for instance its number of tokens.
         given: numbers of this step by name, such as the loss, that a transform wants (`Facts.wants`): 0-d tensors where
             the parameters are, means over ranks and, behind what accumulates, over the window; and tensors of largest
-            elements (`Facts.wants_largest`). Empty where a
-            `prepare_fn` is called for its rate alone.
+            elements (`Facts.wants_largest`). Empty where a `prepare_fn` is called for its rate alone.
         given_weight: the mean weight of this micro-batch over ranks.
         boundary: overrides whether the accumulation window closes now.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
@@ -248,7 +247,7 @@ class Context:
     def copied(self, old: Tensor, new: Tensor) -> Tensor:
         """As `into`, for a tensor that belongs to somebody else, such as a gradient: a copy if nothing is donated."""
         if not self.donate:
-            # What is recorded is never written, so there it need not be copied.
+            # A recorded step writes nothing in place, so there the tensors may share memory.
             return new.to(old.dtype, copy=not self.recorded)
         if self.unread:
             return self._write(old, new)
@@ -272,7 +271,7 @@ class Context:
 
     @property
     def choosing(self) -> Tensor | None:
-        """What says, on the device, whether donated memory is written; `None` where it is."""
+        """The tensor on the device that says whether donated memory is written; `None` where it is always written."""
         return self.comes if self.unread and isinstance(self.comes, Tensor) else None
 
     def _write(self, old: Tensor, new: Tensor) -> Tensor:
@@ -284,7 +283,7 @@ class Context:
         if not isinstance(several, TensorList):
             write_where(self.choosing, [old], [new])
         elif new is not old:
-            # What a formula returns as it was may have no elements.
+            # A formula may return its argument unchanged (new is old): there is nothing to write, maybe no element.
             chosen: Any = torch.where(self.choosing, new.to(old.dtype), old)
             several.copy_(chosen)
         return old
@@ -322,11 +321,11 @@ class Context:
         """`put` of each leaf, by path, in the memory of the old ones if that is donated: one call for all of them.
 
         Args:
-            operation: the name of one of torch's that knows lists of tensors, such as `"add"`.
+            operation: the name of an operation of torch that has a foreach form, such as `"add"`.
             olds: the first arguments, which the results replace.
             given: its second argument for all of them, a number; or by path, a tensor for each. A leaf without one has
                 no result.
-            begun: by path, whether there is a first argument; where not, the result is the second. From `read_each`.
+            begun: by path, whether the first argument counts; where not, the result is the second. From `read_each`.
         """
         several = isinstance(given, Mapping)
         if several and len(given) < len(olds):
@@ -347,7 +346,7 @@ class Context:
         return dict(olds)
 
     def _put_where(self, operation: str, olds: Leaves, given: Any, begun: Mapping[str, Any]) -> Leaves:
-        """`put_each` where some of the first arguments are not there, or Python cannot read whether they are."""
+        """`put_each` where some of the first arguments do not count, or Python cannot read whether they do."""
         there = {path: x for path, x in olds.items() if begun[path] is not False}
         found = self.put_each(operation, there, given)
         found |= self._copied_each({path: x for path, x in olds.items() if path not in there}, given)
@@ -442,7 +441,7 @@ class Context:
         return self.reduction.total(number, leaves)
 
     def total_each(self, rows: Leaves) -> Leaves:
-        """For each leaf, by path, a row of numbers that are sums over its elements, summed over ranks: in one message.
+        """Sum over ranks, in one message, a row of numbers for each leaf, by path; each is a sum over its elements.
 
         As `total`, whose result is one number of all leaves. Every rank passes the same paths, in one order.
         """
@@ -452,7 +451,7 @@ class Context:
         wide = functools.reduce(torch.promote_types, [row.dtype for row in rows.values()])
 
         def listed(here: Leaves) -> Tensor:
-            # Of a leaf that another rank counts nothing is left.
+            # `total` empties the row of a leaf that another rank counts. Zeros keep the length of the message.
             both = zip(here.values(), lengths, strict=True)
             found = [row if row.numel() == length else row.new_zeros(length) for row, length in both]
             return torch.cat([row.to(first.device, wide) for row in found])
@@ -473,7 +472,7 @@ class Context:
         """
         given = value
         if isinstance(value, float):
-            # A rate of 0.001 has other digits in a default dtype of 16 bits.
+            # A default dtype of 16 bits would round a rate of 0.001.
             value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
         elif not isinstance(value, Tensor):
             value = torch.as_tensor(value)
@@ -487,7 +486,7 @@ class Context:
         elif of is not None:
             value = of(value)
         elif value is given and not own:
-            # As it is now: a state is written later, and a rate that is the user's tensor is filled with others.
+            # The metric needs a copy: later steps write into a state, and the user writes into the tensor of a rate.
             value = value.clone()
         if self.recorded and value.is_floating_point():
             value = self.reduction.alike(value)
@@ -499,7 +498,7 @@ class Context:
             self.under_way.append(copies)
 
     def begun_copies(self, before: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-        """All noted copies, which have begun, and those from `before` this step that no later one of a queue covers."""
+        """Begin all noted copies. Returns them, and those from `before` this step whose queue has no later copy."""
         found = [copies.send() for copies in self.under_way]
         self.under_way.clear()
         later = {copy.queue for copy in found}
@@ -516,10 +515,10 @@ class Context:
 
 
 def _standing(comes: Any, value: Any, held: Any, of: Any) -> list[Any]:
-    """A metric of a step that comes, else one of a step before, maybe a number."""
+    """The metric of this step if an update reaches the transform, else `held`, which may be a Python number."""
     value = value if of is None else of(value)
     if isinstance(value, Tensor) and not isinstance(held, Tensor):
-        # Filled there: a copy of a number to a GPU would wait.
+        # torch.full writes the number on the device. Copying a tensor of the host to a GPU would wait.
         held = torch.full((), held, dtype=value.dtype, device=value.device)
     return [torch.where(comes, value, held)]
 
@@ -545,7 +544,7 @@ class Prepared:
         close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
             is gathered bucket by bucket, while a bucket is in the cache for its update.
         given: means over a window of the numbers that a step is given, for the transforms behind.
-        chosen: names of entries in `state` that are as they were where `Context.choosing` is false.
+        chosen: names of entries in `state` that keep their old values by themselves where `Context.choosing` is false.
         carries_state: whether the carry has the state, as that of a chain has the states of its transforms. Then each
             call of the update half is handed the state of all leaves, and returns entries of all leaves.
     """
@@ -566,13 +565,13 @@ def check_prepared(name: str, given: Any) -> Any:
         TypeError: it is something else, or its `emit` is.
     """
     if not isinstance(given, Prepared):
-        why = "what is decided before leaves are updated is a zerofn.extend.Prepared"
+        why = "a prepare_fn returns a zerofn.extend.Prepared"
         right = "return Prepared(), or Prepared(carry=..., state={...})"
         raise TypeError(explain(f"{name}: a prepare_fn that gives {kind_of(given)}", why, right))
     emit = given.emit
     if isinstance(emit, bool) or (isinstance(emit, Tensor) and emit.dtype is torch.bool and not emit.ndim):
         return given
-    told = f"<tensor of shape {tuple(emit.shape)}, {emit.dtype}>" if isinstance(emit, Tensor) else repr(emit)
-    wrong = f"{name}: a prepare_fn that gives Prepared(emit={told})"
-    why = "a step goes on to the right as a whole, or not: emit is a bool, or a 0-d tensor of bools"
+    shown = f"<tensor of shape {tuple(emit.shape)}, {emit.dtype}>" if isinstance(emit, Tensor) else repr(emit)
+    wrong = f"{name}: a prepare_fn that gives Prepared(emit={shown})"
+    why = "emit says of the step as a whole whether it goes on to the next transform: a bool, or a 0-d tensor of bools"
     raise TypeError(explain(wrong, why, "Prepared(emit=torch.isfinite(norm)) of a 0-d norm; flags.all() of several"))

@@ -69,10 +69,10 @@ def stretches(parts: Sequence[Transform]) -> tuple[Stretch, ...]:
         j = i + 1
         while j < len(parts) and parts[i].scope is not Scope.WHOLE and parts[j].scope is Scope.LEAF:
             j += 1
-        here = stretch(parts[i:j])
-        if any(map(gives_parameters, here.parts)) and any([part.facts.compares for part in parts[j:]]):
-            here = replace(here, keeps_old_for_later=True)
-        found.append(here)
+        current = stretch(parts[i:j])
+        if any(map(gives_parameters, current.parts)) and any([part.facts.compares for part in parts[j:]]):
+            current = replace(current, keeps_old_for_later=True)
+        found.append(current)
         i = j
     return tuple(found)
 
@@ -100,15 +100,15 @@ def report_held(parts: Sequence[Transform], states: dict[str, Any], params: Leav
             ctx.report(name, value)
         if part.members_fn is not None:
             whole = len(params) == len(ctx.layout.trained)
-            asked = ctx.layout if whole else ctx.layout.only(params.keys())
-            for key, (member, paths) in part.members_by_key(asked).items():
+            sublayout = ctx.layout if whole else ctx.layout.only(params.keys())
+            for key, (member, paths) in part.members_by_key(sublayout).items():
                 inner = {member.name: states[part.name][key]}
-                here = {path: x for path, x in params.items() if path in paths}
-                report_held([member], inner, here, ctx.inside(f"{part.name}.{key}"))
+                own = {path: x for path, x in params.items() if path in paths}
+                report_held([member], inner, own, ctx.inside(f"{part.name}.{key}"))
         elif part.in_turn:
             report_held(part.parts, states[part.name], params, ctx)
         elif rates_alone(part):
-            # One that looks at gradients is not run where there are none.
+            # There are no gradients here, so an optimizer that looks at them does not run.
             part.prepare_fn(states[part.name], None, params, ctx)
 
 
@@ -128,12 +128,12 @@ def standing(part: Transform, state: TransformState, params: Leaves, ctx: Contex
 # Bytes of parameters in one bucket: large enough that Python's cost per bucket vanishes, small enough
 # that a clipped copy of it does not show beside the states.
 BUCKET_BYTES = 1 << 22
-# On a GPU Python takes longer for a bucket of 4 MiB than the device does. Of large trees a bucket is an eighth, so that
-# a step has as many launches whatever the size of the model.
+# On a GPU Python takes longer for a bucket of 4 MiB than the device does. A bucket of a large tree is an eighth of it,
+# so that the number of launches does not grow with the size of the model.
 DEVICE_BUCKET_BYTES = 1 << 28
 WIDEST = 8  # bytes of a float64
 NOTHING = Prepared()
-# Read of every leaf in every step, and so from C.
+# Every step reads the dtype of every leaf. attrgetter does it in C, which is faster than a lambda.
 _DTYPE = attrgetter("dtype")
 
 
@@ -157,12 +157,12 @@ def run(
                 if fixed and (type(part.facts.rate) is float or (ctx.late and isinstance(part.facts.rate, OfTensors))):
                     continue
                 part.prepare_fn(states[part.name], None, params, replace(ctx, metrics={}, given={}, unread=ctx.late))
-    for i, here in enumerate(parts):
-        if here.keeps_old_for_later and old is None and (ctx.donate or ctx.donate_to_kernels):
+    for i, current in enumerate(parts):
+        if current.keeps_old_for_later and old is None and (ctx.donate or ctx.donate_to_kernels):
             old = {path: x.clone() for path, x in params.items()}
-        segment = Segment(here, states, params, ctx, signal, emitted, old)
+        segment = Segment(current, states, params, ctx, signal, emitted, old)
         ctx = segment.ctx
-        # Asked for before this stretch writes, since a schedule among them may fail.
+        # These metrics are computed before this stretch writes, since a schedule among them may raise an error.
         held = _held_metrics(segment.behind, parts[i + 1 :], states, params, ctx) if segment.held else {}
         signal = segment.feed(signal, params)
         for close in segment.closing:
@@ -220,7 +220,7 @@ class Segment:
         before: Leaves | None = None,
     ):
         self.before = before
-        # What writes in place would hand the new parameters to those behind it for the old ones.
+        # An update in place would overwrite the old parameters, which a transform behind it compares with.
         self.copies_old = parts.keeps_old and before is None and (ctx.donate or ctx.donate_to_kernels)
         self.ctx, self.params, self.stretch = ctx, params, parts
         self.emitted = emitted
@@ -229,12 +229,12 @@ class Segment:
         self.whole = first.scope is Scope.WHOLE
         if grads is not None and first.facts.watches:
             grads = {**params, **grads}
-        # Asked once: to enter a profiler range that nobody records takes longer than much of what is in it.
+        # Entering a profiler range that nobody records can take longer than the update in it.
         self.listened = ranges_wanted() if ctx.recorded else heard() is not None or profiler_runs()
         self.prepared: list[Prepared] = []
         self.closing: list[Callable[[], None]] = []
         self.held = False
-        # What comes to a `partition` comes to its members.
+        # An update that reaches a `partition` reaches its members.
         self.comes = comes = ctx.comes if emitted is True else emitted
         for part in parts.parts:
             if part.prepare_fn is nothing_to_prepare:
@@ -242,13 +242,13 @@ class Segment:
                 continue
             look = grads if part is first and part.scope is not Scope.LEAF else None
             # A transform without state, such as the norm among the metrics, may have no entry.
-            seen = before if before is not None and part.facts.compares else params
-            given = self.old.get(part.name, {}), look, seen, ctx if comes is True else self._context_of(part, comes)
-            made = _ranged(part, ctx, part.prepare_fn, *given) if self.listened else part.prepare_fn(*given)
+            leaves = before if before is not None and part.facts.compares else params
+            args = self.old.get(part.name, {}), look, leaves, ctx if comes is True else self._context_of(part, comes)
+            made = _ranged(part, ctx, part.prepare_fn, *args) if self.listened else part.prepare_fn(*args)
             if not isinstance(made, Prepared) or not isinstance(made.emit, bool):
                 check_prepared(part.name, made)
                 if ctx.donate_to_kernels:
-                    # What follows is chosen between old and new values, for each member of the batch.
+                    # A torch.where behind this one chooses, for each member of the batch, between old and new values.
                     self.ctx = ctx = replace(ctx, donate_to_kernels=False)
             self.prepared.append(made)
             if made.given:
@@ -332,15 +332,16 @@ class Segment:
                 return {}
             signal = out
             if not isinstance(p.emit, bool):
-                # An accumulation window that closes in a skipped step has the sum of the steps before.
-                emitted, comes = p.emit if emitted is True else emitted & p.emit, both(comes, p.emit)
-                # Only a derivative needs finite numbers where they are not chosen.
+                # `emitted` leaves out ctx.comes: a window that closes in a step which does not reach this transform
+                # has the sum of the steps before, and that sum must not be replaced by zeros.
+                emitted, comes = both(emitted, p.emit), both(comes, p.emit)
+                # A result that is not chosen must be finite only if it is differentiated.
                 signal = passed(emitted, out) if self.ctx.recorded else out
         return signal
 
     def _within_bucket(self) -> Context:
         """The context of updates that get only some of the leaves."""
-        # No cached_property: its lock breaks a compiled graph.
+        # A cached_property would break a compiled graph by its lock.
         if self.bucket_ctx is None:
             self.bucket_ctx = replace(self.ctx, reduction=WithinBucket(self.ctx.reduction))
         return self.bucket_ctx
@@ -370,7 +371,7 @@ class Segment:
                 old = new[part.name]
                 merged = {**old, **changed}
                 for key, x in p.state.items():
-                    # Of an entry into which its update has written as well, only what was prepared is taken from here.
+                    # The update may have written into the same entry: only the prepared tensors in it are replaced.
                     merged[key] = x if isinstance(x, Tensor) else overlaid(merged.get(key), moved(x, old.get(key)))
                 if emitted is not True:
                     merged |= select(
@@ -432,24 +433,24 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
     for name, entry in own.items():
         was = old.get(name)
         if entry is was:
-            # Of all leaves, each written in its memory.
+            # The update has written the tensors of all leaves in place.
             into[name] = entry
         elif type(entry) is not dict or type(was) is not dict or set(map(type, entry.values())) != {Tensor}:
             into[name] = overlaid(into.get(name, was), entry)
         elif name not in into and list(entry) == list(was):
-            into[name] = entry  # of all leaves, in their order
+            into[name] = entry  # it has all leaves, in their order
         else:
-            if name not in into:  # copied once, and not for each leaf that backward updates
+            if name not in into:  # one copy for all buckets: backward may bring leaves one by one
                 into[name] = dict(was)
             into[name].update(entry)
 
 
 def buckets(leaves: Leaves) -> list[list[str]]:
     """Paths in their order, in buckets of about `BUCKET_BYTES` each, on a GPU of `DEVICE_BUCKET_BYTES` or an eighth."""
-    # No `nbytes`: a compiler may take sizes for variables.
+    # Not `nbytes`, which the compiler does not trace with dynamic shapes.
     sizes = {path: x.numel() * x.element_size() for path, x in leaves.items()}
-    there = any(x.is_cuda for x in leaves.values())
-    most = max(DEVICE_BUCKET_BYTES, sum(sizes.values()) // 8) if there else BUCKET_BYTES
+    on_gpu = any(x.is_cuda for x in leaves.values())
+    most = max(DEVICE_BUCKET_BYTES, sum(sizes.values()) // 8) if on_gpu else BUCKET_BYTES
     found: list[list[str]] = []
     size = most
     for path, more in sizes.items():
@@ -489,15 +490,15 @@ def _update(grads: Leaves, state: TransformState, params: Leaves, found: Leaves,
     if ctx.recorded or ctx.norms is None:
         found.update(leaf_squares(grads))
     else:
-        # Those of the bucket before, if its optimizer has not computed them on its way.
+        # The optimizer of the previous bucket may not have computed its norms.
         if ctx.norms.requests:
             ctx.norms.all()
         ctx.norms.requests = dict(grads)
     return grads, state
 
 
-# Put before the optimizer where no clip stands, which reports the norm itself.
-# A user's transform cannot have a name with a dot.
+# The pipeline puts it before the optimizer if the chain has no clip: a clip reports the norm itself.
+# Its name has a dot, which the name of a user's transform cannot have.
 GRAD_NORM = Transform(
     ".grad_norm",
     needs="number",

@@ -49,8 +49,8 @@ def means_over_ranks(
     """
     first = next(iter(leaves.values())) if leaves else torch.zeros(())
     dtype = torch.promote_types(first.dtype, torch.float32)
-    there = {name: _number(name, x, largest.get(name, ()), ctx).to(first.device, dtype) for name, x in given.items()}
-    means = {name: x for name, x in there.items() if name not in largest}
+    numbers = {name: _number(name, x, largest.get(name, ()), ctx).to(first.device, dtype) for name, x in given.items()}
+    means = {name: x for name, x in numbers.items() if name not in largest}
     row, own = [*means.values()], torch.ones((), dtype=dtype, device=first.device)
     if weight is not None:
         own = weight_of(weight).to(own)
@@ -59,13 +59,13 @@ def means_over_ranks(
     *row, own = ctx.reduction.mean(torch.stack([*row, own])).unbind()
     if weight is not None:
         row = [x / torch.where(own != 0, own, torch.ones_like(own)) for x in row]
-    there.update(zip(means, row, strict=True))
+    numbers.update(zip(means, row, strict=True))
     if largest:
-        most = {name: there[name].detach() for name in largest}
+        most = {name: numbers[name].detach() for name in largest}
         row = ctx.reduction.max(torch.cat([x.reshape(-1) for x in most.values()]))
         parts = row.split([x.numel() for x in most.values()])
-        there.update({name: part.view(x.shape) for (name, x), part in zip(most.items(), parts, strict=True)})
-    return there, own
+        numbers.update({name: part.view(x.shape) for (name, x), part in zip(most.items(), parts, strict=True)})
+    return numbers, own
 
 
 def _number(name: str, value: Any, shape: tuple[int, ...], ctx: Context) -> Tensor:
@@ -113,7 +113,7 @@ def with_sums_of_given(
             return made
         weight = ctx.given_weight if t.facts.weighted else 1.0
         new: dict[str, Tensor] = {WEIGHT: state[WEIGHT] + weight}
-        # As `accumulate` leaves a mean of no weight to its own error.
+        # `accumulate` refuses a window without weight. Here its sum is divided by 1, so that no NaN comes first.
         total = new[WEIGHT]
         divisor = torch.where(total != 0, total, torch.ones_like(total)) if ctx.averaged else 1.0
         found = {}

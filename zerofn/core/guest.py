@@ -152,7 +152,8 @@ def complete(parts: tuple[Transform, ...]) -> tuple[Transform, ...]:
 # Inside the library a state is nested dicts of tensors.
 
 
-# What may stand in the state of another library beside tensors: part of its form, and the same in every step.
+# The state of another library may have values of these types beside tensors. They are part of its form, and may not
+# change from step to step.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, type, torch.dtype, torch.device, FunctionType)
 
 
@@ -170,10 +171,10 @@ class _Form(NamedTuple):
 
 
 class _Door:
-    """Makes nested dicts of tensors of the state of another library, which is any tree, and that tree again of them.
+    """Converts the state of another library, which is any tree, to nested dicts of tensors and back.
 
-    The containers are not in the state. The door knows those of the states that it has made. For a state from a file or
-    from another process, it asks the library once more for a first state.
+    The nested dicts do not have the containers of the tree. The door remembers those of the states that it has
+    converted. For a state from a file or from another process, it asks the library for a new first state.
     """
 
     def __init__(self, name: str, transformation: GradientTransformation):
@@ -189,25 +190,26 @@ class _Door:
         return _nested(tree, form)
 
     def outside(self, state: Any, params: Leaves) -> tuple[Any, _Form]:
-        """The tree that the library knows, of the tensors of a state, and its form."""
+        """The tree that the library expects, with the tensors of a state in it, and the form of the tree."""
         found = dict(_entries(state))
         names = _in_order(found)
         if (form := self.forms.get(names)) is None:
             form = self._form_of(self.transformation.init(dict(params)))
             if _in_order(form.names) != names:
                 mine, theirs = (", ".join(map("/".join, x)) or "nothing" for x in (_in_order(form.names), names))
-                raise ValueError(explain(f"{self.name} with a state of {theirs}", f"its own are of {mine}", "its own"))
+                wrong, why = f"{self.name} with a state that has {theirs}", f"a state that its init makes has {mine}"
+                raise ValueError(explain(wrong, why, "a state of the same transformation with the same arguments"))
         values = [x if name is None else found[name] for name, x in zip(form.names, form.plain, strict=True)]
         return tree_map(lambda i: values[i], form.numbered), form
 
     def inside(self, tree: Any, before: _Form) -> Any:
-        """What an update has made of such a tree, as nested dicts."""
+        """The tree that an update has returned, as nested dicts. `before` is the form of the tree that it got."""
         form = self._form_of(tree, before)
         if form.names == before.names and form.plain != before.plain:
             both = zip(tree_keys(tree), before.plain, form.plain, strict=True)
             bad = [(".".join(keys), f"{new!r} after {old!r}") for keys, old, new in both if old != new]
             right = "torch.tensor(0) in place of a number of Python: files and graphs have tensors"
-            raise ValueError(bad_leaves(f"{self.name}: what is no tensor changes in a state", bad, right))
+            raise ValueError(bad_leaves(f"{self.name}: a value that is no tensor changes in its state", bad, right))
         if form is not before and not torch.compiler.is_compiling():
             self.forms[_in_order(form.names)] = form
         return _nested(tree, form)

@@ -24,7 +24,7 @@ def card(title: str, *shown: str, text: str = "") -> str:
 
 
 def road(stops: Sequence[tuple[str, str]]) -> str:
-    """Boxes in a row with arrows between them: of each its name, and in small letters what else is to be seen.
+    """Boxes in a row with arrows between them. Each has a name, and below it more text in small letters.
 
     >>> road([("model", ""), ("sgd", "lr=0.1")]).count("&rarr;")
     1
@@ -69,21 +69,22 @@ COUNTS = (("", 1.0), ("thousand", 1e3), ("million", 1e6), ("billion", 1e9))
 
 
 def kept(tensors: Iterable[tuple[str, Sequence[str], int]], head: Sequence[str]) -> str:
-    """A table of bytes by part, of tensors of which each has a part, some words, and its bytes.
+    """A table of the bytes of each part. A tensor is given as its part, some words, and its bytes.
 
     >>> kept([("params", ["bf16"], 8), ("params", ["fp32"], 8)], ["dtype"]).count("bf16, fp32")
     1
     """
     words: dict[str, list[Counter[str]]] = {}
     sizes: Counter[str] = Counter()
-    for part, told, size in tensors:
+    for part, texts, size in tensors:
         sizes[part] += size
-        for seen, word in zip(words.setdefault(part, [Counter() for _ in head]), told, strict=True):
-            seen[word] += size
-    # Counters are left to the text: what has most of the bytes stands first.
+        for counter, word in zip(words.setdefault(part, [Counter() for _ in head]), texts, strict=True):
+            counter[word] += size
+    # The word with the most bytes comes first. A word with less than 1 % of them, such as the dtype of counters, stands
+    # in the text only.
     rows = [
         (
-            [part, *(", ".join(w for w, n in seen.most_common() if n >= sizes[part] / 100) for seen in columns)],
+            [part, *(", ".join(w for w, n in counter.most_common() if n >= sizes[part] / 100) for counter in columns)],
             sizes[part],
         )
         for part, columns in words.items()

@@ -171,7 +171,7 @@ class Within:
 
 
 def joined(flat: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Tensor:
-    """The full tensor, of its elements box by box.
+    """The full tensor. `flat` has its elements box by box.
 
     >>> joined(torch.arange(4), (2, 2), [((0, 0), (2, 1)), ((0, 1), (2, 1))])
     tensor([[0, 2],
@@ -307,7 +307,7 @@ class Placement:
     rank: int = 0
     size: int = 1
     together: int = 1
-    # Not compared: it says where leaves lie and not how, and a plan, which is made without ranks, has none.
+    # Not compared: a plan, which is made without ranks, has no axes and is equal to the placement on ranks.
     axes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     apart: tuple[str, ...] = ()
     copies: int = 1
@@ -517,7 +517,7 @@ def make_layout(
 
 def canonical(layout: Layout) -> Layout:
     """The one object for all equal layouts. A compiled step compares it by identity, and then makes no new graph."""
-    # Placements over other ranks compare equal, since `axes` is not compared, and still save other shards.
+    # `axes` is in the key: placements over other ranks compare equal without it, but save other shards.
     return _first_of(layout, layout.placement.axes, layout.wrapped)
 
 
@@ -573,7 +573,7 @@ def _plain(x: Any) -> Any:
 def _made(x: Any) -> Any:
     if type(x) is dict:
         if x.get("slots"):
-            why = "it does not say how slots lie over ranks in the words of this version"
+            why = "it describes how slots lie over ranks in a format that this version does not read"
             right = "zf.save(directory, state) with that version, and zf.load(directory, like=state) with this one"
             raise ValueError(explain("a state that zerofn 0.2 has pickled on several ranks", why, right))
         kind = next(kind for kind in _KINDS if kind.__name__ == x["kind"])

@@ -24,7 +24,7 @@ from .transform import Transform, TransformState
 from .tree import flatten, tree_map, unflatten
 
 P = ParamSpec("P")
-# Keyword-only arguments without a default that the library gives to a function which has them.
+# The library passes these to a function that has them as keyword-only arguments without a default.
 STEP, PATH = "step", "path"
 WIDER = ": it would lose bits there"
 
@@ -184,7 +184,7 @@ def _check_init(init: Any) -> None:
     try:
         signature = inspect.signature(init)
     except (TypeError, ValueError):
-        return  # of C, as torch.zeros_like
+        return  # a C function such as torch.zeros_like has no signature to check
     try:
         signature.bind(None)
     except TypeError as error:
@@ -233,7 +233,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
                 optimizes=optimizer,
                 rate=config.get("lr") if optimizer else None,
                 starts_wide=True,
-                # A function may ask for the number of its step.
+                # A function that gets `step` may read it in Python, which a captured graph does not run again.
                 capturable=not made.counts,
             ),
             init_fn=made.init,
@@ -295,7 +295,7 @@ class _OnLeaves:
                 rate = learning_rate(self.name, rate, now, ctx.unrecorded)
             found["lr"] = rate
         if ctx.recorded:
-            # All ranks have the same arguments, beside what each has of a leaf: a derivative by them is a sum.
+            # All ranks use the same arguments, each with its own shards. A derivative by one is a sum over ranks.
             found = tree_map(ctx.replicated, found)
         if self.optimizes and isinstance(rate := found.get("lr"), int | float | Tensor):
             ctx.report("lr", rate)
@@ -348,7 +348,8 @@ class _OnLeaves:
                 first, own = returned if stateful else (returned, {})
                 news, now = flatten(own)
             except Exception:
-                # Of lists a function may raise anything. What is wrong with it, it says of a leaf.
+                # A function that gets lists may raise any error. Its leaves then run one by one, and if that fails
+                # too, the error is about one leaf.
                 continue
             fits = now == form and all(type(x) is TensorList for x in (first, *news))
             if fits and all(_holds(old.dtype, new.dtype) for old, new in zip(olds, news, strict=True)):

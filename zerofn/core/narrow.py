@@ -1,8 +1,8 @@
-"""Numbers as bytes on the way: blocks of a message as codes of 8 bits with a scale each, and sums of what arrives.
+"""Messages of 8 bits for each number: codes for blocks of numbers, a scale for each block, and sums of what arrives.
 
-As in ZeRO++ (Wang et al., 2023): each rank codes its gradients for each other rank, sends the codes in one hop, and
-adds up in fp32 what it has decoded. Codes are never added. Other than there, gradients are rounded stochastically:
-right on average.
+As in ZeRO++ (Wang et al., 2023), each rank codes its gradients for each other rank, sends the codes in one hop, and
+adds the decoded numbers in fp32. Codes are never added. Unlike ZeRO++, gradients are rounded stochastically, so that
+the sum is right on average.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..ranks.group import Group
 
 
 AnyCodes = Codes | Float8
-# What may be asked for by name.
+# The codes that a user chooses by name.
 INT8 = Codes(8, 128, "linear", signed=True)
 CODES: dict[str, AnyCodes] = {"int8": INT8, "fp8": Float8(128)}
 
@@ -38,11 +38,11 @@ def codes_of_wire(function: str, wire: str | None, known: Sequence[str] = ("int8
     Args:
         function: the function that was called.
         wire: the argument.
-        known: what it may be.
+        known: the names that the function allows.
         name: of the argument.
 
     Raises:
-        ValueError: there are none of this name.
+        ValueError: the function does not allow this name.
 
     Examples:
         >>> codes_of_wire("reduce_scatter", "int8").nbytes(128)
@@ -93,7 +93,7 @@ def decoded_rows(message: Tensor, widths: Sequence[int], codes: AnyCodes) -> tup
 
 
 def summed_rows(message: Tensor, widths: Sequence[int], codes: AnyCodes) -> tuple[list[Tensor], Tensor]:
-    """The sum over ranks of the rows that have come from them: of each leaf its numbers, fp32, and of its flag."""
+    """Sums over ranks of the rows that they have sent: the numbers of each leaf, in fp32, and the flags."""
     rows, flags = decoded_rows(message, widths, codes)
     blocks = rows.sum(0).split_with_sizes(_padded(widths, codes.block))
     return [x[:n] for x, n in zip(blocks, widths, strict=True)], flags.sum(0)
@@ -117,7 +117,7 @@ def gather_codes(
 ) -> tuple[Decoding, Tensor]:
     """Begin to all-gather codes of shards (n,): a work handle, and the rows of all ranks, which `wait` fills.
 
-    Rows are (ranks, sum of widths) in the dtype of the shards; what pads a shard is zero.
+    Rows are (ranks, sum of widths) in the dtype of the shards. Shards are padded with zeros.
     """
     row = torch.cat([pad(x.to(torch.float32), (0, n - len(x))) for x, n in zip(parts, widths, strict=True)])
     mine = coded_rows(row[None], widths, codes, None)

@@ -3,8 +3,8 @@
 A step that is not recorded runs its kernels on plain numbers, so a derivative by a rate, a decay or a weight is lost.
 If the loss has a second term, its gradient still arrives, and nobody would see that the other term is missing.
 
-Arguments of transforms are looked at in each step. What a function of a user's has from elsewhere (a closure, a global)
-is no argument: the first step of a pipeline looks at what the function returns.
+Each step checks the arguments of transforms. A tensor that a user's function takes from a closure or a global is no
+argument: for it, the first step of a pipeline checks what the function returns.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A bucket is one piece of memory at either end, and one copy each way. While one bucket is updated, the next one is on
 its way to the device and the one before on its way back. The host waits for nothing: the device waits for a bucket
-before it updates it, and in the next step for what is still on its way back. A state that somebody looks at is waited
-for then (`State.transforms`). The device holds about three buckets of the state.
+before it updates it, and in the next step for what is still on its way back. `State.transforms` waits for all copies
+before it returns states. The device holds about three buckets of the state.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class Bucket:
         if self.flat is None:
             self.flat = self.packed.empty(self.device)
             self.beside = self.packed.views(self.flat)
-            # A state from a file, or from elsewhere, lies as it came; after its first step it lies in buckets. What was
-            # sent home is there with the rest of the bucket.
+            # The tensors of a bucket may be apart, as in a state from a file, until the first step lays them together.
+            # A bucket that was sent back lies in `home`.
             memory = self.packed.memory() if self.home is None else self.home
             pairs = list(zip(self.beside, self.tensors, strict=True)) if memory is None else [(self.flat, memory)]
             self.coming = queue(self.device, False).copy(pairs)
@@ -172,7 +172,7 @@ class Bucket:
         if self.home is None:
             self._make_home(donate)
         if new is not self.beside[i]:
-            # Another one of these tensors would be overwritten before it is read.
+            # `new` may be in the memory of the bucket, where another tensor would be written over it.
             assert self.flat is not None
             self.changed[i] = new if memories([new]).isdisjoint(memories([self.flat])) else new.clone()
         self.taken.add(i)
@@ -180,13 +180,13 @@ class Bucket:
         return self.homes[i]
 
     def _make_home(self, donate: bool) -> None:
-        there = self.tensors[0].device
-        pin = self.device.type == "cuda" and there.type == "cpu"
+        home_device = self.tensors[0].device
+        pin = self.device.type == "cuda" and home_device.type == "cpu"
         memory = self.packed.memory() if donate else None
         if memory is not None and (not pin or memory.is_pinned()):
             self.home, self.homes = memory, list(self.tensors)
         else:
-            self.home = self.packed.empty(there, pin)
+            self.home = self.packed.empty(home_device, pin)
             self.homes = self.packed.views(self.home)
 
     @property
@@ -202,12 +202,12 @@ class Bucket:
                 foreach("copy_", [self.beside[i] for i in self.changed], list(self.changed.values()))
                 self.changed = {}
             self.leaving = queue(self.device, True).copy([(self.home, self.flat)])
-            # Written by way of the memory that they have together.
+            # The copy wrote their common memory, so autograd has not counted it as a write into each of them.
             increment_version(self.homes)
         return self.leaving
 
     def wait_on_host(self) -> None:
-        """Return once the new values are where they live. Whoever needs them on the device copies them again."""
+        """Return once the new values have been copied back. A later use on the parameters' device copies them again."""
         self.send().wait_on_host()
         self.drop()
 
@@ -232,14 +232,14 @@ class Conveyor:
     def __init__(self, state: TransformState, params: Leaves, ctx: Context):
         self.params, self.recorded = params, ctx.recorded
         self.buckets = [] if ctx.recorded else list(_buckets(state, params))
-        # By the address of a tensor's object, its bucket and its place there.
+        # id(tensor) -> its bucket and its index in the bucket.
         self.places = {id(x): (bucket, i) for bucket in self.buckets for i, x in enumerate(bucket.tensors)}
         self.of_leaf: dict[str, list[int]] = {}
         for i, bucket in enumerate(self.buckets):
             for path in bucket.paths:
                 self.of_leaf.setdefault(path, []).append(i)
         self.of_all = [i for i, bucket in enumerate(self.buckets) if not bucket.paths]
-        # That of tensors which belong to no leaf.
+        # The device of tensors that belong to no leaf.
         devices = {x.device for x in params.values()}
         self.device = devices.pop() if len(devices) == 1 else None
         self.last = -1
@@ -247,7 +247,7 @@ class Conveyor:
 
     @staticmethod
     def guarded(inner: Transform) -> Transform:
-        """`inner`, whose results share no memory: what is copied here would be copied once more behind it."""
+        """`inner` with the guard that copies results which share memory. Behind a conveyor it would copy once more."""
         return guard(inner, 1, True) if inner.facts.keeps else inner
 
     @staticmethod
@@ -277,7 +277,7 @@ class Conveyor:
             needed.update(dict.fromkeys(self.of_leaf.get(path, ())))
         if needed:
             while len(self.sent) > 1:
-                # Its memory on the device is used again.
+                # This frees its memory on the device for the next bucket.
                 sent = self.sent.popleft()
                 sent.send().wait_on_device()
                 sent.drop()
@@ -383,19 +383,23 @@ def update_on_host(
         ctx: of the step.
     """
     host, own = torch.device("cpu"), {slot: x for slot, x in state.items() if slot != MASTERS}
-    seen, given = {path: params[path] for path in grads}, grads
+    host_params, host_grads = {path: params[path] for path in grads}, grads
     staged: list[_Staged] = []
     if ctx.recorded:
-        seen, given = ({path: x.to(host) for path, x in leaves.items()} for leaves in (seen, given))
+        host_params, host_grads = (
+            {path: x.to(host) for path, x in leaves.items()} for leaves in (host_params, host_grads)
+        )
     else:
-        away = {path: x for path, x in seen.items() if x.device != host}
+        away = {path: x for path, x in host_params.items() if x.device != host}
         for device in dict.fromkeys(x.device for x in away.values()):
             staged.append(_Staged([path for path, x in away.items() if x.device == device], params, grads))
         for one in staged:
-            seen, given = {**seen, **one.params}, {**given, **one.grads}
+            host_params, host_grads = {**host_params, **one.params}, {**host_grads, **one.grads}
     masters = state.get(MASTERS)
-    wide = seen if masters is None else {path: _current(masters[path], x, ctx) for path, x in seen.items()}
-    out, new = inner.update_fn(given, own, wide, carry, ctx)
+    wide = (
+        host_params if masters is None else {path: _current(masters[path], x, ctx) for path, x in host_params.items()}
+    )
+    out, new = inner.update_fn(host_grads, own, wide, carry, ctx)
     if masters is not None:
         new = {**new, MASTERS: {**masters, **out}}
         out = {path: x.to(params[path].dtype) for path, x in out.items()}
@@ -413,7 +417,7 @@ MASTERS = "master"
 
 
 def _current(master: Tensor, seen: Tensor, ctx: Context) -> Tensor:
-    """The master of a parameter; where somebody has written into the parameter, its value of now."""
+    """The master of a parameter. Elements that somebody has written into the parameter have their new values."""
     before = master.to(seen.dtype)
     if not ctx.recorded and torch.equal(before, seen):
         return master
@@ -430,14 +434,16 @@ class _Staged:
 
     def __init__(self, paths: Sequence[str], params: Leaves, grads: Leaves):
         self.paths = paths
-        given = [*(params[path] for path in paths), *(grads[path] for path in paths)]
-        device, packed = given[0].device, Packed(given)
+        tensors = [*(params[path] for path in paths), *(grads[path] for path in paths)]
+        device, packed = tensors[0].device, Packed(tensors)
         self.flat, self.home = packed.empty(device), packed.empty(torch.device("cpu"), device.type == "cuda")
-        self.there, here = packed.views(self.flat), packed.views(self.home)
-        foreach("copy_", self.there, given)
+        self.there, on_host = packed.views(self.flat), packed.views(self.home)
+        foreach("copy_", self.there, tensors)
         self.home.copy_(self.flat)
         self.end = packed.offsets[len(paths)]
-        self.params, self.grads = (dict(zip(paths, x, strict=True)) for x in (here[: len(paths)], here[len(paths) :]))
+        self.params, self.grads = (
+            dict(zip(paths, x, strict=True)) for x in (on_host[: len(paths)], on_host[len(paths) :])
+        )
 
     def back(self, new: Leaves, params: Leaves, donate: bool) -> Leaves:
         """New parameters on the device, in the memory of the old ones if that is donated."""

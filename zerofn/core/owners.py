@@ -71,7 +71,7 @@ def assign_owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
     found: dict[str, int] = {}
     for leaf in sorted(leaves, key=lambda leaf: -leaf.numel):
         found[leaf.path] = min(range(size), key=lambda rank: load[rank])
-        # A leaf without elements is work too, or one rank would have all of them.
+        # A leaf without elements counts as 1, so that not all of these go to one rank.
         load[found[leaf.path]] += leaf.numel + 1
     return found
 
@@ -119,26 +119,26 @@ class AxisExchange:
 
     def to_pieces(self, wholes: Leaves | Exception, like: Leaves, first: Tensor, nothing: Tensor | None) -> Leaves:
         out: Leaves = {}
-        here = self.wire.group.rank
+        own_rank = self.wire.group.rank
         # If no leaf travels along this axis, a flag is sent all the same: a rank that owns none may have failed too.
         for leaves in self._by_dtype(like) or [[]]:
             first, owned = like[leaves[0].path] if leaves else first, self._by_owner(leaves)
-            mine = owned[here]
+            mine = owned[own_rank]
             if isinstance(wholes, Exception):
                 flat = {leaf.path: first.new_zeros(leaf.numel) for leaf in mine}
             else:
                 flat = {leaf.path: wholes[leaf.path].to(first.dtype).reshape(-1) for leaf in mine}
             sent = [[flat[x.path][slice(*self.spans[rank][x.path])] for x in mine] for rank in self._ranks]
-            lengths = [[self._length(here, x) for x in of_rank] for of_rank in owned]
-            # Not in a graph: Python cannot branch there, and a function that raises has done so before its graph runs.
-            tells = concrete(first)
-            if not tells and not leaves:
+            lengths = [[self._length(own_rank, x) for x in of_rank] for of_rank in owned]
+            # A graph sends no flag: Python cannot branch in it, and a function that raises does so while it is traced.
+            sends_flag = concrete(first)
+            if not sends_flag and not leaves:
                 continue
-            if tells:
-                said = first.new_full((1,), float(isinstance(wholes, Exception)))
-                sent, lengths = [[*parts, said] for parts in sent], [[*of_rank, 1] for of_rank in lengths]
+            if sends_flag:
+                flag = first.new_full((1,), float(isinstance(wholes, Exception)))
+                sent, lengths = [[*parts, flag] for parts in sent], [[*of_rank, 1] for of_rank in lengths]
             got, _ = self._exchange(sent, lengths, first, nothing)
-            if tells and bool(torch.cat([parts.pop() for parts in got]).any()):
+            if sends_flag and bool(torch.cat([parts.pop() for parts in got]).any()):
                 raise OwnerFailed(self.failures(wholes))
             for of_rank, parts in zip(owned, got, strict=True):
                 out.update({leaf.path: part.view(-1) for leaf, part in zip(of_rank, parts, strict=True)})
@@ -232,10 +232,10 @@ class OwnerExchange:
             OwnerFailed: on every rank, if there are none on one.
         """
         for i, axis in enumerate(self.axes):
-            here = _owned_here(self.axes[i + 1 :], like)
+            owned = _owned_here(self.axes[i + 1 :], like)
             try:
-                wholes = axis.to_pieces(wholes, {path: like[path] for path in here}, first, nothing)
-            except Exception as error:  # which the other axes are told too
+                wholes = axis.to_pieces(wholes, {path: like[path] for path in owned}, first, nothing)
+            except Exception as error:  # the exchanges along the other axes send it on
                 wholes = error
         if isinstance(wholes, Exception):
             raise wholes
@@ -273,7 +273,7 @@ def owner_exchange(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> OwnerEx
     rank_of = assign_owners(leaves, size)
     axes = []
     for wire in cutting:
-        # How many ranks have one part of a leaf behind this axis.
+        # The number of ranks among which the later axes divide one shard of this axis.
         size //= wire.group.size
         along = {path: rank // size % wire.group.size for path, rank in rank_of.items()}
         axes.append(AxisExchange.of(wire, leaves, along))
@@ -313,7 +313,7 @@ def hung_on(nothing: Tensor | None, state: Any) -> Any:
     def hung(x: Any) -> Any:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        # To subtract a zero changes no bit, and to add one the sign of another.
+        # Subtracting 0.0 changes no bit. Adding 0.0 would turn -0.0 into 0.0.
         if x.numel() > 1 and not any(x.stride()):
             # A leaf that another rank owns: it stays one element, expanded.
             return (x[(0,) * x.dim()] - zero.to(x)).expand(x.shape)
@@ -341,7 +341,7 @@ def local_rows(cutting: Sequence[Wire], leaves: Sequence[Leaf]) -> Rows:
         if all(rows_between(leaf.shape, *span) is not None for span in spans_by_rank(cutting, leaf)):
             mine = rows_between(leaf.shape, *cutting[-1].span(leaf))
             assert mine is not None
-            # One number is a row of one: without a dimension its state could not be told from a counter.
+            # A 0-d leaf is a row of one element: 0-d, its state could not be distinguished from a counter.
             found[leaf.path] = mine or (1,)
     return found
 
@@ -364,15 +364,15 @@ def on_rows(t: Transform, rows: Rows, paths: Collection[str]) -> Transform:
         return reshaped(state, flat)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        there = reshaped(state, rows)
-        out, new = t.update_fn(_reshaped(grads, rows), there, _reshaped(params, rows), carry, ctx)
+        by_row = reshaped(state, rows)
+        out, new = t.update_fn(_reshaped(grads, rows), by_row, _reshaped(params, rows), carry, ctx)
         return None if out is None else _reshaped(out, flat), reshaped(new, flat)
 
     return replace(t, needs="element", init_fn=init, update_fn=update)
 
 
 def _check_rows(t: Transform, found: Sequence[tuple[Name, Any]], rows: Rows) -> None:
-    """Refuse a first state of rows with a tensor of another shape: of a flat shard nobody could tell its shape."""
+    """Refuse a first state with a tensor of another shape than the rows: stored flat, it would lose its shape."""
     name = t.name
     wrong = [
         ("/".join(filter(None, at)), f"of shape {tuple(x.shape)}, of rows of shape {rows[at.path]}")
@@ -431,7 +431,7 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
         if not _may_be_owned(part):
             return part
         if part.idle and part.init_fn is no_state:
-            # A view alone: nothing would travel but what comes back as it was.
+            # It has only a view, so owners would send back the gradients that they got.
             return replace(part, needs="element")
         rows: Rows = local_rows(cutting, leaves) if part.needs == "row" else {}
         if rows:
@@ -456,8 +456,8 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
     owned = {leaf.path for leaf in at.leaves}
 
     def init(pieces: Leaves, layout: Layout) -> TransformState:
-        here = {path: x for path, x in pieces.items() if path not in owned}
-        shapes = {**{path: x.shape for path, x in here.items()}, **{x.path: x.shape for x in at.leaves}}
+        unowned = {path: x for path, x in pieces.items() if path not in owned}
+        shapes = {**{path: x.shape for path, x in unowned.items()}, **{x.path: x.shape for x in at.leaves}}
         forms = {path: (shapes[path], x.dtype) for path, x in pieces.items()}
         if all(x.is_meta or is_shape_only(x) for x in pieces.values()):
             return part.init_fn({p: pieces[p].new_empty(shape) for p, (shape, _) in forms.items()}, layout)
@@ -466,31 +466,32 @@ def _at_owners(part: Transform, at: OwnerExchange, paths: Set[str]) -> Transform
         failure: Exception | None = None
         own: TransformState = {}
         try:
-            own = part.init_fn(_ordered({**here, **wholes}, pieces), layout)
+            own = part.init_fn(_ordered({**unowned, **wholes}, pieces), layout)
         except Exception as error:
-            # Each owner makes others, so it may fail here alone, and the others would go on to what they send next.
+            # Each owner makes states of other leaves, so it may fail on this rank alone. `agree` tells the others.
             failure = error
         device = next(iter(pieces.values())).device
         made = overlaid(
             tree_map(lambda x: _expanded(x, device), at.agree(failure, tree_map(_without_numbers, own))), own
         )
-        # Ranks have told of their leaves in turn.
+        # The states of ranks were merged one after the other; `of_leaves` restores the order of leaves.
         return hung_on(nothing_of_all(received), of_leaves(made, places(made, paths), pieces))
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        given = {path: params[path] for path in grads if path in owned}
-        theirs = {path: g for path, g in grads.items() if path in owned}
-        here = {path: g for path, g in grads.items() if path not in owned}
+        owned_params = {path: params[path] for path in grads if path in owned}
+        owned_grads = {path: g for path, g in grads.items() if path in owned}
+        unowned = {path: g for path, g in grads.items() if path not in owned}
         received: list[Tensor] = []
-        wholes = _ordered({**{path: params[path] for path in here}, **at.to_owners(given, received)}, grads)
-        all_of = _ordered({**here, **at.to_owners(theirs, received)}, grads)
+        wholes = _ordered({**{path: params[path] for path in unowned}, **at.to_owners(owned_params, received)}, grads)
+        all_of = _ordered({**unowned, **at.to_owners(owned_grads, received)}, grads)
         own = of_leaves(state, places(state, paths), all_of)
         nothing = nothing_of_all((received, state, carry)) if ctx.recorded else None
-        like, first = given if part.facts.optimizes else theirs, next(iter(params.values()))
+        like, first = owned_params if part.facts.optimizes else owned_grads, next(iter(params.values()))
         try:
             out, new = part.update_fn(all_of, own, wholes, carry, replace(ctx, offsets={}))
         except Exception as error:
-            # Each owner runs it on other leaves, so it may fail here alone, and the others wait for what comes of it.
+            # Each owner updates other leaves, so it may fail on this rank alone. The others wait for its results, and
+            # get a flag with them.
             with contextlib.suppress(OwnerFailed):
                 at.to_pieces(error, like, first, nothing)
             raise

@@ -96,7 +96,7 @@ class Pipeline:
         return self._made[make]
 
     def with_cached_properties(self) -> Pipeline:
-        """This pipeline, with all cached properties computed: that takes a lock, which the compiler does not know."""
+        """This pipeline, with all cached properties computed: computing one takes a lock, which no graph can have."""
         for each in (self.road, self):
             for name, value in vars(type(each)).items():
                 if isinstance(value, cached_property):
@@ -163,7 +163,7 @@ class Pipeline:
 
     @cached_property
     def largest(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of those that are tensors, of which transforms get the largest elements."""
+        """The shapes of the wanted numbers that are tensors, of which transforms get the largest elements."""
         return largest_of(self.parts)
 
     @cached_property
@@ -213,8 +213,8 @@ class Pipeline:
     def keeps_verdicts(self) -> bool:
         """Whether, on a GPU, verdicts on a step stay on the device, and with them counts of what they skip.
 
-        Not where a reduction comes behind them, which skipped steps would make too, nor where a transform behind them
-        has to read.
+        False if a reduction follows the verdict, since skipped steps would reduce too, and if a later transform has to
+        read a number.
         """
         if self.verdicts is None or self.road.late or self.layout.placement.owners:
             return False
@@ -256,7 +256,7 @@ class Pipeline:
         """How scalars are reduced over ranks."""
         if not self.step_groups:
             return OneProcess()
-        # Imported where there are other ranks.
+        # Only several ranks need this module.
         from ..ranks.scalar_reduction import RankReduction
 
         within = {leaf.path: leaf.within for leaf in self.layout.leaves if leaf.within is not None}
@@ -328,7 +328,7 @@ def _moved(x: Any, device: torch.device) -> Any:
 def _check_shards(pipe: Pipeline, stored: Leaves, states: dict[str, TransformState]) -> None:
     """Refuse first states of shards whose tensors neither have the shards' shapes nor are numbers.
 
-    Nothing would tell how they lie over ranks: whether each rank has its own, or all have the same.
+    Nothing would say whether such a tensor differs between ranks, or is the same on all.
     """
     if not pipe.road.cutting and not pipe.model:
         return
@@ -412,7 +412,7 @@ def check_signatures(t: Transform) -> None:
         try:
             signature = inspect.signature(fn)
         except (TypeError, ValueError):
-            continue  # of C, which tells nothing
+            continue  # a C function has no signature to check
         try:
             signature.bind(*given.split(", "))
         except TypeError as error:
@@ -572,7 +572,7 @@ def _kept_by(around: Callable[..., Transform], t: Transform, paths: Set[str], wh
 
 
 def _check_second(parts: Sequence[Transform], road: Road) -> None:
-    """Refuse chains in which a second gradient would not be evaluated, or at a point of this rank's own gradient."""
+    """Refuse chains that would not evaluate a second gradient, or would evaluate it at other points on other ranks."""
     asking = [part.name for part in parts if part.facts.evaluates_at is not None]
     inside = [repr(part) for part in parts if any(map(_asks_inside, part.parts))]
     if inside:
@@ -588,7 +588,7 @@ def _check_second(parts: Sequence[Transform], road: Road) -> None:
 
 
 def _check_owing(parts: Sequence[Transform]) -> None:
-    """Refuse what each rank adds to its gradients where they are reduced during backward."""
+    """Refuse a transform that adds to gradients before their reduction, if they are reduced during backward."""
     for i, part in enumerate(parts):
         if part.facts.owes and not any(before.facts.holds for before in parts[:i]):
             why = f"gradients are reduced during backward there; {part.name} adds a state to those of a whole window"
@@ -634,7 +634,7 @@ def guard(t: Transform, leaves: int, checked: bool) -> Transform:
         checked: whether addresses are compared in every step.
     """
     keeps = t.facts.keeps
-    # Once more is asked of one that is prepared to see whether it raises.
+    # Twice as many calls are compared: a step may call `prepare_fn` once more, only to see whether it raises.
     prepares = Comparing(math.inf if checked else 2 * COMPARED)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
@@ -648,10 +648,10 @@ def guard(t: Transform, leaves: int, checked: bool) -> Transform:
             prepares.copied()
         return own
 
-    # A group of optimizers leaves alone what it does not train.
+    # A group of optimizers may leave out the leaves that it does not train.
     some = t.facts.optimizes and t.members_fn is not None
     update = CheckedUpdate(t.name, t.facts, t.update_fn, some, math.inf if checked else COMPARED * max(leaves, 1))
-    # What does nothing is known by its functions, and is not run.
+    # The executor knows functions that do nothing by identity, and does not run them. So they are not wrapped.
     return replace(
         t,
         init_fn=init if t.init_fn is not no_state else t.init_fn,
@@ -732,7 +732,7 @@ def _fixed_slots(part: Transform, layout: Layout) -> list[str]:
         found.extend([where + slot for slot in t.facts.fixed])
         if t.members_fn is None:
             return t
-        # A group with an update half of its own keeps the states of its members as other groups do.
+        # `replace_innermost` does not look into a group with an update half of its own.
         for key, (member, own) in t.members_by_key(layout.only(paths)).items():
             found.extend([f"{where}{key}/{slot}" for slot in _fixed_slots(member, layout.only(own))])
         return t
@@ -778,7 +778,7 @@ def _behind(road: Road, stages: int) -> Placement:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The pipeline of a state that somebody hands over with it, and what tools of analysis may know of that pipeline.
+# `resolve_for` resolves the pipeline for a state that a user passes. `context_of` gives its context to analysis tools.
 
 
 def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:

@@ -43,12 +43,12 @@ RIGHT = "a wire whose lengths follow from the leaf and the number of ranks alone
 
 def wires_over(pipe: Pipeline, group: Group) -> str:
     """The sizes that wires send over a group, as text: equal on all ranks if they fit together."""
-    told, leaves, here = [], pipe.layout.leaves, f"on rank {group.rank}"
+    lines, leaves, suffix = [], pipe.layout.leaves, f"on rank {group.rank}"
     for view in _over(pipe, group):
-        told.append(f"{view.name} {_sent(view, leaves)}")
-        told += [f"{path} {here}" for path, _ in _gaps(view, leaves)]
-        told += [f"{path} {here}: {text}" for path, text in misjoined(view, leaves)]
-    return ", ".join(told)
+        lines.append(f"{view.name} {_sent(view, leaves)}")
+        lines += [f"{path} {suffix}" for path, _ in _gaps(view, leaves)]
+        lines += [f"{path} {suffix}: {text}" for path, text in misjoined(view, leaves)]
+    return ", ".join(lines)
 
 
 def unequal_wires(pipe: Pipeline, group: Group) -> str:
@@ -63,16 +63,16 @@ def unequal_wires(pipe: Pipeline, group: Group) -> str:
     for view in views:
         rows = []
         for leaf in leaves:
-            sent = [there[view.name][0][leaf.path] for there in every]
-            told = [there[view.name][1][leaf.path] for there in every if leaf.path in there[view.name][1]]
+            sent = [answer[view.name][0][leaf.path] for answer in every]
+            texts = [answer[view.name][1][leaf.path] for answer in every if leaf.path in answer[view.name][1]]
             for n, kind in enumerate(("parts to be gathered", "gradients to be summed")):
                 if len({s[n] for s in sent} - {None}) > 1:
                     lengths = ", ".join(f"{s[n]} bytes on rank {r}" for r, s in zip(group.ranks, sent, strict=True))
-                    told.append(f"{kind} have {lengths}")
-            rows += [(leaf.path, text) for text in told]
+                    texts.append(f"{kind} have {lengths}")
+            rows += [(leaf.path, text) for text in texts]
         if rows:
             messages.append(bad_leaves(f"{view.name}: its wire does not fit together over ranks", rows, RIGHT))
-        elif joined := [row for there in every for row in there[view.name][2]]:
+        elif joined := [row for answer in every for row in answer[view.name][2]]:
             messages.append(misjoined_message(view, joined))
     return "\n".join(messages)
 
@@ -148,7 +148,7 @@ def misjoined(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
 
     flat = [(x.numel,) for x in given]
     compare("join_parts", leaves, lambda: wire.join_parts(wire.send_parts(parts, leaves)[1], leaves), flat)
-    # One leaf by one, of those that are given as they are: one of each shape.
+    # `view` and `store` take one leaf. They are tried on one leaf of each shape, among those that the wire gets whole.
     alone = {x.shape: (x, part) for x, leaf, part in zip(given, leaves, parts, strict=True) if x.shape == leaf.shape}
     some, shapes = [x for x, _ in alone.values()], [tuple(shape) for shape in alone]
     compare("view", some, lambda: [wire.view(part, x) for x, part in alone.values()], shapes)
@@ -257,8 +257,11 @@ def agree_on_chain(pipe: Pipeline, call: str, devices: Collection[str] = ()) -> 
     }
     for group in pipe.step_groups:
         wires = {"what wires send": wires_over(pipe, group)}
-        told = {"what wires send": partial(unequal_wires, pipe, group), DEVICES: partial(_other_devices, kinds, group)}
-        agree_on_all(texts | wires, group, told)
+        messages = {
+            "what wires send": partial(unequal_wires, pipe, group),
+            DEVICES: partial(_other_devices, kinds, group),
+        }
+        agree_on_all(texts | wires, group, messages)
     on_gpus = any([group.device.type != "cpu" for group in pipe.groups])
     if on_gpus and (unsent := not_sent_from(devices)):
         why = f"the backend of this job sends tensors of {', '.join(unsent.values())} alone"
@@ -292,7 +295,7 @@ def _has_nan(x: Tensor) -> bool:
     if x.is_meta or is_wrapped(x) or not concrete(x):
         return False
     x = x.detach()
-    # A sum of numbers with a NaN is NaN, and takes a fourth of the time. So is one with both infinities.
+    # A sum with a NaN is NaN, and takes a fourth of the time of isnan. With both infinities it is NaN too.
     if x.element_size() > 1 and not torch.isnan(x.sum()):
         return False
     return bool(torch.isnan(x).any())
@@ -311,7 +314,7 @@ def agree_on_fingerprints(
     """
     problem = failure
     for group in groups:
-        # Gathered along every axis, after a failure too: ranks along the others wait for this one.
+        # Every axis is gathered along, after a failure too: the ranks of the other axes wait for this one.
         every = gather_objects((None if problem is None else f"{problem}", prints), group)
         lost = [f"rank {r}: {why}" for r, (why, _) in zip(group.ranks, every, strict=True) if why is not None]
         if lost:
@@ -349,7 +352,7 @@ def agree_on_gradients(pipe: Pipeline, grads: Leaves) -> None:
             if other:
                 bad[path] = f"rank {', '.join(map(str, other))} has another one than rank {group.ranks[0]}"
     for group in pipe.groups if averaged and len(pipe.groups) > 1 else ():
-        # Ranks along the other axes have other parts, and wait for this one.
+        # The ranks of other axes have compared other shards. All raise if one has found a difference.
         for found in gather_objects(bad, group):
             bad = {**found, **bad}
     if bad:
@@ -383,7 +386,7 @@ def first_states(
     try:
         states = init_transforms(pipe, stored)
     except BaseException as error:
-        # Ctrl-C too: the others wait for this rank.
+        # KeyboardInterrupt is caught too: the other ranks wait for this one.
         failure = error
     bad = tell(failure is not None)
     if failure is None and bad:
@@ -404,8 +407,8 @@ def failed_ranks(groups: Sequence[Group], failed: bool) -> list[int]:
     return bad
 
 
-# The bits of a fingerprint; how many words of a tensor are taken at a time; and what the sum of those before is
-# multiplied by, an odd number.
+# MASK has the bits of a fingerprint. A tensor is summed WORDS words at a time, and the sum of earlier words is
+# multiplied by MIX, an odd number.
 MASK, WORDS, MIX = (1 << 62) - 1, 1 << 16, -7046029254386353131
 
 
@@ -423,12 +426,12 @@ def fingerprint(x: Tensor) -> int:
     if more := len(bits) % 8:
         total = F.pad(bits[-more:], (0, 8 - more)).view(torch.int64)[0]
         bits = bits[:-more]
-    # Each word has a factor of its own, or a permutation would have the same sum; odd, or bits would be lost.
+    # Each word has its own factor: without, a permutation would have the same sum. An even factor would lose a bit.
     words = bits.view(torch.int64)
     factors = torch.arange(1, 2 * min(len(words), WORDS) + 1, 2, device=x.device)
     for piece in words.split(WORDS) if len(words) else ():
         mine = factors[: len(piece)]
-        # Sums wrap. A GPU has no kernel for the product of vectors of integers.
+        # Sums wrap around. torch.dot has no kernel for integers on GPUs.
         total = total * MIX + (torch.dot(piece, mine) if x.device.type == "cpu" else (piece * mine).sum())
     return int(total) & MASK
 
@@ -501,7 +504,7 @@ def seeded(seed: int, path: str, device: torch.device) -> Iterator[None]:
     """
     k0, k1 = stream_key(seed, 0, leaf_key(path))
     key = (k1 & 0x7FFFFFFF) << 32 | k0
-    # By device: `torch.manual_seed` would also seed generators that are not restored.
+    # Only the generator of this device is seeded: `torch.manual_seed` would also seed some that are not restored.
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(key)

@@ -31,13 +31,13 @@ from .tree import Numbers, Tree, apart, check_form, clone, flatten, moved, objec
 
 
 def own_start(given: list[Tree]) -> Tree:
-    """A first state, copied: it may be a parameter, one tensor for two leaves, or one for every state that is made.
+    """Copy a first state: a tensor of it may be a parameter, or be shared by two leaves or by all states of a factory.
 
-    Each copy takes the place of its original in a list, so that both states are never there at once: an original that
-    is nobody else's goes when it is copied.
+    Each copy replaces its original in a list, which frees an original that nobody else has. So two whole states never
+    exist at once.
 
     Args:
-        given: the state, in a list from which it is taken: the caller's frame would hold an argument until this ends.
+        given: a list with the state, which is popped: as a plain argument the caller's frame would keep it.
     """
     values, spec = flatten(given.pop())
     for i, x in enumerate(values):
@@ -54,16 +54,16 @@ def own_prepared(
     ctx: Context,
     numbers: Numbers = memories,
 ) -> Prepared:
-    """What a transform decides before it sees leaves, with copies of what shares memory.
+    """The result of a `prepare_fn`, with copies of tensors that share memory.
 
     Args:
-        prepared: what its `prepare_fn` returned.
-        state: what it was handed, as are `grads`, `params` and `ctx`.
-        numbers: what tells that two tensors are one.
+        prepared: the result.
+        state: its argument, as are `grads`, `params` and `ctx`.
+        numbers: how to find equal tensors, `memories` or `objects`.
     """
     carry, new = prepared.carry, prepared.state
     if carry is not None and (ctx.donate or ctx.donate_to_kernels):
-        # A leaf is updated after others have been written.
+        # Earlier leaves are written before later ones read the carry, so it must not share memory with parameters.
         carry = apart({"": carry}, params.values(), numbers)[""]
     if new:
         given = dict(new)
@@ -71,7 +71,7 @@ def own_prepared(
         new = new if found is given else found
     emit = prepared.emit
     if isinstance(emit, Tensor) and not ctx.recorded:
-        # Behind what holds nothing is run, and so nothing written.
+        # A step that is not recorded can read `emit`. If it is false, later transforms do not run and write nothing.
         emit = bool(emit.item())
     if carry is prepared.carry and new is prepared.state and emit is prepared.emit:
         return prepared
@@ -87,24 +87,24 @@ def own_update(
     carry: Any = None,
     numbers: Numbers = memories,
 ) -> tuple[Leaves | None, Any]:
-    """What an update half returned, with copies of what shares memory.
+    """The results of an update half, with copies of tensors that share memory.
 
     Args:
         optimizes: whether updates are new parameters.
         returned: updates, `None` where it holds, and a state.
-        state: what it was handed, which shares none.
-        grads: what it was handed.
+        state: its argument; no two tensors of it share memory.
+        grads: its argument.
         params: stored parameters of these leaves.
-        carry: what it was handed, which may be another leaf's.
-        numbers: what tells that two tensors are one.
+        carry: its argument, which other leaves may use too.
+        numbers: how to find equal tensors, `memories` or `objects`.
     """
     out, own = returned
     others = (*grads.values(), *params.values(), *(() if carry is None else tensors_of({"": carry})))
     if out and optimizes:
-        # A parameter that stays as it is, or was written in place, may be returned.
+        # An update may return a parameter itself, unchanged or written in place.
         out = _distinct(out, params, (*others, *tensors_of(state)), numbers)
     elif out and out is not grads:
-        # That of another leaf is written before it is read.
+        # The parameter of another leaf is written before a later transform reads it as this leaf's update.
         moved = {path: x for path, x in out.items() if x is not params.get(path)}
         if moved and (found := apart(moved, params.values(), numbers)) is not moved:
             out = {**out, **found}
@@ -115,15 +115,15 @@ def own_update(
 
 
 def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[Tensor], numbers: Numbers) -> Any:
-    """New entries in place of old ones, with copies of what shares memory with others, or with one another.
+    """New entries of a state, with copies of tensors that share memory with `others`, or with one another.
 
-    What is at its place in `old` already may stay. No tensor has two elements at one place, as an expanded one has.
+    A tensor that `old` has at the same place is not copied. An expanded tensor, whose elements share memory, is.
 
     Args:
         new: nested dicts of tensors or trees of them.
-        old: what they replace, and what stays beside them.
+        old: the entries that they replace, and those that stay beside them.
         others: tensors that are written later, or by others.
-        numbers: what tells that two tensors are one.
+        numbers: how to find equal tensors, `memories` or `objects`.
     """
     if torch.compiler.is_compiling():
         # Addresses cannot be compared while tracing. A compiler that generates code removes copies without a use.
@@ -133,7 +133,7 @@ def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[T
         return new
     fresh, beside = tensors_of(moved(new, old)), _beside(new, old)
     every, taken = numbers([*given, *beside]), numbers(others)
-    # As a rule each has a storage, none of them another's: found without a call in Python for each tensor.
+    # Usually each tensor has a storage of its own. These sets find that without a call in Python for each tensor.
     alone = len(every) == len(given) + len(beside) and taken.isdisjoint(numbers(fresh))
     if alone and (numbers is not memories or not any(map(_overlaps, fresh))):
         return new
@@ -141,11 +141,11 @@ def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[T
     values, spec = flatten(new)
     stays = [not isinstance(x, Tensor) or x is was.get(keys) for keys, x in zip(tree_keys(new), values, strict=True)]
     at_home = [x for x, here in zip(values, stays, strict=True) if here and isinstance(x, Tensor)]
-    seen = taken | numbers([*beside, *at_home])
+    used = taken | numbers([*beside, *at_home])
     for i, x in enumerate(values):
         if not stays[i]:
-            values[i] = x.clone() if _overlaps(x) or not seen.isdisjoint(numbers([x])) else x
-            seen |= numbers([values[i]])
+            values[i] = x.clone() if _overlaps(x) or not used.isdisjoint(numbers([x])) else x
+            used |= numbers([values[i]])
     return unflatten(spec, values)
 
 
@@ -173,15 +173,15 @@ class Comparing:
     Later it compares the objects alone.
 
     Args:
-        budget: what its first steps take of it.
-        left: how much of it is left.
+        budget: in how many calls, or for how many leaves, addresses are compared.
+        left: how many of them are left.
     """
 
     def __init__(self, budget: float):
         self.budget = self.left = budget
 
     def numbers(self, ctx: Context, taken: int) -> Numbers:
-        """What to compare in a call that takes so much of the budget. A graph is made for any number of steps."""
+        """`memories` or `objects`, for a call that takes so much of the budget. A graph always compares memories."""
         if ctx.recorded:
             return memories
         if self.left <= 0:
@@ -190,7 +190,7 @@ class Comparing:
         return memories
 
     def copied(self) -> None:
-        """Something had to be copied."""
+        """Note that something had to be copied: comparing goes on with a full budget."""
         self.left = self.budget
 
 
@@ -203,7 +203,7 @@ class Comparing:
 
 
 _SHAPE, _DTYPE, _DEVICE, _LAYOUT = map(attrgetter, ("shape", "dtype", "device", "layout"))
-# A quarter of the time of a device, of which torch makes an object each time.
+# `is_cpu` takes a quarter of the time of `device`, for which torch makes an object at each call.
 _IS_CPU = attrgetter("is_cpu")
 _RECORDED = attrgetter("requires_grad")
 
@@ -220,16 +220,16 @@ TO_LEAVE = "; zf.masked(transform, mask), or zf.partition({..., 'frozen': None},
 def check_returned(
     name: str, facts: Facts, returned: Any, grads: Leaves, params: Leaves, some: bool = False, held: Any = ()
 ) -> tuple[Leaves | None, Any]:
-    """What an update half returned, updates and a state, if the updates fit the leaves that it was handed.
+    """The results of an update half, updates and a state, if the updates fit the leaves that it got.
 
     Args:
         name: of the transform.
-        facts: of it.
+        facts: of the transform.
         returned: by its update half; `None` for the updates of one that holds gradients.
-        grads: what it was handed.
+        grads: that it got.
         params: stored parameters of these leaves.
         some: whether it may leave out leaves, which are then not trained.
-        held: the state that it was handed, whose tensors it may give: a step that is made again records from there.
+        held: the state that it got. It may return tensors of it, although these may be leaves of autograd.
 
     Raises:
         TypeError: no pair, no dict by path, or a state that is no dict.
@@ -238,10 +238,10 @@ def check_returned(
             is named.
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        told = f"{len(returned)} values" if isinstance(returned, tuple | list) else kind_of(returned)
-        raise TypeError(explain(f"{name}: an update that returned {told}", "it gives updates and a state", PAIR))
+        kind = f"{len(returned)} values" if isinstance(returned, tuple | list) else kind_of(returned)
+        raise TypeError(explain(f"{name}: an update that returned {kind}", "it gives updates and a state", PAIR))
     out, state = returned
-    # Another library's may be anything: a tuple, None.
+    # A transformation of another library may return any state, such as a tuple or None.
     if not isinstance(state, Mapping) and not facts.adds:
         wrong, why = (
             f"{name}: an update that returned {kind_of(state)} as its state",
@@ -259,7 +259,7 @@ def check_returned(
     bad: dict[Any, str] = {}
     for path, x in out.items():
         g, p = grads.get(path), params.get(path)
-        # What goes on as it came is right, and so is a parameter that was written in place.
+        # A gradient that is returned unchanged fits, and so does a parameter that was written in place.
         reason = _misfit(facts, x, g, p) if (p is None or x is not p) and (g is None or x is not g) else None
         # No set of ids: a compiled step would be compiled again for each state.
         if reason is ANEW and any([x is y for y in (*tensors_of({"": held}), *params.values())]):
@@ -276,22 +276,22 @@ def check_returned(
 
 
 def in_order(out: Mapping[str, Tensor], params: Leaves) -> Leaves:
-    """Updates in the order of the layout, whatever theirs is: what stands behind may pair lists by position."""
+    """Updates in the order of the layout, since later transforms may pair lists by position."""
     return {path: out[path] for path in params if path in out}
 
 
 class CheckedUpdate:
     """The update half of a transform, whose results are checked, and copied where they share memory.
 
-    Of a transform that says it keeps nothing of others (`Facts.keeps`), only in its first steps. Then `trusted` is
-    true, and `update_fn` itself may be run in a step that is not recorded.
+    A transform with `Facts(keeps=False)` is checked in its first steps only. After them `trusted` is true, and a step
+    that is not recorded may run `update_fn` itself.
 
     Args:
         name: of the transform.
         facts: of it.
         update_fn: its update half.
         some: whether it may leave out leaves.
-        budget: how many leaves it is handed in its first steps. An update may be called for each leaf.
+        budget: how many leaves it gets in its first steps. An update may be called for each leaf.
     """
 
     def __init__(self, name: str, facts: Facts, update_fn: Callable[..., tuple[Any, Any]], some: bool, budget: float):
@@ -322,14 +322,14 @@ def misfit(x: Tensor, like: Tensor, stored: Tensor, what: str = "leaf") -> str |
 
     Args:
         x: the tensor.
-        like: what has the shape that it is to have.
+        like: a tensor of the right shape.
         stored: the parameter.
         what: what `like` is, for the message.
     """
     if x.shape != like.shape:
         return f"a tensor of shape {tuple(x.shape)} for a {what} of shape {tuple(like.shape)}"
     if not x.is_floating_point():
-        # Cast to the parameter's dtype a complex number would lose its imaginary part.
+        # A cast to the parameter's dtype would drop the imaginary part of a complex number.
         return f"a tensor of {x.dtype}; parameters and gradients are real"
     return f"a tensor on {x.device} for a leaf on {stored.device}" if x.device != stored.device else None
 
@@ -347,7 +347,7 @@ def _right(facts: Facts, rows: list[tuple[str, str]]) -> str:
 
 
 def _all_fit(facts: Facts, out: Any, grads: Leaves, params: Leaves) -> bool:
-    """Whether they fit and come in the order of gradients, the usual case: found by `map` over C functions."""
+    """Whether updates fit and come in the order of gradients. This usual case is found by `map` over C functions."""
     if torch.compiler.is_compiling() or type(out) is not dict or list(out) != list(grads):
         return False
     new, like = out.values(), params if facts.optimizes else grads
@@ -377,7 +377,7 @@ def _misfit(facts: Facts, x: Any, g: Tensor | None, p: Tensor | None) -> str | N
         return "there is no parameter of that path"
     if not isinstance(x, Tensor):
         return f"{kind_of(x)} instead of a tensor"
-    # Sums that are not yet reduced are of whole leaves, and parameters are shards.
+    # Before a late reduction, sums have the shapes of whole leaves, and stored parameters those of shards.
     like, what = (g, "gradient") if g is not None else (x if facts.holds else p, "leaf")
     reason = misfit(x, like, p, what)
     if reason:
@@ -422,7 +422,7 @@ def split_grads(layout: Layout, grads: Tree) -> Leaves:
     if bad:
         right = "the whole gradient at one place and None at the others; zf.vjp and zf.bind give gradients that add up"
         raise ValueError(bad_leaves("one gradient at several places of a tied parameter", bad, right))
-    # One whose first place has none would come behind others.
+    # A tied parameter without a gradient at its first place would come out of order.
     tied = len(layout.places) > len(layout.leaves)
     return {x.path: found[x.path] for x in layout.leaves if x.path in found} if tied else found
 
@@ -454,7 +454,7 @@ def unreadable(g: Tensor, stored: Tensor) -> str | None:
         return f"gradient of {g.dtype} on {g.device}, stored parameter of {stored.dtype} on {stored.device}"
     if is_shape_only(g) or is_shape_only(stored):
         return None if is_shape_only(stored) else f"gradient of {g.dtype} on {g.device} without memory: a FakeTensor"
-    # Subclasses, those of other devices too, may keep their numbers elsewhere than `data_ptr` says.
+    # A subclass may keep its numbers elsewhere than at `data_ptr`.
     if type(g) not in (Tensor, Parameter) or torch.compiler.is_compiling() or is_wrapped(g) or g.is_meta:
         return None
     return None if g.data_ptr() or not g.numel() else f"gradient of {g.dtype} on {g.device} without memory"
@@ -469,8 +469,8 @@ def check_readable(grads: Leaves, stored: Leaves) -> None:
     if not torch.compiler.is_compiling():
         found = grads.values()
         try:
-            # Plain tensors with memory on one device, the usual case, are told by functions of C. The address of what
-            # has no memory, and of what torch.func has wrapped, is 0 or an error.
+            # The usual case is plain tensors with memory on one device, which C functions find. The address of a
+            # tensor without memory is 0; that of a tensor which torch.func has wrapped is 0 or raises.
             if (
                 set(map(type, found)) <= {Tensor}
                 and (

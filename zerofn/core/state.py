@@ -50,7 +50,7 @@ class Fate(Enum):
 def mark(micro_step: Tensor, fate: Fate) -> None:
     """Mark the memory of the state that has this counter."""
     mine: Any = innermost(micro_step)
-    mine._zerofn_fate = fate.name  # text, which torch.load takes with its defaults
+    mine._zerofn_fate = fate.name  # text, which torch.load accepts by default
 
 
 def check_usable(micro_step: Tensor, where: str) -> None:
@@ -212,7 +212,7 @@ class State:
     step: Tensor
     micro_step: Tensor
     layout: Layout
-    # Copies into `transforms`, one behind the other on each queue; of a `StateUnderWay`.
+    # The pending copies into `transforms` of a `StateUnderWay`, the last one of each queue.
     _copies: tuple[Any, ...] = ()
     _parameters: Leaves | None = None
     _shown: Callable[[Any], Any] | None = None
@@ -375,8 +375,8 @@ class State:
         return replace(self, leaves={path: copies[path] for path in self.leaves})
 
     def __reduce__(self) -> Any:
-        # Of plain containers, which torch.load takes by default. A copy or a pickle is of no model: its keys are its
-        # own leaves, as in the pure route.
+        # torch.load accepts plain containers by default. `_parameters` is left out: a copy or a pickle belongs to no
+        # model, so its keys are its own leaves.
         plain = as_plain(self.layout)
         return state_from, (FORM, self.leaves, self.transforms, self.step, self.micro_step, plain)
 
@@ -388,7 +388,7 @@ class State:
         )
 
     def _repr_html_(self) -> str:
-        # Imported in notebooks alone.
+        # Only notebooks need this module.
         from .html import card, kept
 
         at = self.layout.placement
@@ -432,7 +432,7 @@ class StateUnderWay(State):
         return vars(self)["transforms"]
 
 
-# Of what `State.__reduce__` writes. `restored` reads this form, and those before it.
+# The version of the format that `State.__reduce__` writes.
 FORM = 1
 
 
@@ -446,7 +446,7 @@ def restored(form: int, *parts: Any) -> State:
         wrong, why = f"a state saved in form {form}", f"this version of zerofn reads form {FORM}"
         raise ValueError(explain(wrong, why, "the version of zerofn that saved it, or a later one"))
     leaves, transforms, step, micro_step, layout = parts
-    # Older versions wrote states in the containers of their transforms.
+    # Older versions wrote states with other containers than dicts.
     return State(leaves, {k: nested(own) for k, own in transforms.items()}, step, micro_step, from_plain(layout))
 
 
@@ -511,7 +511,7 @@ def _averages(entries: dict[str, Any], leaves: Leaves) -> Leaves:
     for name, entry in entries.items():
         if not isinstance(entry, dict):
             continue
-        # A member's entries are slots; those of a slot are tensors by path.
+        # The state of a member has slots. A slot has tensors by path.
         if not all(isinstance(x, Tensor) and p in leaves for p, x in entry.items()):
             found.update(_averages(entry, leaves))
         elif name == AVERAGE:

@@ -98,7 +98,7 @@ def entries(state: State) -> list[Entry]:
         found: dict[tuple[str, str], dict[str | None, Any]] = {}
         for name, value in named(own, state.layout.every):
             found.setdefault((name.slot, name.below), {})[name.path] = value
-        # A transform has put its slots in an order of its own.
+        # Slots keep the order in which the transform has them.
         first = {slot: i for i, slot in enumerate(own)}
         order = sorted(found, key=lambda s: (first.get(s[0].split("/")[0], 0), *s))
         slots += [(owner, slot, below, found[slot, below]) for slot, below in order]
@@ -170,9 +170,9 @@ def _at_owners(
     ranks: Mapping[str, int],
 ) -> Iterator[Entry]:
     """The entries of a transform that runs on whole leaves: the owner has all of a leaf's state, the others none."""
-    here = state.layout.placement.rank
+    own_rank = state.layout.placement.rank
     for path, x in [(leaf.path, values[leaf.path]) for leaf in state.layout.leaves if leaf.path in values]:
-        yield _at_owner(Entry(owner, slot, path, x, tuple(x.shape), below=below), ranks[path] == here)
+        yield _at_owner(Entry(owner, slot, path, x, tuple(x.shape), below=below), ranks[path] == own_rank)
     if None in values:
         yield Entry(owner, slot, "", values[None], tuple(values[None].shape), of_leaf=False)
 
@@ -205,12 +205,12 @@ def rebuild(state: State, fn: Callable[[Entry], Any], elsewhere: bool = False) -
     found = entries(state)
     new: dict[tuple[str | None, Name], Any] = {}
     for i, e in enumerate(found):
-        # A transform may have the name "params".
+        # `None` stands for parameters: a transform may have the name "params".
         owner = None if i < len(state.leaves) else e.owner
         value = fn(e)
         if elsewhere or not e.elsewhere:
             new[owner, Name(e.slot, e.path if e.of_leaf else None, e.below)] = None if e.value is None else value
-    # What is elsewhere keeps its shape.
+    # A placeholder of a tensor that another rank has stays as it is.
     transforms = {
         owner: renamed(own, state.layout.every, lambda name, x, owner=owner: new.get((owner, name), x))
         for owner, own in state.transforms.items()
@@ -231,5 +231,5 @@ def of_rank(rank: int) -> str:
 
 
 def has_unknown_leaf(e: Entry) -> bool:
-    """Whether it may belong to shards of leaves that no key names, as lists of tensors in other libraries' states."""
+    """Whether it may belong to a shard of a leaf that its key does not name, as in lists of other libraries' states."""
     return e.of_part or (not (e.of_leaf or e.at_owner) and e.value.ndim > 0)

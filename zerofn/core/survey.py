@@ -107,11 +107,11 @@ def check_pieces(parts: Sequence[Transform], stations: Sequence[Station], where:
     if not by:
         return
     cut, ranks = by[0].transform, max(spec.parts for spec in by[-1].gives.values())
-    told = ", ".join(f"{name} needs {NEEDED[t.needs]} (needs={t.needs!r})" for name, t in found)
+    needs = ", ".join(f"{name} needs {NEEDED[t.needs]} (needs={t.needs!r})" for name, t in found)
     raise ValueError(
         explain(
             f"{where} with chain({', '.join(p.name for p in parts)}) and leaves cut over {ranks} ranks",
-            f"{told}, and under {cut} each rank has a flat shard of every leaf, whose norm, mean, order, matrix "
+            f"{needs}, and under {cut} each rank has a flat shard of every leaf, whose norm, mean, order, matrix "
             "products and shape are not those of the leaf: the update would be wrong without an error",
             'zf.leafwise(needs="element") or zf.guest(transformation, needs="element") where it is made, if each '
             "element of the update comes from the same element of gradient, parameter and state alone;\n"
@@ -173,8 +173,8 @@ def survey(
     leaves, alike = _one_of_each_kind(leaves, wires, dtypes)
     mesh = tuple([wire.group.size for wire in wires])
     specs = {leaf.path: _at_model(leaf, dtypes, mesh, scaled_by) for leaf in leaves}
-    seen = {path: specs[of] for path, of in alike.items()}
-    stations = [Station("model", seen, seen)]
+    at_model = {path: specs[of] for path, of in alike.items()}
+    stations = [Station("model", at_model, at_model)]
     axis, cast, updated = 0, False, False
     for part, view in zip(parts, views, strict=True):
         wire, first_update = None if view is None else view.wire, not updated and not part.idle
@@ -185,12 +185,12 @@ def survey(
             at = None if wire is None else axis
             before = replace(specs[leaf.path], here=part.name, axis=at, sent_as=None, gathered_as=None)
             if first_update:
-                # To the first update half it is handed cast and unscaled.
+                # The first update half gets gradients that are already cast and unscaled.
                 before = replace(before, dtype=dtypes.gradient(leaf), scaled_by=())
             claimed = passed(part, before, leaf.path, part.name in talking)
             found = claimed if view is None else _behind(view, before, claimed, leaf, cast)
             wrong[leaf.path] = _contradiction(before, claimed, found, wire) or _uncast(part, view, before, found)
-            # A sum over micro-batches has the digits of the dtype that it is made in.
+            # A sum over micro-batches has the precision of the dtype in which it is made, so it is reduced in that one.
             specs[leaf.path] = replace(found, sum_dtype=found.dtype) if part.facts.holds else found
             handed[leaf.path] = before
         if any(wrong.values()):

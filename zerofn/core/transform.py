@@ -109,7 +109,7 @@ class Transform:
     base: str | None = None
 
     def __post_init__(self) -> None:
-        # Once for each transform that is made or renamed: three looks, and words only where one is wrong.
+        # Every transform that is made or renamed is checked, so the message is made only after a check has failed.
         if self.needs not in NEEDS or type(self.scope) is not Scope or type(self.name) is not str or not self.name:
             raise ValueError(_misnamed(self.name, self.scope, self.needs))
 
@@ -165,7 +165,8 @@ class Transform:
         numbers = [x for _, x in number_tensors(self)]
         record = recorded((*entries.values(), *flatten(state)[0], *numbers))
         if not record:
-            # What a function of a user's has from elsewhere is recorded, and not what requires grad in any model.
+            # Parameters of a model require grad. Without them a result requires grad only if a user's function takes a
+            # tensor from elsewhere.
             leaves = {path: x.detach() for path, x in leaves.items()}
         unrecorded = RECORDED if not record and torch.is_grad_enabled() else ""
         ctx = Context(layout, recorded=record, unrecorded=unrecorded)
@@ -174,7 +175,7 @@ class Transform:
             raise ValueError(bad_leaves("gradients do not fit the parameters", wrong, READABLE))
         prepared = own_prepared(self.prepare_fn(state, entries, leaves, ctx), state, entries, leaves, ctx)
         returned = self.update_fn(entries, state, leaves, prepared.carry, ctx)
-        # What has others inside gives what they give, or holds where one of them does.
+        # A transform with members returns what they return, or holds if one of them does. Its own facts do not tell.
         if not self.parts:
             returned = check_returned(self.name, self.facts, returned, entries, leaves, held=state)
         out, own = own_update(self.facts.optimizes, returned, state, entries, leaves, prepared.carry)
@@ -220,16 +221,16 @@ class Transform:
         given = dict(self.config)
         for name, value in self.config.items():
             default = known[name].default if name in known else inspect.Parameter.empty
-            # Of another type, as True for 1, it is not what one would write.
+            # Types are compared too: `True == 1`, but they are written differently.
             if value is default or (type(value) is type(default) and _equal(value, default)):
                 del given[name]
         return given
 
     def _repr_html_(self) -> str:
-        # Imported in notebooks alone.
+        # Only notebooks need this module.
         from .html import card, road
 
-        # Of `adamw(lr=0.1)` that which stands in brackets.
+        # Each box shows the arguments, which are the text between the brackets of `adamw(lr=0.1)`.
         parts = [(part.name, repr(part).partition("(")[2].rpartition(")")[0]) for part in self.members]
         return card("a chain", road([("model", ""), *parts, ("state", "")]), text=repr(self))
 
@@ -262,7 +263,7 @@ def _equal(a: Any, b: Any) -> bool:
     """Whether two arguments are equal; tensors by all of their numbers."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and bool((a == b).all()))
-    return a is b or bool(a == b)  # NaN is itself
+    return a is b or bool(a == b)  # `is` comes first: NaN is not equal to itself
 
 
 def _has_transforms(value: Any) -> bool:

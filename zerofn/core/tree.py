@@ -114,7 +114,7 @@ def followed(trees: Iterable[Mapping[str, Any]]) -> bool:
         try:
             if any(map(_REQUIRES_GRAD, values)):
                 return True
-        except AttributeError:  # of a dict
+        except AttributeError:  # a dict is among the values
             for x in values:
                 if isinstance(x, dict):
                     todo.append(x)
@@ -187,7 +187,7 @@ def clone(tree: Tree) -> Tree:
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
 
 
-# Numbers of tensors, equal where two of them are one: `memories`, or `objects`.
+# A function that numbers tensors, and gives equal tensors one number: `memories`, or `objects`.
 Numbers = Callable[[Iterable[Tensor]], set[int]]
 
 
@@ -227,7 +227,7 @@ def register_global(cls: type, flatten_fn: Callable, unflatten_fn: Callable) -> 
 # A dict inside a state is keyed by path if all of its keys are paths of leaves. It stands below a name, at any depth.
 
 
-# By key, where a state has dicts by path: `True` for one, nothing for what belongs to no leaf.
+# Where a state has dicts by path. `True` stands for such a dict; keys without one below them are left out.
 Places = bool | Mapping[str, "Places"]
 
 
@@ -436,7 +436,7 @@ def _check_entry(name: str, x: Any, paths: Collection[str], keys: tuple[Any, ...
             wrong = f"{name}: a state whose entry {where} has dicts by path by the names of parameters, as {first!r}"
             why = "that may be a name or the path of a leaf, whose own state is that dict"
             raise ValueError(explain(wrong, why, f"another name, as {'n_' + first!r}"))
-        # What a leaf has in a dict of its own may have any names.
+        # Below the path of a leaf, keys may be any names.
         paths = ()
     elif mixed:
         other = next(key for key in x if key not in mixed)

@@ -55,11 +55,11 @@ outside_of_graphs = kept_out_of_graphs(
 
 
 def torch_func_check() -> Callable[[], bool]:
-    """Make a function that says whether torch.func is calling what is compiled, of which torch makes no graph.
+    """Make a function that says whether torch.func is calling compiled code. torch makes no graph inside torch.func.
 
-    Where one whole graph is asked for, that function refuses the call by name; else it returns True and the caller has
-    to run uncompiled. Pieces that run beneath the transform, such as the forward of a `Function`, would otherwise be
-    compiled for tensors of the transform.
+    With `fullgraph=True` that function refuses the call by name. Otherwise it returns True, and the caller has to run
+    uncompiled: pieces that run beneath the transform, such as the forward of a `Function`, would be compiled for
+    tensors of the transform.
     """
 
     def in_a_graph(x: Tensor) -> None:
@@ -70,11 +70,11 @@ def torch_func_check() -> Callable[[], bool]:
         if torch.compiler.is_compiling() or innermost_transform() is None or not makes_graphs():
             return False
         with beneath_functorch():
-            # The compiler looks at no function that has no tensor.
+            # The compiler skips a function without a tensor among its arguments.
             in_a_graph(torch.empty(0))
         return True
 
-    # The compiler keeps with the code whether a graph may end in it.
+    # The compiler remembers by code object whether a graph may break in a function. So each function gets a copy.
     in_a_graph.__code__ = in_a_graph.__code__.replace()
     return called_by_torch_func
 
@@ -87,7 +87,7 @@ def check_not_exported() -> None:
     Raises:
         RuntimeError: there is one at work.
     """
-    # While one exports `is_compiling` holds too. The compiler does not know the mode of proxies.
+    # `is_compiling` is true during torch.export too. The compiler cannot trace `makes_proxies`.
     if torch.compiler.is_compiling():
         what = "torch.export.export" if exports() else ""
     else:

@@ -66,7 +66,7 @@ def check_stored(pipe: Pipeline, stored: Tree) -> None:
 def _misfit(g: Any, leaf: Leaf, shape: tuple[int, ...], dtypes: set[torch.dtype]) -> str | None:
     if reason := misshapen(g, shape):
         return reason
-    # fp32 loses nothing and is what sums are made in.
+    # fp32 is always allowed: sums are made in it.
     if g.dtype not in {*dtypes, torch.float32}:
         return f"gradient in {g.dtype} instead of {' or '.join(sorted(map(str, dtypes)))}"
     if not leaf.trainable:
@@ -96,7 +96,8 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
         means, weight = means_over_ranks(ctx.given, ctx.weight, pipe.largest, state.leaves, ctx)
         ctx = replace(ctx, given=means, given_weight=weight)
     if ctx.looks:
-        # Recorded as far as it is made of what a function of a user's has from elsewhere.
+        # The step runs with grad enabled, so a result requires grad if a user's function takes such a tensor from
+        # elsewhere. Gradients themselves must not cause that.
         grads = {path: g.detach() for path, g in grads.items()}
     donated, level = False, None
     if grads and next(iter(grads.values())).is_cuda and not ctx.recorded and not ctx.unread:
@@ -105,7 +106,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
             ctx = replace(ctx, verdicts=True)
     if ctx.recorded:
         check_vmap(pipe, ctx.weight, grads, state)
-        # Asked here: of a frame that the compiler gives up, functions that it calls are compiled by themselves.
+        # Read before other calls: if the compiler gives up this frame, it compiles the functions that it calls.
         compiling = torch.compiler.is_compiling()
         _check_recordable(ctx, (*grads.values(), *flatten(state)[0]))
         if compiling:
@@ -115,7 +116,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
         elif functorch_active():
             state, ctx = _in_batch(pipe, grads, state, ctx)
         else:
-            # A graph broke inside of a compiled step: the choice comes later, so nothing may be written before it.
+            # A graph broke inside of a compiled step. Old and new values are chosen later, so nothing is written yet.
             ctx = replace(ctx, donate=False)
     trained = pipe.layout.trained
     trainable = state.leaves if len(trained) == len(state.leaves) else {p: state.leaves[p] for p in trained}
@@ -136,9 +137,9 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
     # The metric is a copy: `load_state_dict` writes into the entry of the state.
     if emitted is True:
         step = state.step + 1
-        told = step.clone()
+        step_metric = step.clone()
     else:
-        step, told = at_once(lambda n, due: [n + due, n + due], state.step, emitted)
+        step, step_metric = at_once(lambda n, due: [n + due, n + due], state.step, emitted)
     if ctx.looks:
         pipe.looked()
     copies = ctx.begun_copies(copies) if ctx.under_way else copies
@@ -147,10 +148,10 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
     if donated:
         after = tree_map(partial(_into, level), state, after)
     elif ctx.unread and ctx.donate:
-        # A replay of the step reads and writes the same memory. The counter is another object, which has no mark.
+        # A replay of the step must write the memory that it reads. `detach` makes a counter object without the mark.
         after = tree_map(_in_memory_of, state, after)
         after = replace(after, micro_step=after.micro_step.detach())
-    shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": told}
+    shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": step_metric}
     if "skipped" not in ctx.metrics:
         shown["skipped"] = torch.full((), False)
     return after, {**shown, **ctx.metrics}
@@ -212,7 +213,7 @@ def _check_recordable(ctx: Context, values: Iterable[Any]) -> None:
     if not ctx.donate:
         return
     graph = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
-    # A graph that a compiler makes may write: it is run once for each step, and what it is asked for is known.
+    # A compiled graph may write: it runs once for each step, and the compiler knows which values are still needed.
     if differentiating() or graph or not (functorch_active() or torch.compiler.is_compiling()):
         raise RuntimeError(
             explain(
@@ -293,7 +294,7 @@ def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tupl
 
 
 def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:
-    """Where the entries of a state differ from those its pipeline would make. Too slow to ask at each step."""
+    """Where the entries of a state differ from those that its pipeline would make. It is too slow for every step."""
     meta = {p: torch.empty_like(x, device="meta") for p, x in state.leaves.items()}
     expected, found = (_entries(s) for s in (init_transforms(pipe, meta), state.transforms))
     bad = [(k, "missing") for k in expected.keys() - found.keys()] + [

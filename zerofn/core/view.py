@@ -317,7 +317,7 @@ def over_ranks(wire: Wire, resident: bool, traceable: bool = False, model_wire: 
         raise IncompleteWire(type(wire).__name__, missing)
 
     def pull(g: Tensor, leaf: Leaf) -> Tensor:
-        # The wire casts to a dtype that is asked for, in a pass that it makes anyway.
+        # A wire with a reduce_dtype casts while it packs.
         return wire.pull(g if wire.reduce_dtype is not None else g.to(summable(g.dtype)), leaf)
 
     known_by = dict(wire=wire, model_wire=model_wire, resident=resident, traceable=traceable)
@@ -509,8 +509,8 @@ def _on_gpu(x: Tensor, scale: Tensor) -> bool:
 def _cast_within(operation: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`operation(x, scale)` in fp32 at least, stored in `dtype`, in one launch and without a copy of `x` in fp32.
 
-    A scale with the dimensions of `x` counts for the dtype of the operation, and one without does not. A kernel of a
-    GPU casts what it reads and writes.
+    The scale gets the dimensions of `x`: torch ignores a 0-d tensor when it chooses the dtype of an operation. A kernel
+    of a GPU casts what it reads and writes.
     """
     return operation(x, scale.reshape((1,) * x.ndim), out=torch.empty_like(x, dtype=dtype))
 
@@ -522,7 +522,7 @@ def _by_parts(fn: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.
 
 
 def _is_number(scale: Tensor) -> bool:
-    """Whether Python reads its value: under vmap it has several, while traced none yet; a GPU would be waited for."""
+    """Whether Python can read it at once. Under vmap there are several values, while traced none; a GPU would wait."""
     if scale.ndim or not scale.is_cpu or torch.compiler.is_compiling() or makes_proxies() or type(scale) is not Tensor:
         return False
     return innermost_transform() is None or not is_wrapped(scale)
@@ -546,8 +546,8 @@ class LeafView:
         seen = see(self.stages, x, self.leaf) if self.stages else x
         if seen is not x:
             return seen
-        # Not a view of `x`: torch refuses to use a view after a write into its memory, as by layers that clamp their
-        # weights. The version counter is one for both all the same.
+        # `detach` and not a view: torch refuses to use a view after a write into its memory, such as that of a layer
+        # which clamps its weights. Both have one version counter all the same.
         return identity(seen) if torch.compiler.is_compiling() or innermost_transform() is not None else seen.detach()
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ def shared_weight(pipe: Pipeline, weight: Any) -> tuple[Any, Any]:
         return weight, None
     own = weight_of(weight)
     mean = mean_over(groups, own)
-    # `accumulate` multiplies by the mean what this rank has of each leaf.
+    # `accumulate` multiplies this rank's shards by the mean, so the derivative by the mean is a sum over shards.
     parts = RankReduction(tuple([wire.group for wire in cutting_wires(pipe.road.pulled)]), groups)
     return parts.replicate(mean), own / torch.where(mean > 0, mean, 1.0)
 
@@ -46,7 +46,7 @@ def equal_weight(pipe: Pipeline, weight: Any) -> Any:
     own, shared = weight_of(weight).detach(), mean.detach()
     if not concrete(own):
         raise weight_in_batch(groups)
-    # The mean of equal weights may differ from each by roundings of their sum.
+    # The mean of equal weights may differ from each of them, since their sum is rounded.
     unequal = ~torch.isclose(own, shared, rtol=1e-9, atol=0.0)
     if float(mean_over(groups, unequal.to(torch.float64))) > 0:
         raise ValueError(

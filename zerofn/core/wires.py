@@ -57,7 +57,7 @@ class Cuts(NamedTuple):
     few: bool
 
 
-# Every step asks several times for the cuts of leaves that travel together.
+# Every step needs the cuts of the same leaves several times.
 @remembered_by_shape
 def _cuts(shapes: tuple[torch.Size, ...], rank: int, size: int) -> Cuts:
     spans = [span(x, rank, size) for x in shapes]
@@ -95,7 +95,7 @@ class Sharding:
         batch = x.shape[:-1]
         if batch:
             check_batch(batch, leaf.path, self.group, x.reshape(batch.numel(), x.shape[-1]))
-        # A batch travels as so many leaves, each with codes of its own.
+        # Each member of a batch is sent as a leaf of its own, with its own codes.
         leaves = [leaf] * batch.numel()
         fulls = self.join_parts(self.send_parts(list(x.reshape(len(leaves), x.shape[-1])), leaves)[1], leaves)
         return torch.stack(fulls).reshape(*batch, *leaf.shape) if batch else fulls[0].reshape(leaf.shape)
@@ -205,11 +205,11 @@ class CodedSharding(Sharding):
     ) -> Tensor:
         """The same rows as bytes."""
         rows = super().pack(grads, leaves, numels, torch.float32, device)
-        # By their ranks, equal gradients are rounded by other random bits.
+        # Random bits depend on the rank, so that ranks with equal gradients do not round them alike.
         return coded_rows(rows, self._widths(leaves), self.codes, BlockDraws(self.group.rank))
 
     def rounded(self, g: Tensor, leaf: Leaf) -> Tensor:
-        """What the ranks decode, all together, of a flat gradient that this rank sends; fp32."""
+        """A flat gradient of this rank as the other ranks decode it, all of its shards together; fp32."""
         widths = self._widths([leaf])
         message = self.pack([g], [leaf], [leaf.numel], torch.float32, g.device)
         (full,) = wholes_of(decoded_rows(message, widths, self.codes)[0][:, : widths[0]], widths, [leaf.numel])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._compat.tensors import WRAPPERS, persistent_buffers, registered, wrapper_attributes
 from .._errors import bad_leaves
 
-# `module` is a name that people give to modules of their own, too; in front it is mostly DistributedDataParallel's.
+# Users also give their own modules the name `module`. At the start of a name it is mostly DistributedDataParallel's.
 _ADDED = re.compile(rf"(?:{'|'.join(sorted({wrapper.attribute for wrapper in WRAPPERS} - {'module'}))}|^module)\.")
 
 
@@ -98,7 +98,7 @@ def without_wrappers(model: nn.Module, named: Mapping[str, Any]) -> dict[str, An
 
 
 def remedy(names: Iterable[str]) -> str:
-    """What to write, besides, where a file has names with wrappers' prefixes; empty if it has none.
+    """A hint for messages about a file whose names have wrappers' prefixes; empty if they have none.
 
     >>> remedy(["a.module.b"]), remedy(["a._orig_mod.b"]).splitlines()[-1].strip()
     ('', "names of the plain model: {name.replace('_orig_mod.', '', 1): x for name, x in d.items()}")
