@@ -73,8 +73,7 @@ def scalars(step: Any, *numbers: Any) -> Scalars:
     step, lr, beta1, beta2, eps, weight_decay = (x.double() if isinstance(x, Tensor) else x for x in (step, *numbers))
     values = _values(beta1**step, beta2**step, lr, beta1, beta2, eps, weight_decay)
     if torch.compiler.is_compiling():
-        # All as tensors: the compiler would make a tensor of any float that differs between two pipelines, and
-        # recompile.
+        # All numbers become tensors. A float that differs between two pipelines would make the compiler recompile.
         return Scalars(*once(*(torch.as_tensor(x, dtype=torch.float64).float() for x in values)))
     return Scalars(*(x.float() if isinstance(x, Tensor) else c_float(x).value for x in values))
 
@@ -179,7 +178,7 @@ class Leaves(NamedTuple):
 
     def all_dtypes(self) -> list[tuple[torch.dtype, ...]]:
         """The dtypes of each entry's tensors, four or five."""
-        # No attrgetter: the compiler traces this.
+        # A comprehension, since the compiler, which traces this, does not know attrgetter.
         return list(zip(*[[t.dtype for t in tensors] for tensors in self.tensors], strict=True))
 
     def dtypes(self, i: int) -> Dtypes:
@@ -187,7 +186,7 @@ class Leaves(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What all entries have in common."""
+    """The arguments of an update that all entries share."""
 
     step: Any
     scalars: Scalars
@@ -343,7 +342,7 @@ def _by_kind(leaves: Leaves, kinds: Sequence[Any]) -> Iterator[tuple[Any, Sequen
 
 
 def _written(leaves: Leaves) -> None:
-    """Tell autograd what a kernel wrote."""
+    """Tell autograd which tensors a kernel wrote."""
     increment_version([*leaves.params, *leaves.exp_avgs, *leaves.exp_avg_sqs, *(leaves.compensations or ())])
 
 
@@ -396,7 +395,7 @@ def _sample(dtypes: Dtypes, kahan: bool, numel: int = 1001) -> Leaves:
 # ----------------------------------------------------------------------------------------------------------------------
 # `run_triton` runs the Triton kernel of low-precision Adam on a GPU, after the same check.
 #
-# It reads nothing from the device, apart from that check: what changes from step to step goes there in one copy.
+# Apart from that check the host reads nothing from the device. One copy brings all numbers that differ between steps.
 
 
 def run_triton(leaves: Leaves, settings: Settings, norms: list[Any] | None = None) -> None:
@@ -430,7 +429,7 @@ def _launch(leaves: Leaves, settings: Settings, norms: bool = False) -> list[Ten
     if isinstance(step, Tensor) and step.ndim:
         numbers = torch.stack(numbers)
     elif any(isinstance(x, Tensor) for x in numbers):
-        # Filled on the device: a copy of a number to it could wait.
+        # `torch.full` fills on the device. A copy of a number from the host could wait for it.
         numbers = torch.stack([x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in numbers])
     words = (x.to(torch.int64).reshape(-1) if isinstance(x, Tensor) else x for x in (step, settings.seed, stride))
     given = module.Numbers(*words, numbers, settings.comes)
@@ -439,7 +438,7 @@ def _launch(leaves: Leaves, settings: Settings, norms: bool = False) -> list[Ten
 
 
 def _readable(x: Any) -> Any:
-    """A number of the host as such; a tensor of a device as it is, which nobody reads here."""
+    """The Python number in a tensor of the host; a tensor of a device is not read and stays as it is."""
     return x.item() if isinstance(x, Tensor) and x.is_cpu else x
 
 
@@ -455,7 +454,7 @@ def triton_module() -> Any:
 
 def _interpreted() -> bool:
     """Whether Triton runs kernels on the CPU: for tests, far slower than eager torch."""
-    # Asked before triton is imported, which takes a second.
+    # This comes before the import of triton, which takes a second.
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return False
     module = triton_module()
@@ -526,7 +525,7 @@ def _no_triton(why: str) -> bool:
 
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
-# Called on every leaf in every step, so functions in C.
+# Every step calls these on every leaf, so they are C functions.
 _IS_CPU, _IS_CUDA, _IS_META = attrgetter("is_cpu"), attrgetter("is_cuda"), attrgetter("is_meta")
 
 
@@ -618,7 +617,7 @@ def _check_entries(leaves: Leaves) -> None:
         if c and c[0] != p:
             why = f"a compensation has its parameter's dtype, {p}"
             raise ValueError(explain(f"adam_(compensations[{i}]: {c[0]})", why, f"torch.zeros_like(params[{i}])"))
-    shapes = [[t.shape for t in tensors] for tensors in leaves.tensors]  # no attrgetter: a compiler traces this
+    shapes = [[t.shape for t in tensors] for tensors in leaves.tensors]  # the compiler does not know attrgetter
     if any(column != shapes[0] for column in shapes):
         i, row = next((i, row) for i, row in enumerate(zip(*shapes, strict=True)) if len(set(row)) > 1)
         wrong = f"adam_: parameter, gradient and moments of entry {i} have shapes {list(map(tuple, row))}"
@@ -723,7 +722,7 @@ def adam_(
     _check(leaves, step, rounding, form, implementation, "adam_")
     if not params:
         return
-    # The values are read only if all are plain CPU tensors: else that would wait for a device or break vmap.
+    # The values are read only if all are plain CPU tensors. Reading others would wait for a device or break vmap.
     given = [x for x in (params[0], step, lr, form) if isinstance(x, Tensor)]
     plain = _have_memory(given) and all(map(_IS_CPU, given))
     step, lr, form = (int(step), float(lr), int(form)) if plain else (step, lr, form)

@@ -1,8 +1,7 @@
 """Adam on moments that are kept as codes: one pass, with the bits of decoding, updating and encoding.
 
-On a CPU it is a kernel in C, on a GPU one of Triton's (`triton_coded.py`). The moments are numbers in the cache or the
-registers of a processor alone, one block after the other. Without a kernel they pass through memory as codes, as
-numbers and as codes again.
+A CPU has a kernel in C, a GPU one of Triton (`triton_coded.py`). It decodes one block of the moments after the other,
+in the cache or in registers. Without a kernel the decoded moments are written to memory, read, and encoded again.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class CodedAdam:
             given = beta2, 1 - beta1, 1 - beta2, rate, eps, 1 - lr * weight_decay, weight_decay, spread
         else:
             given = (*scalars(step, lr, beta1, beta2, eps, weight_decay), 1.0)
-        # With no decay nothing is added: 0 * p would be NaN for an infinite parameter.
+        # Without a decay the kernel adds no term: 0 * p would be NaN for an infinite parameter.
         no_sum = self.decoupled or weight_decay == 0
         found: list[Any] = [0.0] * len(params)
         kinds: dict[Any, list[int]] = {}
@@ -158,7 +157,7 @@ class CodedAdam:
         increment_version([*params, *coded])
 
     def _function(self, p: Tensor, g: Tensor, m: Any) -> Any:
-        """What updates leaves like this one: `_call` of a C function, `_launch`, or ``None``."""
+        """The function that updates leaves like this one: `_call` of a C function, `_launch`, or ``None``."""
         kind = self.fused, self.rounding == "stochastic" and p.dtype is not torch.float32, p.dtype, g.dtype
         if p.is_cpu:
             function = _library(*kind, m.how.bits, m.how.code)
@@ -213,7 +212,7 @@ def _call(
 
 
 def _drawn(moments: Columns, named: Sequence[Sequence[int]], random: bool) -> tuple[Columns, Sequence[int], Columns]:
-    """Keys of parameters and moments, places of first elements, and draws of moments: of random bits."""
+    """The inputs of random bits: keys of parameters and moments, indices of first elements, and draws of moments."""
     draws = [[x.draws for x in ms] if random else [_NONE] * len(ms) for ms in moments]
     keys, offsets = named
     return [keys, *([x.key for x in one] for one in draws)], [x.offset for x in draws[0]] if random else offsets, draws
@@ -344,7 +343,7 @@ def triton_kernel(
         return False
     call, kind = functools.partial(_launch, fused, random_params), (fused, random_params, dtype, grad)
     at = 2**31 if random else None
-    # Whole blocks of a program and of one more, and blocks at the ends of rows.
+    # The samples have the whole blocks of a program and one more, and blocks at the ends of rows.
     shapes = (1, _triton().TILE * _triton().TILES + how.block // 16 * 16), (16, how.block + 6)
     try:
         same = all(_has_bits_of_torch(call, *kind, how, shape, at, 0.9, device) for shape in shapes)

@@ -46,7 +46,7 @@ from . import native
 from .recording import concrete, number, where
 from .rounding import FORMAT, as_int32, draw, random_bits, stream_key, stride_of
 
-# Of float8_e4m3fn.
+# The largest number of float8_e4m3fn.
 LARGEST = 448.0
 # How numbers from -1 to 1 become codes, in the order of `ZF_MAP` in `native_codes.h`.
 MAPS = ("linear", "companded", "dynamic")
@@ -71,7 +71,7 @@ class Draws:
     offset: int = 0
 
     def bits(self, low: int, high: int, device: torch.device) -> Tensor:
-        """Those of a range of elements, int32."""
+        """The random bits of a range of elements, int32."""
         how: Any = dict(seed=self.seed, step=number(self.step), key=self.key, device=device)
         return random_bits(high - low, offset=self.offset + low, **how)
 
@@ -94,7 +94,7 @@ class BlockDraws:
     seed: int
 
     def bits(self, blocks: Tensor) -> Tensor:
-        """Those of numbers in fp32, int32 of the same shape (rows, blocks, numbers)."""
+        """The random bits for numbers in fp32, int32 of the same shape (rows, blocks, numbers)."""
         k0, k1 = stream_key(self.seed, 0, 0)
         total = reinterpret(blocks, torch.int32).sum(-1, keepdim=True)
         counter = draw(as_int32(total), as_int32(k0))
@@ -226,7 +226,7 @@ class Codes:
         return [found[i] for i in range(len(codes))]
 
     def _kernel(self, x: Tensor, shape: Sequence[int] | None = None) -> Any:
-        """The C library, where `x` is in a CPU's memory and there is something to gain."""
+        """The C library, if `x` is in a CPU's memory and large enough that a call of C is faster; else `None`."""
         numel = x.numel() if shape is None else prod(shape)
         if numel < LARGE or type(x) not in _PLAIN or not x.is_cpu or x.dtype != torch.float32 or not concrete(x):
             return None
@@ -246,9 +246,9 @@ class Codes:
         size = x.abs()
         scale = size.amax(-1, keepdim=True)
         negative = torch.ones_like(scale, dtype=torch.bool) if self.signed else x.signbit().any(-1, keepdim=True)
-        # An infinity minus itself is NaN.
+        # This makes the scale of a block with an infinity NaN, since inf - inf is NaN.
         scale = scale + (scale - scale)
-        # The reciprocal of a subnormal number would be infinite.
+        # `lift` moves scales to where a reciprocal is finite: that of a subnormal number is infinite.
         lift = torch.ones_like(scale).masked_fill(scale < 2.0**-64, 2.0**64).masked_fill(scale > 2.0**64, 2.0**-64)
         y = size * lift * torch.where(scale > 0, scale * lift, torch.inf).reciprocal()
         signed, (n, m) = self.signed or _one_kind(negative), self._ends
@@ -266,7 +266,7 @@ class Codes:
             at = where(signed, lambda: y * n, lambda: y * m)
         code = at.round()
         if bits is not None:
-            # Never near 0 or 1: a number that has a code is not moved by what was rounded on the way here.
+            # `u` is never near 0 or 1, so that rounding errors of `at` never move a number that has a code.
             u, low = _fractions(bits), at.floor()
             if self.code == "companded":
                 above = where(
@@ -276,7 +276,7 @@ class Codes:
             else:
                 above, gap = at - low, 1
             found = low + (u * gap < above)
-            # Numbers of 16 bits, and subnormal ones, are too far from their codes for that.
+            # Numbers of 16 bits and subnormal numbers have larger rounding errors: here those with a code are found.
             code = torch.where(self._numbers(code, scale, signed, rows.dtype) == size, code, found)
         code = where(signed, lambda: torch.copysign(code, x) + n, code)
         return self._stored(code, x, scale, negative, signed, rows)
@@ -297,7 +297,7 @@ class Codes:
 
     def _table(self, signed: bool, like: Tensor) -> Tensor:
         table = torch.tensor(dynamic_map(self.bits, signed), dtype=like.dtype)
-        # From memory that is not pinned the copy could wait for the device.
+        # A copy from memory that is not pinned could wait for the device.
         return table.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else table.to(like.device)
 
     def _stored(
@@ -305,7 +305,7 @@ class Codes:
     ) -> tuple[Tensor, Tensor]:
         # A second moment other than zero gets a code other than zero.
         code = where(signed, code, lambda: code.maximum((x > 0).to(code.dtype)))
-        # Without a finite number there is none.
+        # In a block whose scale is zero or NaN all codes are zero.
         code = code.to(torch.uint8) * (scale > 0)
         scales = torch.where(negative, -scale, scale).squeeze(-1).to(rows.dtype)
         return code.flatten(1)[:, : rows.shape[1]], scales
@@ -318,7 +318,7 @@ class Codes:
             code = code.long()
             found = where(signed, lambda: self._table(True, scale)[code], lambda: self._table(False, scale)[code])
             return (found * scale.abs()).to(scales.dtype).flatten(1)[:, : codes.shape[1]]
-        # Zeros get a sign: a block whose negative numbers have all become zero keeps its kind.
+        # Zeros are -0.0, so that a block whose negative numbers have all become zero is still of the signed kind.
         code = where(signed, lambda: -(n - code), code)
         found = self._numbers(code, scale.abs(), signed, scales.dtype)
         return found.to(scales.dtype).flatten(1)[:, : codes.shape[1]]
@@ -326,7 +326,7 @@ class Codes:
     def _numbers(self, code: Tensor, scale: Tensor, signed: bool | Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers of codes from -127 to 127 or from 0 to 255, as they are in a dtype."""
         n, m = self._ends
-        # By factors, since a GPU divides by a number so; n times its reciprocal is 1 for all n that occur.
+        # These multiply by a reciprocal, as a GPU does to divide by a number. For all n used here, n * (1 / n) is 1.
         if self.code == "companded":
             y = where(signed, lambda: code / (2 * n - code.abs()), lambda: code * code * (1 / m**2))
         else:
@@ -360,7 +360,7 @@ def dynamic_map(bits: int, signed: bool) -> tuple[float, ...]:
     for i in range(levels):
         count = 2**i if signed else 2 ** (i + 1)
         values += [10.0 ** (i + 1 - levels) * (0.1 + 0.9 * (j + 0.5) / count) for j in range(count)]
-    # A block whose negative numbers have all become zero keeps its kind.
+    # The zero is -0.0, so that a block whose negative numbers have all become zero is still of the signed kind.
     return (*(-x for x in reversed(values)), -0.0, *values, 1.0) if signed else (0.0, *values, 1.0)
 
 
@@ -388,7 +388,7 @@ class Float8:
         """Codes, uint8 in the shape of `x` (rows, numbers), and scales (rows, blocks), fp32."""
         blocks = _blocks(x.to(torch.float32), self.block)
         scale = blocks.abs().amax(-1, keepdim=True)
-        # An infinity minus itself is NaN.
+        # This makes the scale of a block with an infinity NaN, since inf - inf is NaN.
         scale = scale + (scale - scale)
         y = blocks / torch.where(scale == 0, torch.inf, scale) * LARGEST
         codes = reinterpret(y.to(torch.float8_e4m3fn), torch.uint8)
@@ -447,7 +447,7 @@ def _alike(shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> list[l
 
 
 def _drawn(draws: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """The random bits of several leaves, one behind the other: no launches grow with leaves."""
+    """The random bits of several leaves, one behind the other, in as many launches as for one leaf."""
     stride, begin = stride_of(FORMAT), 0
     words: list[tuple[int, int, int]] = []
     for one, n in zip(draws, sizes, strict=True):
@@ -456,11 +456,11 @@ def _drawn(draws: Sequence[Any], sizes: Sequence[int], device: torch.device) -> 
         begin += n
         words.append((as_int32(first), as_int32(key[1]), begin))
     packed = torch.tensor(list(zip(*words, strict=True)), dtype=torch.int32)
-    # From memory that is not pinned the copy could wait for the device.
-    there = packed.pin_memory().to(device, non_blocking=True)
+    # A copy from memory that is not pinned could wait for the device.
+    on_device = packed.pin_memory().to(device, non_blocking=True)
     at = torch.arange(begin, dtype=torch.int32, device=device)
-    # Not by `repeat_interleave`, which waits.
-    first, k1 = there[:2].index_select(1, torch.bucketize(at, there[2], right=True))
+    # Not `repeat_interleave`, which waits for the device.
+    first, k1 = on_device[:2].index_select(1, torch.bucketize(at, on_device[2], right=True))
     return draw((at * as_int32(stride)).add_(first), k1)
 
 
@@ -470,7 +470,7 @@ def _fractions(bits: Tensor) -> Tensor:
 
 
 def _one_kind(signed: Tensor) -> bool | Tensor:
-    """Of blocks that are all of one kind, on a CPU, whether it is the signed one: then half of the work is left out."""
+    """`signed` as one bool if a CPU sees that all blocks are of one kind, which halves the work; else unchanged."""
     if not signed.is_cpu or not concrete(signed) or is_shape_only(signed):
         return signed
     found = bool(signed.any())
@@ -488,7 +488,8 @@ def _paired(codes: Tensor) -> Tensor:
 
 
 def _apart(pairs: Tensor, row: int) -> Tensor:
-    """
+    """The inverse of `_paired`, for rows of `row` codes.
+
     >>> _apart(torch.tensor([[33, 3]], dtype=torch.uint8), 3).tolist()
     [[1, 2, 3]]
     """
@@ -499,7 +500,7 @@ def _apart(pairs: Tensor, row: int) -> Tensor:
 # `codes.c` does the same in one pass, on float32 in a CPU's memory.
 
 
-# Smaller tensors take less time than the call.
+# For smaller tensors a call of C takes longer than torch.
 LARGE = 1 << 11
 HEADERS = [Path(__file__).with_name(name) for name in ("native_codes.h", "native_draws.h", "native_threads.h")]
 _FILES = [Path(__file__).with_name("codes.c"), *HEADERS]

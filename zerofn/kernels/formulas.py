@@ -24,7 +24,7 @@ from .._compat.functorch import functorch_active, is_wrapped
 from .._compat.tensors import foreach, foreach_mul, has_triton
 from .recording import certain, differentiated, recorded
 
-# Of every leaf in every step, by C. No graph asks so.
+# Every step reads the dtype of every leaf, so this is a C function. The compiler does not know it: no graph uses it.
 _DTYPE = attrgetter("dtype")
 
 
@@ -41,7 +41,7 @@ def once(*numbers: Any) -> tuple[Any, ...]:
         if isinstance(x, Tensor):
             kinds.setdefault((x.dtype, x.device, x.shape), []).append(i)
     for places in kinds.values():
-        # At least two, since a stack of one would be a view of it.
+        # One tensor is stacked twice, since a stack of one would be a view of it.
         for i, x in zip(places, torch.stack([found[i] for i in (*places, places[0])]).unbind(), strict=False):
             found[i] = x
     return tuple(found)
@@ -104,7 +104,7 @@ def at_most(norm: Tensor, most: Any) -> Tensor | None:
         return ((TensorList([norm]) + 1e-6).reciprocal() * most).clamp(max=1.0).tensors[0]
     ratio = (norm + 1e-6).reciprocal().mul(most)
     if read:
-        # A factor that is not above 1, or is NaN, needs no clamp.
+        # A factor of at most 1, or NaN, needs no clamp.
         return None if ratio.item() > 1 else ratio
     return None if norm.is_cpu and certain(ratio > 1) else once(ratio.clamp(max=1.0))[0]
 
@@ -398,7 +398,7 @@ class TensorList:
     def _refused(self, *_: Any) -> Any:
         raise NotOnLists("an operator")
 
-    # Python looks these up in the class, and has answers of its own where there are none.
+    # Python looks these up in the class, not by `__getattr__`, and some have defaults, which would be wrong.
     __bool__ = __len__ = __iter__ = __getitem__ = __rtruediv__ = __hash__ = _refused  # type: ignore[assignment]
     __matmul__ = __float__ = _refused
 
@@ -442,7 +442,7 @@ class LeafSums:
 
 
 _METHODS = {name for name in vars(TensorList) if not name.startswith("_")} - {"dtype", "device", "tensors", "pending"}
-# In which integers lists are computed, and what of them stays an integer.
+# The integer dtypes in which lists are computed, and the operations whose results stay integers.
 _WHOLE = {torch.int64}
 _OF_INTEGERS = {"add", "sub", "mul", "neg", "abs", "clamp_min", "clamp_max"}
 
@@ -458,7 +458,7 @@ def _term(x: Any) -> Term:
 
 
 def _number(x: Any) -> float:
-    """A number, which goes to the device in float64."""
+    """A number as a float: kernels get numbers in float64."""
     if isinstance(x, bool) or not isinstance(x, (int, float)) or (isinstance(x, int) and abs(x) > 1 << 53):
         raise NotOnLists("a number that is a tensor")
     return x
@@ -482,7 +482,7 @@ def _argument(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _truth(x: Any) -> Term:
-    """What is a bool: a list, or a tensor of one."""
+    """The term of a bool: of a list, or of a tensor of one element."""
     found = _argument(x, torch.bool)
     if not isinstance(found, Term) or found.dtype is not torch.bool:
         raise NotOnLists("a number that is no bool")
@@ -529,7 +529,7 @@ def write_where(chosen: Tensor, olds: Sequence[Tensor], news: Sequence[Tensor]) 
 
 
 def _change(chosen: Tensor, news: Sequence[Tensor], bits: list[Tensor]) -> list[Tensor]:
-    """What to add to the bits of old tensors."""
+    """The integers to add to the bits of old tensors: zero if `chosen` is false."""
     kind = bits[0].dtype
     change = foreach("sub", [x.view(kind) for x in news], bits)
     foreach("mul_", change, chosen.to(kind))
@@ -633,10 +633,10 @@ class _Program:
     def _step(self, term: Term) -> None:
         name, given = term.name, list(term.args)
         if name == "lerp" and given[2] >= 0.5:
-            # As torch does, from the nearer end.
+            # torch.lerp starts from the nearer end.
             less = given[2] if term.dtype is torch.float64 else c_float(given[2]).value
             name, given[2] = "lerp_back", less - 1
-        # In which the operation is computed: a comparison in the dtype of what it compares.
+        # A comparison is computed in the dtype of its arguments, any other operation in that of its result.
         dtype = given[0].dtype if name in _COMPARED else term.dtype
         if name.startswith("clamp") or name in _COMPARED:
             given = [x if isinstance(x, Term) else torch.tensor(x, dtype=dtype).item() for x in given]
@@ -689,7 +689,7 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def _in_order(term: Term, found: dict[int, Term]) -> None:
-    """A term after those that it is made of."""
+    """Add a term to `found` after its arguments."""
     if id(term) not in found:
         for x in term.args:
             if isinstance(x, Term):
@@ -776,7 +776,7 @@ def _one_operation(term: Term, first: Any, given: list[Any]) -> Any:
         bits = [x.view(_INTEGERS[term.dtype.itemsize]) for x in given[1]]
         return [x.view(term.dtype) for x in foreach("add", bits, _change(first, given[0], bits))]
     if term.dtype is torch.bool or term.name == "where":
-        # torch has no such operations on lists.
+        # torch has no foreach form of these.
         columns = [x if isinstance(x, list) else repeat(x) for x in (first, *given)]
         return [getattr(torch, term.name)(*row) for row in zip(*columns, strict=False)]
     # Operations on lists of two dtypes run tensor by tensor.
@@ -789,7 +789,7 @@ def _other(x: Any, dtype: torch.dtype) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which leaves are computed together.
+# These functions group leaves that are computed together, and run a formula on each group.
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
@@ -798,13 +798,13 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
     """Whether leaves are computed as lists: on a GPU, if nothing records.
 
-    One leaf too, as within backward: torch's operations on a GPU round in other places than the kernels for lists.
+    A single leaf is one too, as within backward: torch's operations on a GPU would round elsewhere than the kernels.
     """
     first = columns[0]
     if not (first and isinstance(first[0], Tensor) and first[0].is_cuda):
         return False
     tensors = [x for column in columns for x in column if isinstance(x, Tensor)]
-    # No attrgetter: the compiler traces this.
+    # A generator, since the compiler, which traces this, does not know attrgetter.
     if not all(t.is_cuda for t in tensors) or not set(map(type, tensors)) <= _PLAIN:
         return False
     return not recorded(tensors) and not (functorch_active() and any(map(is_wrapped, tensors)))
@@ -875,7 +875,8 @@ def results(function: Callable[..., Any], *columns: Mapping[str, Any]) -> Iterat
             try:
                 made = function(*given)
             except Exception:
-                # Of lists a function may raise anything. What is wrong with it, it says of a leaf.
+                # A function that gets lists may raise any error. It then runs leaf by leaf, and a real error is raised
+                # again there, about one leaf.
                 alone += batch
             else:
                 yield [paths[i] for i in batch], made
@@ -928,7 +929,7 @@ def at_once(function: Callable[..., Sequence[Any]], *numbers: Any) -> list[Any]:
         [tensor(3), tensor(2)]
     """
     tensors = [x for x in numbers if isinstance(x, Tensor)]
-    # Without a kernel torch's operations on lists would be as many as those on tensors.
+    # Without a kernel, lists would take as many of torch's operations as tensors.
     if on_lists([tensors]) and triton_for(tensors[0].device) is not None:
         try:
             lists = function(*(TensorList([x]) if isinstance(x, Tensor) else x for x in numbers))
@@ -974,10 +975,10 @@ def in_place(operation: str, olds: list[Tensor], given: Any) -> None:
         getattr(row[0], operation)(*(row[1:] if several else [given]))
 
 
-# Matrices get columns of zeros, up to the widest of as many rows, where a product takes at most so many multiplications
-# more: 10 us of a GPU in float32, as two launches. A stack less saves thirty.
+# Matrices of equal rows get columns of zeros up to the widest, if a product then takes at most this many more
+# multiplications. These take a GPU 10 us in float32, as long as two launches. One stack less saves thirty launches.
 WIDENED = 1 << 28
-# Rows of a product that a GPU computes together: fewer take no less time.
+# A GPU computes this many rows of a product together: fewer take no less time.
 TILE = 64
 
 
@@ -1013,7 +1014,7 @@ def on_stacks(function: Callable[[Tensor], Tensor], factor: Callable[[torch.Size
             numbers, of_shape = zip(*numbered, strict=True)
             part = made[numbers[0] : numbers[-1] + 1, ..., : wide[of_shape[0]].shape[-1]]
             part = part.mT if shape[-2] > shape[-1] else part
-            # Contiguous, as the other tensors of the formula: then a kernel computes it.
+            # The kernel takes only contiguous tensors here, as the other tensors of the formula are.
             out = torch.mul(part, factor(shape), out=part.new_empty(part.shape))
             found |= zip(of_shape, out.unbind(), strict=True)
     return TensorList([found[i] for i in range(len(tensors))])

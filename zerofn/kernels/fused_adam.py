@@ -72,7 +72,7 @@ def check_step(function: str, step: Any) -> None:
 # These functions check lists of tensors before a fused kernel is called, and give gradients their parameters' layout.
 
 
-# Called on every leaf in every step, so functions in C.
+# Every step calls these on every leaf, so they are C functions.
 _DTYPE, _DEVICE, _IS_CPU = attrgetter("dtype"), attrgetter("device"), attrgetter("is_cpu")
 _STRIDE = methodcaller("stride")
 
@@ -196,7 +196,7 @@ def run(
     """One update in place, of all elements except `ends`; with `norms` it returns the gradients' norms."""
     function = _function(decoupled, beta1 > 0.5, columns[1][0].dtype)
     assert function is not None
-    # With no decay nothing is added: 0 * p would be NaN for an infinite parameter.
+    # Without a decay the kernel adds no term: 0 * p would be NaN for an infinite parameter.
     no_sum = decoupled or weight_decay == 0
     return _call(function, columns, _scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
 
@@ -225,7 +225,7 @@ def _call(
     lengths = [n // LINE * LINE for n in map(Tensor.numel, columns[0])]
     squares = (ctypes.c_double * count)() if norms else None
     job = _Job(count, *pointers, (ctypes.c_int64 * count)(*lengths), (ctypes.c_float * 8)(*scalars), decoupled, squares)
-    # Read before the update: a gradient may share the memory of what is written.
+    # These are read before the update, since a gradient may share memory with a tensor that is written.
     rests = [float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms]
     if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
         raise MemoryError("no memory for the sums of squares of gradients")
@@ -404,7 +404,7 @@ def many_for_fused(params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         >>> many_for_fused(x, x), many_for_fused(x * 100, x * 100), many_for_fused(x * 100, [x[0].double()] * 100)
         (False, True, False)
     """
-    # Not by `alike`, which the compiler cannot trace.
+    # Not `alike`, which the compiler cannot trace.
     dtype, device = params[0].dtype, params[0].device
     same = all(x.dtype is dtype and x.device == device for x in (*params, *grads))
     return len(params) >= MANY and same and dtype in (torch.float32, torch.float64)

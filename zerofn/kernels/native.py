@@ -55,10 +55,10 @@ def directory() -> Path:
     for outer in tried:
         with contextlib.suppress(OSError):
             inner = outer / "kernels"
-            # One after the other: `mkdir(parents=True)` gives the mode to the last one only.
+            # Three calls, since `mkdir(parents=True)` gives the mode to the last directory only.
             outer.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             outer.mkdir(mode=0o700, exist_ok=True)
-            # Checked before anything is made inside: another user may have put a link there.
+            # This check comes before anything is made inside: another user may have put a link there.
             if not _private(outer):
                 continue
             inner.mkdir(mode=0o700, exist_ok=True)
@@ -142,7 +142,7 @@ def keep(where: Path, key: str, build: Callable[[str], T]) -> T:
     os.close(descriptor)
     try:
         loaded = build(temporary)
-        # The linker made a new file, with the default mode.
+        # The linker has replaced the temporary file by a new one, which has the default mode.
         os.chmod(temporary, 0o700)
         with open(temporary, "rb") as built:
             library = where / f"adam-{key}-{_checksum(built.read())}.so"
@@ -393,7 +393,7 @@ def _choose(cc: str, path: str | None) -> _Choice:
         return _Choice(None, "C kernels are not built on Windows", "Use Linux or macOS")
     try:
         directory()
-    except OSError as error:  # not the compiler's fault
+    except OSError as error:  # no directory: no other compiler would help
         return _Choice(None, str(error), "Let XDG_CACHE_HOME or TMPDIR name a directory of your own")
     system, problem = of_system(path), ""
     if cc:

@@ -21,7 +21,7 @@ CHUNK = 1 << 17
 _NARROW = (torch.bfloat16, torch.float16)
 _WIDE = {torch.float32, torch.float64}
 
-# Called on every leaf in every step, so functions in C.
+# Every step calls these on every leaf, so they are C functions.
 _DTYPE, _IS_CPU, _DEVICE = attrgetter("dtype"), attrgetter("is_cpu"), attrgetter("device")
 _NDIM = attrgetter("ndim")
 
@@ -92,7 +92,7 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(())
     if recorded():
-        # A formula instead of a kernel, so that the compiler can fuse it. Detached: it has no derivative.
+        # A formula instead of a kernel, so that the compiler can fuse it. It has no derivative, so leaves are detached.
         return torch.stack([(t.detach() * 0.0).sum(dtype=torch.float32) for t in tensors]).sum()
     if all(map(_IS_CPU, tensors)):
         bounds = torch.aminmax if set(map(_DTYPE, tensors)) <= _WIDE else _bounds
@@ -104,7 +104,7 @@ def not_finite(leaves: dict[str, Tensor]) -> Tensor:
 
 
 def _on_one_device(norms: list[Tensor]) -> list[Tensor]:
-    """Norms of leaves as they are; of leaves on several devices on the host, whose numbers every device takes."""
+    """The same norms; if they are on several devices, on the host, whose 0-d tensors work with any device."""
     if all(map(_IS_CPU, norms)) or recorded(norms) or len(set(map(_DEVICE, norms))) == 1:
         return norms
     return [n.cpu() for n in norms]
@@ -138,7 +138,7 @@ def not_finite_each(leaves: dict[str, Tensor], paths: Sequence[str]) -> Tensor:
 
 
 def _bounds(t: Tensor) -> tuple[Tensor, ...]:
-    """Finite if all of `t` is. A norm of order infinity takes twelve times as long on a CPU; NaN comes through."""
+    """Numbers that are finite if all of `t` are. On a CPU a norm of order infinity takes twelve times as long."""
     total = _squares(t)
     return torch.aminmax(t) if total is None else (torch.tensor(total * 0.0),)
 
@@ -155,7 +155,7 @@ def squared_norm_unrecorded(leaves: dict[str, Tensor]) -> Tensor:
     """`squared_norm` of leaves that nobody records."""
     tensors: list[Tensor] = list(map(leaves.__getitem__, sorted(leaves)))
     if all(map(_IS_CPU, tensors)):
-        # Few elements are joined first: the norm of a small leaf takes longer than its copy.
+        # Small leaves are joined first, since the norm of one takes longer than its copy.
         dtypes = set(map(_DTYPE, tensors))
         if len(dtypes) == 1 and dtypes <= _WIDE and sum(map(Tensor.numel, tensors)) <= CHUNK:
             return (torch.cat if set(map(_NDIM, tensors)) == {1} else joined)(tensors).norm().square()
@@ -166,7 +166,7 @@ def squared_norm_unrecorded(leaves: dict[str, Tensor]) -> Tensor:
 
 def _total_on_device(function: Callable[[Any], Any], tensors: list[Tensor]) -> Tensor | None:
     """The sum of a function of every element, in float32, in a launch for each dtype; `None` if there is no kernel."""
-    # Of one leaf, as within backward, torch's one launch costs the host less than a kernel and its table.
+    # For one leaf, as within backward, torch's one launch costs the host less than a kernel and its table.
     if len(tensors) < 2 or not _for_kernels(tensors):
         return None
     lists = [x.to(torch.float32) for _, (x,) in batches(tensors)]
@@ -182,19 +182,19 @@ def _for_kernels(tensors: list[Tensor]) -> bool:
 
 
 def leaf_squares(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The sum of squares of every leaf, by path, each 0-d; fp32 at least. The formula.
+    """The sum of squares of every leaf, by path, each 0-d; fp32 at least. It can be differentiated.
 
-    Not by way of norms, whose derivative has no limit where a leaf is zero. A leaf without elements has one too: the
-    dtype in which norms are added must not depend on the pieces that a rank has, since ranks then add their sums.
+    A norm cannot where a leaf is zero, so no norms are squared. A leaf without elements has a sum too: the dtype in
+    which sums are added must not depend on the shards that a rank has, since ranks add up the results.
     """
     wide = {p: x.to(torch.promote_types(x.dtype, torch.float32)) for p, x in leaves.items()}
-    # A product, whose derivative is two; that of a square is a power.
+    # `x * x` has two products as its derivative, `x.square()` a power, which is slower.
     return {p: ((x * x.conj()).real if x.is_complex() else x * x).sum() for p, x in wide.items()}
 
 
 def added(squares_by_path: dict[str, Tensor]) -> Tensor:
     """The squared norm of a tree, from the sums of squares of its leaves; in fp64 if every leaf is, else in fp32."""
-    # In the order of paths. No attrgetter: a compiler traces this.
+    # Sums are added in the order of paths. The compiler, which traces this, does not know attrgetter.
     found = list(map(squares_by_path.__getitem__, sorted(squares_by_path)))
     wide = torch.float64 if {n.dtype for n in found} <= {torch.float64} else torch.float32
     return torch.stack(found).to(wide).sum() if found else torch.zeros(())
@@ -214,7 +214,7 @@ def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
     if not norms:
         return torch.zeros(())
     together = torch.stack(norms).to(wide)
-    # One launch instead of two. On the CPU it has other bits.
+    # On a GPU `dot` takes one launch instead of two. On the CPU it would have other bits.
     return together.square().sum() if together.is_cpu or recorded([together]) else together.dot(together)
 
 

@@ -1,7 +1,7 @@
 """Packs leaves into the buffer of a collective, gradients divided by the number of ranks.
 
-In place, or by `torch.cat` in a compiled graph. The collective then sums, and the sum is the mean over ranks. To divide
-while packing takes no pass of its own, and a sum in 16 bits does not overflow where its mean does not.
+It writes into the buffer, or calls `torch.cat` in a compiled graph. The collective then sums, which gives the mean over
+ranks. The division needs no pass of its own, and a sum in 16 bits does not overflow if the mean does not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from .._compat.tensors import foreach_copy_, split_into
 # Outside of graphs leaves are written into a buffer in place, in one pass over memory. In a graph that is slow: for
 # each write the compiler copies the buffer, or proves that it need not, so the cost grows with the square of the number
 # of leaves. There `torch.cat` packs them. The numbers are the same.
-#
-# For the mean over ranks gradients are divided *before* they are summed, so that a sum in fp16 does not overflow.
 
 
 T = TypeVar("T")
@@ -29,9 +27,9 @@ _SHAPE = attrgetter("shape")
 
 
 def remembered_by_shape(function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, of a tuple of shapes and of what else, as one of leaves, whose results are cached.
+    """Make of `function(shapes, ...)` a function of leaves, which caches results by the shapes of the leaves.
 
-    A graph computes them, since the compiler would guard on the cache.
+    A graph computes them anew, since the compiler would guard on the cache.
 
     Examples:
         >>> elements = remembered_by_shape(lambda shapes, size: [shape.numel() * size for shape in shapes])
@@ -60,21 +58,21 @@ def row_of(parts: Sequence[Tensor], widths: Sequence[int], into: Tensor) -> Tens
     if torch.compiler.is_compiling():
         return torch.cat([_filled(x, each) for x, each in zip(parts, widths, strict=True)])
     if sum(map(Tensor.numel, parts)) == into.numel():
-        # None is padded.
+        # No shard is padded.
         return torch.cat(list(parts), out=into)
     places = [place[: x.shape[0]] for x, place in zip(parts, into.split_with_sizes(list(widths)), strict=True)]
     foreach_copy_(places, list(parts))
     return into
 
 
-# On the CPU a view of a leaf takes as long as so many elements by an index: leaves that are smaller on average are
-# permuted together.
+# On the CPU a view of a leaf takes as long as copying this many elements by an index. Leaves that are smaller on
+# average are permuted together.
 FEW = 64
 
 
 @cache
 def _in_rows(widths: tuple[int, ...], numels: tuple[int, ...], size: int, more: int) -> Tensor:
-    """Of each element of flat leaves, end to end, its place in `size` rows of all widths and `more` columns."""
+    """For each element of flat leaves, end to end, its place in `size` rows of all widths and `more` columns."""
     each, begin, found = sum(widths) + more, 0, []
     with torch.inference_mode(False):
         for width, numel in zip(widths, numels, strict=True):
@@ -86,7 +84,7 @@ def _in_rows(widths: tuple[int, ...], numels: tuple[int, ...], size: int, more: 
 
 @cache
 def _from_leaves(widths: tuple[int, ...], numels: tuple[int, ...], size: int, more: int) -> Tensor:
-    """The inverse of `_in_rows`: of each place in the rows its element. Other places get the one behind all."""
+    """The inverse of `_in_rows`: for each place in the rows its element. Padding gets the index behind the last one."""
     places = _in_rows(widths, numels, size, more)
     with torch.inference_mode(False):
         found = torch.full((size * (sum(widths) + more),), len(places), device="cpu")
@@ -279,8 +277,8 @@ def _filled(x: Tensor, length: int) -> Tensor:
     return torch.cat([x, x.new_zeros((length - len(x), *x.shape[1:]))]) if len(x) < length else x
 
 
-# Leaves of fewer elements than this are joined first and divided at once: a second pass over memory takes less time
-# than a division for each.
+# Leaves with fewer elements than this are joined first and divided at once, since a second pass over memory takes less
+# time than a call for each.
 SMALL = 1 << 12
 
 

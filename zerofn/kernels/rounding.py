@@ -192,7 +192,7 @@ def random_bits(
     for start, stop in block_ranges(offset, numel):
         k0, k1 = stream_key(seed, step, key, block=start >> 32, stream=stream)
         counter = torch.arange(stop - start, dtype=torch.int32, device=device)
-        # Not in place: under vmap the key may be batched (with the step), while the range is not.
+        # A new counter and no write in place: under vmap the key is batched if the step is, and the range is not.
         parts.append(draw(counter * as_int32(stride) + as_int32((start & _MASK32) * stride + k0), as_int32(k1)))
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32, device=device)
 
@@ -245,7 +245,7 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, *, bits: Tensor) -> Tensor:
     if dtype == torch.bfloat16:
         return _round_bits(x, bits, dropped=16, largest=0x7F7F0000).to(torch.bfloat16)
     if dtype == torch.float16:
-        # Moved up by 2**-14, a float16 subnormal has its last bit where a normal number has it.
+        # Adding 2**-14 moves the last bit of a float16 subnormal to where a normal number has it.
         small = x.abs() < 2.0**-14
         shifted = _round_bits(torch.where(small, x.abs() + 2.0**-14, x), bits, dropped=13, largest=0x477FE000)
         return torch.where(small, torch.copysign(shifted - 2.0**-14, x), shifted).to(torch.float16)

@@ -37,11 +37,11 @@ from .triton_lists import (
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernel computes the formula of `zerofn.kernels.adam` on one chunk of one leaf.
 #
-# Equal bits need what IEEE 754 rounds in one way: sums, products, `div_rn`, `sqrt_rn`, and no product fused with a sum
-# (`triton_lists.CUDA_OPTIONS`). Conversions of bfloat16 are integer arithmetic, as in the C kernel.
+# For equal bits the kernel has only operations that IEEE 754 rounds in one way: sums, products, `div_rn`, `sqrt_rn`,
+# and no product fused with a sum (`triton_lists.CUDA_OPTIONS`). bfloat16 is converted by integer arithmetic, as in C.
 #
-# Nothing that changes from step to step is a constant of the kernel: number of the step, seed and learning rate are
-# read from memory of the device.
+# A number that changes from step to step is no constant of the kernel: it reads the number of the step, the seed and
+# the learning rate from memory of the device.
 #
 # Gradients, parameters and moments are read once and written once, in accesses of 16 bytes where addresses allow it.
 
@@ -213,7 +213,7 @@ def adam_kernel(
     step, seed, stride = tl.load(step_at + place), tl.load(seed_at), tl.load(stride_at).to(tl.uint32)
     numbers += place
     width = tl.maximum(each, 1)
-    # A leaf that is skipped has no elements.
+    # In a step that is skipped all leaves count as empty.
     numel = tl.where(tl.load(comes_at) != 0, numel, 0)
     block, first = (offset >> 32) & 0xFFFFFFFF, (offset & 0xFFFFFFFF).to(tl.uint32)
     p_k0, p_k1 = stride, stride
@@ -225,7 +225,7 @@ def adam_kernel(
     aligned = ((p | g | m | v | c) & 15) == 0
     p_at, g_at, m_at, v_at = pointer(p, P), pointer(g, G), pointer(m, M), pointer(v, V)
     c_at = pointer(c, P)
-    # Read once: in the loop a read of the device's memory would be repeated after each store.
+    # These are read before the loop, where each would be read again after every store.
     beta2, one_minus_beta1 = tl.load(numbers), tl.load(numbers + width)
     one_minus_beta2, rate = tl.load(numbers + 2 * width), tl.load(numbers + 3 * width)
     eps, keep, decay = tl.load(numbers + 4 * width), tl.load(numbers + 5 * width), tl.load(numbers + 6 * width)

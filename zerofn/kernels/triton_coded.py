@@ -58,7 +58,7 @@ def _decoded(codes, scale, BITS: tl.constexpr, COMPANDED: tl.constexpr):
     code, size, signed = codes.to(tl.float32), tl.abs(scale)[:, None], (scale < 0).to(tl.int32)
     found = tl.zeros_like(code)
     if tl.max(signed, 0) != 0:
-        # Times -1, since Triton's -x is 0 - x: zeros get a sign.
+        # The product with -1 gives zeros their sign. Triton computes -x as 0 - x, which does not.
         found = _number((last - code) * -1.0, size, True, BITS, COMPANDED)
     if tl.min(signed, 0) == 0:
         found = tl.where(signed[:, None] != 0, found, _number(code, size, False, BITS, COMPANDED))
@@ -76,7 +76,7 @@ def _code(
         at = tl.div_rn(y * (2 * last), y + 1.0) if SIGNED else tl.sqrt_rn(y) * end
     else:
         at = y * last if SIGNED else y * end
-    # To the nearest whole number, of two the even one.
+    # This rounds to the nearest whole number, ties to even: fp32 has no fractions at 1.5 * 2**23.
     code = (at + 12582912.0) - 12582912.0
     if RANDOM:
         low = tl.floor(at)
@@ -88,7 +88,7 @@ def _code(
             below, gap = y * (end * end) - low * low, low + low + 1.0
         found = low + (noise * gap < below).to(tl.float32)
         if rare != 0:
-            # Subnormal numbers are too far from their codes: one that has a code keeps it.
+            # Subnormal numbers have larger rounding errors: here those with a code are found.
             found = tl.where(_number(code, scale, SIGNED, BITS, COMPANDED) == tl.abs(x), code, found)
         code = found
     if SIGNED:
@@ -106,7 +106,7 @@ def _coded(x, counter, k1, RANDOM: tl.constexpr, BITS: tl.constexpr, COMPANDED: 
     signed = tl.max((pattern >> 31).to(tl.int32), 1)
     finite = most < 0x7F800000
     scale = most.to(tl.float32, bitcast=True)
-    # The reciprocal of a subnormal number would be infinite.
+    # `lift` moves scales to where a reciprocal is finite: that of a subnormal number is infinite.
     lift = tl.where(scale < 5.421010862427522e-20, 18446744073709551616.0, 1.0)
     lift = tl.where(scale > 18446744073709551616.0, 5.421010862427522e-20, lift)
     there = finite & (scale > 0)
@@ -190,7 +190,7 @@ def _tile(
     v = _decoded(v_codes, _load(v_scales + b, some, MASKED), BITS, COMPANDED)
     counter = (first + at.to(tl.uint32)) * stride
     if FUSED:
-        # As torch's kernel rounds on a CPU: these products are fused with their sums, and no others.
+        # torch's kernel on a CPU fuses these products with their sums, and no others.
         d = tl.where(decoupled != 0, g, tl.fma(p, decay, g))
         p = tl.where(decoupled != 0, p * keep, p)
         near = weight < 0.5
@@ -213,7 +213,7 @@ def _tile(
     m_codes, m_scale = _coded(m, counter + m_k0, m_k1, RANDOM, BITS, COMPANDED)
     v_codes, v_scale = _coded(v, counter + v_k0, v_k1, RANDOM, BITS, COMPANDED)
     if MASKED:
-        # What stands behind the last number of a row is no code.
+        # Places behind the last number of a row get the code 0.
         m_codes, v_codes = tl.where(mask, m_codes, 0), tl.where(mask, v_codes, 0)
     _put(m_at + codes_at, m_codes, in_codes, MASKED, BITS, B, N)
     _put(v_at + codes_at, v_codes, in_codes, MASKED, BITS, B, N)
@@ -297,7 +297,7 @@ def coded_adam_kernel(
     m_scales_at, v_scales_at = pointer(m_scales, FLOAT32), pointer(v_scales, FLOAT32)
     whole = ((p | g | m | v | m_scales | v_scales) & 15) == 0
     if whole and block == N and row % N == 0 and low + B * TILES <= blocks:
-        # Addresses of the program's own first numbers, known to be multiples of 16; within it indices are of 32 bits.
+        # Triton learns that the addresses of the program's first numbers are multiples of 16. Indices have 32 bits.
         begin = low * N
         p_at, g_at = tl.multiple_of(p_at + begin, 16), tl.multiple_of(g_at + begin, 16)
         m_at, v_at = tl.multiple_of(m_at + begin * BITS // 8, 16), tl.multiple_of(v_at + begin * BITS // 8, 16)
@@ -383,7 +383,7 @@ def run(
     blocks = [len(p) * -(-row // how.block) for p, row in zip(params, rows, strict=True)]
     programs = [*accumulate((-(-n // (at_once * TILES)) for n in blocks), initial=0)]
     lists = params, grads, *([x.codes for x in one] for one in moments), *([x.scales for x in one] for one in moments)
-    # Numbers, and then starts and columns, from multiples of 16 bytes on.
+    # The numbers come first, then starts and columns, each at a multiple of 16 bytes.
     words = array("q", map(_signed, (numbers.seed, numbers.codes_seed, numbers.step, numbers.stride)))
     words.extend((int(numbers.decoupled), 0))
     words.frombytes(array("f", numbers.scalars).tobytes())

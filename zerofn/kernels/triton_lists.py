@@ -25,7 +25,7 @@ from torch import Tensor
 from .._compat.tensors import foreach
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What kernels over leaves have in common: numbers as they are stored, the leaf of a program, and the launch.
+# All kernels over leaves use these functions: they convert stored numbers, find the leaf of a program, and launch.
 #
 # A launch takes about as long as the host needs for it, 5 to 10 us, so one launch for each leaf would make the host the
 # bound. Instead a kernel finds its leaf in a table of addresses.
@@ -33,7 +33,7 @@ from .._compat.tensors import foreach
 FLOAT32, BFLOAT16, FLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FLOAT64, INT64, BOOL = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int64: 4, torch.bool: 5}
-# In what numbers of each kind are computed, beside those that are computed in float32.
+# The types in which numbers of these kinds are computed; all others are computed in float32.
 _TYPES = {3: "tl.float64", 4: "tl.int64", 5: "tl.int1"}
 
 # Elements of one program, and of one turn of its loop. 1024 elements on 128 threads are 8 for each, 16 bytes of bf16.
@@ -91,7 +91,7 @@ def _bfloat16(x, bits, RANDOM: tl.constexpr):
     size = pattern & 0x7FFFFFFF
     noise = ((pattern >> 16) & 1) + 0x7FFF
     if RANDOM:
-        # From the largest finite number on, to nearest: noise must not make infinities.
+        # The largest finite number and infinities are rounded to nearest: noise must not make a number infinite.
         noise = tl.where(size >= 0x7F7F0000, noise, bits & 0xFFFF)
     return tl.where(size > 0x7F800000, 0x7FC0, (pattern + noise) >> 16).to(tl.uint16)
 
@@ -170,7 +170,7 @@ def on_device(words: array, device: torch.device) -> Tensor:
         return packed
     if torch.cuda.is_current_stream_capturing():
         return _as_arguments(words, device)
-    # From memory that is not pinned the copy could wait for the device.
+    # A copy from memory that is not pinned could wait for the device.
     return packed.pin_memory().to(device, non_blocking=True)
 
 
@@ -219,7 +219,7 @@ class Program(NamedTuple):
     sums: tuple[str, ...]
 
 
-# Comparisons are false for NaN, which so stays.
+# Comparisons with NaN are false, so a clamp keeps NaN.
 _LINES = {
     "add": "{0} + {1}",
     "sub": "{0} - {1}",
@@ -248,7 +248,7 @@ _LINES = {
     "logical_or": "{0} | {1}",
     "logical_not": "{0} == 0",
 }
-# Of float64 quotients and roots are exact as they are.
+# Triton rounds quotients and roots of float64 correctly, so they need no function of their own.
 _WIDE_LINES = {
     "div": "{0} / {1}",
     "addcdiv": "{0} + {3} * {1} / {2}",
@@ -280,7 +280,7 @@ def formula_kernel({parameters}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
             {masked}
     {partials}
 """
-# Of one number in each column, whose address is an argument: no table is made, and none copied to the device.
+# A kernel of columns with one number each. Their addresses are arguments, so no table is copied to the device.
 _KERNEL_OF_NUMBERS = """
 def formula_kernel({parameters}):
     {lines}
@@ -350,7 +350,7 @@ def _body(program: Program, kinds: dict[int, int], place: str, mask: str) -> lis
         lines.append(f"x{i} = {line}")
         if kind in (BFLOAT16.value, FLOAT16.value):
             lines.append(f"x{i} = value(rounded(x{i}, x{i}, {kind}, False), {kind})")
-    # An interpreter stores before it reads the next column: every column is read before any is written.
+    # All loads come before the first store: Triton's interpreter stores at once, and columns may share memory.
     for column, x in program.stores:
         lines.append(f"tl.store({place.format(column)}, rounded({x}, {x}, {kinds[column]}, False){mask})")
     return lines
@@ -407,7 +407,7 @@ def run(
     if not total:
         return torch.zeros((sums, count) if each else (sums,), device=device)
     if lengths == [1] and not sums and KINDS[torch.float64] not in program.numbers:
-        # An argument that is a float has 32 bits.
+        # Triton passes a float argument in 32 bits, which is why numbers in float64 go the other way.
         given = [int(x) if kind == INT64.value else float(x) for x, kind in zip(numbers, program.numbers, strict=True)]
         launch(kernel_of_numbers(program), 1, *(x for (x,) in columns), *scalars, *given)
         return torch.empty(0, device=device)
@@ -421,7 +421,7 @@ def run(
     packed = on_device(words, device)
     partials = torch.empty((sums, total) if sums else (1, 1), dtype=torch.float32, device=device)
     starts, given = packed[:numbers_at], packed[numbers_at:table_at].view(torch.float64)
-    # A slice without elements has no address.
+    # A slice without elements has no address, so another tensor takes its place.
     given = given if numbers else partials
     launch(
         formula_kernel(program), total, starts, packed[table_at:], count, given, partials, total,
