@@ -55,7 +55,7 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def reaches(nodes: Iterable[Any]) -> list[bool] | None:
-    """Of each node that takes a leaf's gradient, whether the running backward reaches it; true where there is no node.
+    """For each node that takes a leaf's gradient, whether the running backward reaches it; true where there is no node.
 
     Returns:
         `None` if a gradient is asked for by `torch.autograd.grad`, which adds none and must be given its numbers.

@@ -102,13 +102,13 @@ def begins_uncompiled(fn: Fn) -> Fn:
 
 @begins_uncompiled
 def whole_graph_wanted() -> bool:
-    """Whether what is called here is about to be compiled by `torch.compile(..., fullgraph=True)`."""
+    """Whether `torch.compile(..., fullgraph=True)` is about to compile the functions that are called here."""
     return getattr(getattr(makes_graphs(), "_torchdynamo_orig_backend", None), "_one_graph", False)
 
 
 @while_traced
 def whole_graph_traced() -> bool:
-    """The same of the graph that is being traced."""
+    """Whether the graph that is being traced was asked for with `fullgraph=True`."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:

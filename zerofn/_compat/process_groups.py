@@ -10,8 +10,8 @@ from typing import Any
 def begun(library: Any, but: Collection[Any]) -> int:
     """How many collectives this rank has begun on all process groups of this process, whoever made them.
 
-    A group may have a backend for each of its devices. Where one does not count them, a number that differs from all
-    before: there may have been one.
+    A group may have a backend for each of its devices. If one does not count collectives, each call returns another
+    number: there may have been a collective.
 
     Args:
         library: `torch.distributed.distributed_c10d`.

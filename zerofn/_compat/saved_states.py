@@ -13,7 +13,7 @@ from torch.serialization import add_safe_globals
 
 def state_from(form: int, *parts: Any) -> Any:
     """The `State` that was saved as these parts: tensors, numbers, text and containers of them."""
-    # By name, since that module imports this one.
+    # The module is imported by its name at the call, since it imports this one.
     return importlib.import_module("zerofn.core.state").restored(form, *parts)
 
 

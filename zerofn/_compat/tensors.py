@@ -37,7 +37,7 @@ SHALLOW_COPY_CHECK = "_has_compatible_shallow_copy_type"
 
 # Autograd's count of writes into a tensor's memory.
 version: Callable[[Tensor], int] = attrgetter("_version")
-# That of a DTensor's local tensor, to which FSDP2 adds the gradients of later backwards.
+# The version of a DTensor's local tensor, to which FSDP2 adds the gradients of later backwards.
 version_of_local: Callable[[Any], int] = attrgetter("_local_tensor._version")
 
 
@@ -110,7 +110,7 @@ def sharing_memory(named: Mapping[str, Tensor]) -> dict[str, str]:
             storages.setdefault(key, []).append((name, x))
     found: dict[str, str] = {}
     for views in storages.values():
-        # In the order of their begins, so that a view is compared only with views that reach into it.
+        # Views are sorted by their first byte, so that each is compared only with views that reach into it.
         reach: list[tuple[int, int, str, Tensor]] = []
         for i, (name, x) in sorted(enumerate(views), key=lambda item: _bytes_of(item[1][1])[0]):
             low, high = _bytes_of(x)
@@ -173,7 +173,7 @@ def local_of(x: Any) -> Tensor:
     return x._local_tensor
 
 
-# The same of many DTensors, by a function of C. The compiler does not know it.
+# The local tensors of many DTensors, read in C. The compiler does not know this function.
 locals_of: Callable[[Iterable[Any]], Iterator[Tensor]] = partial(map, attrgetter("_local_tensor"))
 
 
@@ -325,7 +325,7 @@ def asked_by_fully_shard(frame: FrameType) -> bool:
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether `backward_hooks` would find any; asked of each module in each call."""
+    """Whether `backward_hooks` would find any. It is fast, since every call asks it for every module."""
     every = torch.nn.modules.module
     own = module._backward_hooks or module._backward_pre_hooks
     return bool(own or every._global_backward_hooks or every._global_backward_pre_hooks)
@@ -377,10 +377,10 @@ foreach_add = torch._foreach_add  # type: ignore[attr-defined]
 foreach_mul = torch._foreach_mul  # type: ignore[attr-defined]
 foreach_copy_ = torch._foreach_copy_  # type: ignore[attr-defined]
 
-# Pieces of a flat tensor, written into tensors that are given: no view is made of each, as for `foreach_copy_`.
+# Copies pieces of a flat tensor into given tensors, without the view of each piece that `foreach_copy_` needs.
 split_into = torch.split_with_sizes_copy
 
-# Tensors end to end, as one flat tensor. Of flat tensors `torch.cat` makes it in a third of the time.
+# Tensors end to end, as one flat tensor. If they are flat already, `torch.cat` takes a third of the time.
 joined: Callable[[list[Tensor]], Tensor] = torch._C._nn.flatten_dense_tensors  # type: ignore[attr-defined]
 
 
@@ -440,11 +440,11 @@ def outlasting(name: str) -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `p.grad` as torch keeps it, and writes into a parameter as they are counted, whatever class a parameter has.
+# These functions read and write `p.grad`, and count writes into parameters, without their classes' own properties.
 
 
-# The properties of this package's classes of parameters take 2 us longer. `write_grad_alone` is for functions that are
-# kept out of graphs.
+# The `grad` properties of this package's classes of parameters take 2 us longer. Only functions that are kept out of
+# graphs may call `write_grad_alone`.
 read_grad, write_grad_alone = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]
 
 
@@ -468,12 +468,12 @@ _LENT = attrgetter("lent")
 
 
 def writes(tensors: Collection[Tensor]) -> list[Writes]:
-    """`Writes` of each tensor, without a call in Python for each: steps and calls ask of every leaf."""
+    """`Writes` of each tensor, without a Python call for each: every step and every call of a model reads them."""
     with torch.DisableTorchFunctionSubclass():
         try:
             return list(zip(map(version, tensors), map(_LENT, tensors), strict=True))
         except (AttributeError, RuntimeError):
-            # One is no parameter of an attached model, or was made in inference mode and has no version.
+            # A tensor is no parameter of an attached model, or was made in inference mode and has no version.
             return [(0 if p.is_inference() else version(p), getattr(p, "lent", 0)) for p in tensors]
 
 

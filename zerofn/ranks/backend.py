@@ -69,7 +69,7 @@ def make_default(backend: str | None, file: str | None, prefix: str) -> None:
     _compare(backend, rank, store)
     more: dict[str, Any] = {}
     if "nccl" in backend:
-        # Later groups are split from this one, and not made anew.
+        # With a device NCCL splits later groups from this one, which is faster than a new communicator for each.
         more["device_id"] = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, **more)
 
@@ -150,7 +150,7 @@ def make_group(ranks: Sequence[int], device: torch.device, name: str = "") -> An
 
 @contextmanager
 def _bound_to_no_device(on: bool) -> Iterator[None]:
-    """Inside, torch does not take the default group for one whose GPU communicator is to be split.
+    """Inside, torch does not split the GPU communicator of the default group for a new group.
 
     Ranks outside of a new group would wait in a split of NCCL for its members, which open a group of gloo and never
     come.

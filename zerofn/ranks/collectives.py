@@ -24,7 +24,7 @@ from .process_groups import FAILED, FINISHED, Waiting, begun, presence
 # Work handles of collectives make each wait a range of the profiler, and raise if a peer never comes.
 
 
-# A rank that has waited so long in a collective of gloo looks whether its peers are still there.
+# After this wait in a collective of gloo, a rank checks whether its peers are still there.
 _LOOK = timedelta(seconds=2)
 
 
@@ -115,11 +115,11 @@ class Work:
             if left <= 0:
                 return False
             if self.group.device.type != "cpu":
-                # Its `wait` makes the GPU wait, and not the host.
+                # NCCL's `wait` makes the GPU wait, and not the host, so the host polls.
                 time.sleep(5e-5)
                 continue
-            # To ask again and again would take processor time from gloo's own threads. An error is left to `wait`. gloo
-            # counts in milliseconds, of which none is no limit.
+            # Polling would take processor time from gloo's own threads. `wait` raises errors, so they are ignored here.
+            # gloo counts in milliseconds, and 0 ms would be no limit.
             with suppress(RuntimeError):
                 self.work.wait(timedelta(seconds=max(left, 1e-3)))
         return True
@@ -136,14 +136,14 @@ class Work:
                     _quietly(here.set_waiting, mine)
                 announced = True
                 before, reason = reason, self._why_endless()
-                # Once more after the first look: what another rank sent last may still be on its way.
+                # Only a second check with the same result counts: a message from another rank may be on its way.
                 if reason and reason == before:
                     raise RuntimeError(reason) from None
                 try:
                     self.work.wait(_LOOK)
                 except RuntimeError as later:
                     error = later
-            # It may have ended after the time limit and before it was asked: well, or with an error of its own.
+            # The collective may have ended between the time limit and the check. `wait` then raises its error, if any.
             self.work.wait()
         finally:
             if announced and (here := presence()) is not None:
@@ -171,7 +171,8 @@ class Work:
             other: Waiting | None = _quietly(here.waiting, rank) if rank != here.rank else None
             if other is None or not other.bound:
                 continue
-            # Both are in collective `number` of one group, and in different ones: neither can end, or only by chance.
+            # Crossed: both are at the same number of one group, in different collectives, so neither can end rightly.
+            # Missed: each has left out a collective for which the other one waits.
             crossed = (other.channel, other.number) == (channel, self.number) and other.what != self.what
             missed = other.begun.get(channel, self.number) < self.number
             if crossed or (missed and mine.get(other.channel, other.number) < other.number):
@@ -208,7 +209,7 @@ def _refuse_fp8(t: Tensor, what: str) -> None:
 
 
 def _fp8_as_bytes(*tensors: Tensor) -> tuple[Tensor, ...]:
-    # fp8 is unknown to gloo. To move it needs no arithmetic, so it may travel as bytes; to reduce it does.
+    # gloo does not know fp8. Moving it needs no arithmetic, so it is sent as bytes. Reducing it needs some.
     return tuple(t.view(torch.uint8) if t.is_floating_point() else t for t in tensors)
 
 
@@ -231,7 +232,7 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
     if group.size != 2 or group.device.type != "cpu":
         work = Work(what, sent, group, raw.all_gather_single, out, inp)
     else:
-        # gloo's own gathers into memory of its own and copies all of it from there.
+        # gloo's all-gather gathers into its own memory and copies everything from there. A swap needs no copy.
         rows = out.detach().chunk(2)
         # Tensors that torch.func has wrapped have no address.
         if innermost_transform() is not None or rows[group.rank].data_ptr() != inp.data_ptr():
@@ -249,9 +250,9 @@ def gather_numbers(numbers: Sequence[int], group: Group, what: str = "all_gather
 
 
 def as_rows(every: Tensor, mine: Tensor) -> list[list[int]]:
-    """The rows of integers that all ranks have sent; this rank's own for all of them where they are equal.
+    """The rows of integers that all ranks have sent; one list for all of them if they are equal.
 
-    They nearly always are: then its time in Python does not grow with the ranks, of which there may be thousands.
+    They nearly always are. Then the time in Python does not grow with the number of ranks, which may be thousands.
 
     Examples:
         >>> rows = as_rows(torch.ones(3, 2), torch.ones(2))
@@ -277,12 +278,13 @@ def reduce_scatter_into(out: Tensor, inp: Tensor, group: Group, async_op: bool =
         _scatter_in_graph(out, inp, group)
         return DONE if async_op else None
     what, sent = "reduce_scatter", (group.size - 1) * inp.nbytes // group.size
-    # gloo's own is a copy and an all-reduce: twice the bytes, and 16-bit floats rounded after every addition.
+    # gloo's reduce-scatter is a copy and an all-reduce: it sends twice the bytes, and rounds 16-bit floats after every
+    # addition. So on CPUs ranks swap rows, or exchange them by an all-to-all, and sum them here.
     if group.device.type != "cpu":
         work = Work(what, sent, group, raw.reduce_scatter_single, out, inp)
     elif group.size == 2:
         rows, received = inp.detach().chunk(2), torch.empty_like(out)
-        # The same number as that of `sum`, which takes three times as long for 16-bit floats; but -0.0 stays negative.
+        # `torch.sum` gives the same numbers, except for -0.0, and takes three times as long for 16-bit floats.
         add = lambda: torch.add(rows[group.rank], received, out=out.detach())  # noqa: E731
         work = _swap(what, sent, group, received, rows[1 - group.rank], add)
     else:
@@ -331,7 +333,7 @@ def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], gro
     """Send `ins[r]` elements of `inp` to rank r of several, in turn; `outs[r]` come from it. Both are flat."""
     if inp.element_size() == 1:
         out, inp = _fp8_as_bytes(out, inp)
-    # Also where this rank has nothing to send or to get: others may have.
+    # A rank with nothing to send or receive takes part too, since others may have something.
     if torch.compiler.is_compiling():
         raw.all_to_all_single(out, inp, outs, ins, group=group.pg)
         return

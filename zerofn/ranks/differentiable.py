@@ -81,7 +81,7 @@ def _differences(op: str, mine: str, group: Group) -> str:
 
 
 def _gathered(x: Tensor, group: Group, dtype: torch.dtype, rows: Rows, name: str) -> Tensor:
-    # A cast is elementwise and commutes with the gather: the narrower of the two dtypes travels.
+    # A cast is elementwise and commutes with the gather, so the narrower of the two dtypes is sent.
     sent = (x.to(dtype) if dtype.itemsize < x.dtype.itemsize else x).contiguous()
     check_match(f"all_gather{name}", sent, group, rows, free=0)
     width, even = max(rows), len(set(rows)) == 1
@@ -235,7 +235,7 @@ def _gather(x: Tensor, group: Group, dtype: torch.dtype | None, reduce_dtype: to
     if group.size == 1:
         return x.to(dtype or x.dtype)
     if x.dim() == 0:
-        check_match(f"all_gather{name}", x, group)  # an error on the other ranks too
+        check_match(f"all_gather{name}", x, group)  # raises on the other ranks too
         _check_axis(x, 1, "all_gather")
     return _Gather.apply(x, group, dtype or x.dtype, reduce_dtype, Rows(), name)  # type: ignore[return-value]
 
@@ -489,7 +489,7 @@ class _Exchange(LinearCollective):
 class _ExchangeRows(LinearCollective):
     @staticmethod
     def forward(x: Tensor, outs: list[int], ins: list[int], group: Group) -> Tensor:
-        # Ranks have agreed on the lengths that they send; a batch may still differ.
+        # Ranks have agreed on the lengths that they send, but a vmap may have added other batch dimensions.
         check_match("an exchange of rows", x, group, free=0)
         return _rows(x, outs, ins, group)
 
@@ -568,7 +568,7 @@ def _exchange(
         wrong = f"needs {group.size} lengths that add up to {x.shape[first]}"
     if wrong:
         if group.size > 1:
-            # On another rank the arguments may be right: an error there too.
+            # The arguments of another rank may be right. This raises there too.
             check_match(_call(split_dim, concat_dim, splits or []), x, group)
         raise ValueError(f"{_call(split_dim, concat_dim, splits or [])} {wrong}")
     if group.size == 1:

@@ -84,7 +84,7 @@ class Form:
         from torch.distributed.tensor import DTensor
 
         how: Any = dict(run_check=False, shape=self.shape, stride=self.stride)
-        # The DTensor then holds the plain tensor, also of a parameter with a class of its own.
+        # A parameter may have a class of its own. Without its __torch_function__ the DTensor holds the plain tensor.
         with torch.DisableTorchFunctionSubclass():
             return DTensor.from_local(local, self.mesh, self.placements, **how)
 
@@ -214,7 +214,7 @@ def _is_open(mesh: DeviceMesh, dim: int) -> bool:
     assert here is not None
     along = mesh.mesh[(*here[:dim], slice(None), *here[dim + 1 :])].tolist()
     try:
-        # In order: over a mesh of ranks in another order torch's own `full_tensor()` is wrong.
+        # The order counts: torch's `full_tensor()` is wrong over a mesh with its ranks in another order.
         return dist.get_process_group_ranks(mesh.get_group(dim)) == along
     except (RuntimeError, ValueError, LookupError):
         return False
@@ -224,7 +224,7 @@ def _from_zero(x: Tensor) -> Tensor:
     """The tensor on a storage that begins at its memory: torch cannot pickle DTensors whose local one has an offset."""
     if x.storage_offset() == 0:
         return x
-    # As bytes, since DLPack does not know every dtype.
+    # It is converted as bytes, since DLPack does not know every dtype.
     return torch.from_dlpack(x.detach().view(torch.uint8)).view(x.dtype)
 
 

@@ -112,7 +112,7 @@ def store_path() -> Iterator[str | None]:
 
 
 def read(fd: int, start: int = 0) -> bytes:
-    # Not by seek and read: processes with the same file share its position.
+    # `pread` and not seek and read, since processes with the same file share its position.
     parts = []
     while part := os.pread(fd, 1 << 30, start):
         parts.append(part)
@@ -173,7 +173,7 @@ def _work(rank: int, job: dict[str, Any], store: int, result: int) -> None:
     sys.path[:] = job["path"]
     sys.argv[:] = job["argv"]
     for stream in (sys.stdout, sys.stderr):
-        # Whole lines, at once: neither mixed with those of another rank nor lost when this one is killed.
+        # Whole lines are written at once, so they do not mix with those of another rank, nor get lost by a kill.
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     sys.stdin = open(os.devnull)  # noqa: SIM115
     if "numpy" in sys.modules:
@@ -183,13 +183,13 @@ def _work(rank: int, job: dict[str, Any], store: int, result: int) -> None:
     if job["main"]:
         import runpy
 
-        # As multiprocessing does: under another name, so that `if __name__ == "__main__":` of the script does not run.
+        # The script runs under another name, as in multiprocessing, so that its `if __name__ == "__main__":` is false.
         main = types.ModuleType("__mp_main__")
         vars(main).update(runpy.run_path(job["main"], run_name="__mp_main__"))
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     if job["init"]:
-        # Through a file and not over TCP: for a log message each TCP store of torch asks a name server for the name of
-        # 127.0.0.1 when it connects, and waits 5 s if no answer comes.
+        # The store is a file and not a TCP store: for a log message each TCP store of torch asks a name server for the
+        # name of 127.0.0.1 when it connects, and waits 5 s if no answer comes.
         initialize(job["backend"], job["store"] or f"/proc/self/fd/{store}")
     fn, args = load(io.BytesIO(job["payload"]))
     _add_globals_to_main(fn)
@@ -339,7 +339,7 @@ class _Loop:
 
     def _reap(self) -> None:
         while (pid := _ended()) is not None:
-            _kill(pid)  # what the rank started and left behind
+            _kill(pid)  # the group of the rank: processes that it started and left behind
             _, status = os.waitpid(pid, 0)
             if pid not in self.controls:
                 continue
@@ -460,7 +460,7 @@ class _Server:
         if not sys.executable:
             why = "launch starts another Python, and sys.executable does not say which"
             raise RuntimeError(explain("zf.launch(fn, nproc)", why, "torchrun --nproc-per-node 2 script.py"))
-        # First, so that `stop` ends the process also where an interrupt comes before it is noted.
+        # The socket comes first: if an interrupt keeps the process from being noted, closing the socket ends it.
         self.control, theirs = socket.socketpair()
         serve = "from zerofn.ranks.fork_server import serve"
         code = f"import sys; sys.path[:] = {sys.path!r}; {serve}; serve({theirs.fileno()}, {self.modules!r})"
@@ -486,7 +486,7 @@ class _Server:
         with self.lock:
             if self.process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(5)  # it may be on its way out still
+                    self.process.wait(5)  # it may still be ending
                     self.stop()
 
     def forget(self) -> None:

@@ -82,7 +82,7 @@ class Group:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     purpose: Hashable = ""
     pg: Any = field(default=None, repr=False)  # torch's process group
-    silent: bool = False  # collectives are counted, and nothing is sent: what is computed around them can be looked at
+    silent: bool = False  # collectives are counted and nothing is sent, to check the code around them
     traffic: Traffic = field(default_factory=Traffic, repr=False)
 
     def __copy__(self) -> Group:

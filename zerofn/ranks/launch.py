@@ -33,7 +33,7 @@ from .fork_server import NOTE, NUMBER, load, main_file, pack, pickler, read, ser
 
 # Seconds to wait for the rank that failed first, after one that may have failed because of it; a busy machine is slow.
 _GRACE = 3.0
-# Seconds by which the end of a process may be seen late, where an error that is no consequence of it is known.
+# The end of a process may be seen this many seconds late. Used if another rank has an error that it did not cause.
 _LATE = 0.5
 
 
@@ -115,7 +115,7 @@ class Run:
             self.ranks.append(_Rank(rank))
 
     def start(self) -> None:
-        # Ranks print to the same files: 1 and 2, also where `sys.stdout` is that of a notebook or a test.
+        # Ranks print to the files 1 and 2, also if a notebook or a test has replaced `sys.stdout`, which is flushed first.
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
@@ -129,7 +129,7 @@ class Run:
         deadline = time.monotonic() + timeout if timeout is not None else None
         while any(r.exitcode is None for r in self.ranks):
             if all(r.finished for r in self.ranks):
-                deadline = None  # the results are there, and the ranks are told to leave
+                deadline = None  # all results are there, and the ranks were told to end
             if not self.step(deadline):
                 raise self.timed_out(timeout)
             failed = [r for r in self.ranks if r.exitcode or (r.exitcode == 0 and not r.finished)]
@@ -152,7 +152,7 @@ class Run:
                 self.selector.unregister(r.gate)
                 if all(other.finished for other in self.ranks):
                     for other in self.ranks:
-                        with contextlib.suppress(OSError):  # killed at the gate: its exit code will tell
+                        with contextlib.suppress(OSError):  # it was killed at the gate: its exit code says so
                             other.gate.send(b"G")
             else:
                 self.receive(r)

@@ -44,12 +44,12 @@ from .group import Group
 
 # A kind of collective, which is a positive number, and the unit whose parameters or gradients it moves.
 Asked = tuple[int, int]
-# In place of a kind: this rank rests (with the place in place of a unit), has come to a meeting (with its number), or
-# goes on with a unit that needs no collective now.
+# These stand in place of a kind. REST: this rank rests, and the unit is the place. MEET: it has come to a meeting, and
+# the unit is its number. AGAIN: it goes on with a unit that needs no collective now.
 REST, MEET, AGAIN = 0, -2, -3
 # Where a rank rests: between two calls of the model, after a backward, or at a step.
 CALL, BACKWARD, STEP = 0, 1, 2
-# In place of a digest where a rank expects nothing, or does not trust; and at the end of a message.
+# Stands in place of a digest if a rank expects nothing or does not trust, and fills the end of a message.
 NOTHING = -1
 # How many numbers a rank may send at a rest, and how many one message has.
 NUMBERS = 16
@@ -103,7 +103,7 @@ class Habits:
         """Note what this rank asks for, or that it rests or goes on with a unit."""
         if self.start is None:
             if asked[0] != REST:
-                # Also with a unit that is here: the rest after this call is then the message that promises backward.
+                # A unit that needs no collective begins a pass too. Then the rest after this call promises backward.
                 self.start = asked, self.kind_of_pass()
                 last = self.known.get(self.start, NEVER)
                 self.ahead.extend(last.followed)
@@ -112,7 +112,7 @@ class Habits:
         if len(self.done) <= LONGEST:
             self.done.append(asked)
         if asked in self.ahead and (asked[0] != AGAIN or asked == self.ahead[0]):
-            # What lies between is left out this time.
+            # The collectives before it in `ahead` are not asked for this time.
             while self.ahead.popleft() != asked:
                 pass
 
@@ -235,7 +235,7 @@ class Rounds:
         self._listen()
         self.habits.note(asked)
         if asked[0] == AGAIN and self.promised and self.promised[0] == asked:
-            # A collective stays, even if this rank has its result from before: others wait for it.
+            # Only an AGAIN is removed. A promised collective stays even if this rank has its result: others wait.
             self.promised.popleft()
         self._begin_early()
 
@@ -315,7 +315,7 @@ class Rounds:
                     self.rests = 0
                     return [said[1 : 1 + len(numbers)] for said in resting.values()]
             elif meeting or all(at == STEP or rests >= self.rests for at, rests, *_ in resting.values()):
-                # Some may have come to a meeting and wait for this rank there.
+                # Other ranks may have come to a meeting, where they wait for this one.
                 self.promised.extend(promise)
                 return []
 
@@ -372,13 +372,13 @@ class Rounds:
             raise
         rows = as_rows(every.reshape(-1, WIDTH), sent)
         _, _, *expected = rows[0][:4]
-        # Whether all ask for the same, and of each digest whether all ranks have this one.
+        # together: all ranks ask for the same. alike: for each of the two digests, all ranks have the same one.
         together, alike = True, [expected[0] != NOTHING, expected[1] != NOTHING]
         asked: set[Asked] = set()
         resting: dict[int, list[int]] = {}
         meeting: dict[int, int] = {}
         if rows[0] is rows[-1]:
-            # As nearly always.
+            # All messages are equal, as nearly always: one loop less over the ranks.
             k, u, first, second, *said = rows[0]
             ranks, place = range(len(rows)), [u, *said]
             asked = {(k, u)} if k > REST else asked

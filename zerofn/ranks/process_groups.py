@@ -125,7 +125,7 @@ class Presence:
         if said := self.read(f"finished/{rank}"):
             return said
         process = self._process(rank)
-        # Whoever finishes says so first.
+        # A rank that finishes writes so before its process ends. So a process that ended without has failed.
         return FAILED if process is not None and _cpu_seconds(*process) is None else ""
 
     def cpu_seconds(self, rank: int) -> float | None:
@@ -280,7 +280,7 @@ def _close(key: Any) -> None:
     del registry.holders[key]
     if group is not None and group.pg is not None:
         raw.destroy(group.pg)
-        # Not None, which to torch is the default group.
+        # Not None, which torch takes for the default group.
         object.__setattr__(group, "pg", Closed())
 
 
@@ -488,7 +488,7 @@ class _Call:
             if ended := self.here.how_ended(rank):
                 return f"rank {rank} {ended}"
             where = self.here.waiting(rank)
-            # It waits for a collective or call that this rank has not begun, and begins none while it waits here.
+            # That rank waits for a collective or call which this rank has not begun, and will not begin while it waits.
             if where is not None and mine.get(where.channel, where.number) < where.number:
                 return f"rank {rank} is somewhere else: it waits for rank {self.here.rank} in {where.what}"
             if self.opens and waited >= limit() and (call := self.here.went_alone(rank, self.channel)):
@@ -616,7 +616,7 @@ class Background(threading.Thread):
             self.error = error
             raise
         finally:
-            # It may hold a copy of all parameters.
+            # The function may hold a copy of all parameters, which is freed here.
             self.work = None
 
 
@@ -720,7 +720,7 @@ def _every_rank() -> tuple[int, ...]:
 # meet in the store before it too. The prefix is the same for every default group in this store: a first group that all
 # ranks have opened leaves nothing there.
 FIRST = "zerofn/first"
-# Seconds for ranks that nothing is known of: as long as torch waits.
+# Seconds to wait for ranks of which nothing is known: as long as torch waits.
 PATIENCE = 1800.0
 
 
@@ -795,8 +795,8 @@ def mesh_group(mesh: Any, axis: str | None = None, purpose: Hashable = "") -> Gr
 
     def make() -> Group | None:
         if len(ranks) > 1:
-            # All rows at once, on every rank. A sub-mesh has no public attribute for the mesh that it was cut from, so
-            # the ranks tell each other their rows.
+            # Every rank takes part in opening all rows. A sub-mesh has no public attribute for the mesh that it was cut
+            # from, so the ranks tell each other their rows.
             return _open_all(_rows(_of_all_ranks(ranks)), raw.device_of(mesh.device_type), purpose)
         # A mesh has as many ranks in each row. So all ranks are here with rows of one rank, and open no group.
         return Group(0, 1, ranks, raw.device_of(mesh.device_type), purpose) if me in ranks else None
@@ -946,4 +946,4 @@ def _leave() -> None:
             raw.await_all(None, timedelta(seconds=10))
         close_all()
     except RuntimeError:
-        pass  # the others are gone already: there is nothing left to close in order
+        pass  # the other ranks have ended, so there is nothing to close in order
