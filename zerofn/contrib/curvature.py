@@ -113,14 +113,14 @@ class Hessian:
 
     def inner(self, u: Leaves, v: Leaves) -> float:
         """The inner product over all ranks."""
-        # Within a leaf in fp32: torch adds pairwise, which loses no more than rounding the products does. Over leaves
-        # and ranks in float64. All of it in float64 would cost a tenth of a step.
+        # A leaf is summed in fp32: torch adds pairwise, which loses no more than rounding the products does. Leaves and
+        # ranks are summed in float64. To do all of it in float64 would cost a tenth of a step.
         own = sum((_wide(u[p]) * _wide(v[p])).sum().double() for p in u)
         return float(self.ranks.reduction.sum(torch.as_tensor(own)))
 
     def norm(self, v: Leaves) -> float:
         """The norm over all ranks, in one pass over memory."""
-        # Leaf by leaf, since `squared_norm` of all of them would be summed in fp32.
+        # `squared_norm` is called for each leaf, since it would sum all leaves in fp32.
         own = sum(squared_norm({p: x.contiguous()}).double() for p, x in v.items())
         return math.sqrt(float(self.ranks.reduction.sum(torch.as_tensor(own))))
 
@@ -323,7 +323,7 @@ def _lanczos(hessian: Hessian, v: Leaves, most: int) -> tuple[list[float], list[
                 w = {p: x - part * u[p] for p, x in w.items()}
         beside.append(math.sqrt(hessian.inner(w, w)))
         size = max(map(abs, diagonal + beside))
-        # The residual is only rounding error: the vectors span all that the start vector can reach.
+        # A residual this small is rounding error: the vectors span the whole Krylov space of the start vector.
         if len(diagonal) >= most or beside[-1] <= 10 * hessian.epsilon * size:
             return diagonal, beside
         vectors.append({p: x / beside[-1] for p, x in w.items()})

@@ -53,11 +53,11 @@ TUNING = {
     | {"cpu_offload_use_pin_memory", "load_from_fp32_weights", "use_multi_rank_bucket_allreduce", "legacy_stage1"}
     | {"memory_efficient_linear", "log_trace_cache_warnings", "pipeline_loading_checkpoint", "override_module_apply"}
     | {"parameter_alignment", "enable_sanity_checks", "allgather_sequential"}
-    # With the prefix, as in most files, and without.
+    # Most files write these keys with the prefix, some without.
     | {f"{prefix}{name}" for prefix in ("stage3_", "") for name in STAGE_3},
     "zero_optimization.offload_optimizer": {"pin_memory", "buffer_count", "fast_init", "pipeline_read", "ratio"}
     | {"pipeline_write", "nvme_path", "max_in_cpu", "pipeline"},
-    # Beside "device": "none", as in many templates.
+    # Many templates have these keys beside "device": "none".
     "zero_optimization.offload_param": {"pin_memory", "buffer_count", "buffer_size", "nvme_path", "max_in_cpu"},
     "fp16": {"auto_cast"},
     "bf16": {"immediate_grad_update"},
@@ -95,7 +95,7 @@ BLOCKS = {"fp16", "bf16", "data_types", "torch_autocast", "optimizer", "optimize
 HIERARCHY = "zf.shard(mesh['node']) and zf.reduce_scatter(mesh['nodes']), over a mesh of two dimensions"
 HYBRID = "zf.shard(mesh['node']) and zf.all_reduce(mesh['nodes']), over a mesh of two dimensions"
 
-# By path: what to write instead.
+# By path, the code to write instead.
 REPLACEMENTS = {
     "amp": "torch.autocast around the forward, with zf.scale_loss() for fp16",
     "zero_optimization.offload_param": "{'device': 'none'}: parameters are sharded, gathered on use, and not offloaded",
@@ -426,7 +426,7 @@ class ConfigReader:
             elif value not in (None, False, 0, "none"):
                 self.aside.append(aside)
         elif instead is None:
-            # Many people write comments into JSON as keys that begin so.
+            # Many people write comments into JSON as keys that begin with one of these.
             if not name.startswith(("_", "#", "//")):
                 self.refuse(path, f"{value!r} is not a dict" if path in BLOCKS else f"unknown{nearest(path)}")
         elif value is not False and value not in (None, "none", *NEUTRAL.get(path, ())):
@@ -470,7 +470,7 @@ def _read(path: str | os.PathLike[str]) -> Any:
         try:
             return json.load(file, object_pairs_hook=_unique_keys)
         except ValueError as error:
-            # Cut short, not text, or a key twice. json's error does not name the file.
+            # The file is cut short, is not text, or has a key twice. json's error does not name the file.
             name, why = os.fspath(path), f"the file cannot be read as JSON: {error}"
             right = f"python -m json.tool {name} shows where (JSON has no comments); or give a dict"
             raise ValueError(explain(f"from_deepspeed({name!r})", why, right)) from error

@@ -50,7 +50,7 @@ def read(file: Path) -> Any:
     Raises:
         OSError: the file cannot be read; the message names it.
     """
-    # ValueError: torch searches the file for names of classes, and it is not an archive.
+    # torch raises a ValueError if the file, which it searches for names of classes, is not an archive.
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         with torch.serialization.safe_globals([(_Passed, name) for name in names]):
@@ -314,7 +314,7 @@ def _universal(directory: Path, opt: Optimizer, run: Run, step: int | None) -> t
     there: dict[str, set[str]] = {x.name: {f.stem for f in x.glob("*.pt")} for x in folder.iterdir() if x.is_dir()}
     names: dict[str, str] = {}
     for path, name in zip(layout.at, layout.paths, strict=True):
-        # Of a tied parameter's names take the one with moments: the others only have a copy in the compute dtype.
+        # A tied parameter is read by the name with moments: the others only have a copy in the compute dtype.
         if path is not None and name in there and len(there[name]) > len(there.get(names.get(path, ""), ())):
             names[path] = name
     bad = [(p, "has no folder in zero") for p in dict.fromkeys(p for p, _ in wanted) if p not in names]

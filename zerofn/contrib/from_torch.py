@@ -149,7 +149,7 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
     def kernel(group: LeafList) -> None:
         own = [p.detach() for p in group.params]
         for x, g in zip(own, typed(group.params, group.grads), strict=True):
-            # A copy: some classes write into gradients, and some keep them.
+            # The gradient is copied, since some classes write into gradients, and some keep them.
             x.grad = g.clone()
         inner = made.over(own, float(group.lr), group.numbers)
         for i, x in enumerate(own if group.count > 1 else ()):
@@ -174,7 +174,7 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
     if not settable.get("momentum", True):
         del settable["momentum"]
     made_of = optimizer("from_torch", lr, slots, formula, kernel, numbers, settable=settable, counterpart=made.cls)
-    # The class has its rate and its options as numbers of the host.
+    # The class reads its rate and its options as Python numbers, which a captured graph would not read again.
     return replace(made_of, facts=replace(made_of.facts, capturable=False))
 
 

@@ -116,7 +116,7 @@ class LayerDrop:
     def __init__(self, blocks: nn.ModuleList, draws: Draws, step: Callable[[], Any]):
         self.blocks = list(blocks)
         for i, block in enumerate(self.blocks):
-            # Not a hook: a hook cannot skip forward. In an instance's attribute, so that copies of the block have it.
+            # A hook cannot skip forward, so forward is replaced: as an attribute of the instance, which copies keep.
             block.forward = _Kept(block, i, len(self.blocks), draws, step)  # type: ignore[method-assign]
 
     def remove(self) -> None:

@@ -383,7 +383,7 @@ class Measurement:
         made = {op: n for op, n in calls.items() if n > 0}
         seconds = dict(clock.seconds)
         if "backward" not in seconds:
-            # A model was called, but not differentiated: there was no loss.
+            # The step called a model without a backward, so the time after the call was not spent on a loss.
             seconds["elsewhere"] = seconds.get("elsewhere", 0.0) + seconds.pop("loss", 0.0)
         counted = {} if self.flops is None else self.flops.by_phase
         ran = {phase for phase in (*counted, *seconds) if phase in COUNTED and self.flops is not None}

@@ -179,7 +179,7 @@ def sequence_mean(losses: Tensor, mesh: Any = None, weights: Tensor | None = Non
     # `where`, because a loss that does not count may be NaN, and 0 * NaN is NaN.
     total = torch.where(counts == 0, torch.zeros_like(wide), wide * counts).sum()
     # The backward of the all-gather adds up N equal cotangents, since N ranks have the same mean; averaging gradients
-    # over ranks divides by N again. In float64, so that counts above 2**24 are exact.
+    # over ranks divides by N again. The sums are in float64, in which counts above 2**24 are exact.
     sums = all_gather(torch.stack((total, counts.sum())).view(1, 2), group).sum(0)
     tokens = sums[1].detach()
     return (sums[0] / torch.where(tokens == 0, torch.ones_like(tokens), tokens)).to(losses.dtype), tokens
@@ -251,7 +251,7 @@ class SequenceParallel:
     def __init__(self, model: nn.Module, group: Group):
         seen = _Attentions(group)
         self.handles: list[Any] = []
-        # On every module: an activation checkpoint calls submodules again in backward, outside of the model's call.
+        # Every module gets hooks: an activation checkpoint calls submodules again in backward, outside of the model's.
         for module in model.modules() if group.size > 1 else ():
             ends = functools.partial(_end, seen, module is model)
             self.handles += [
@@ -283,7 +283,7 @@ class _Attentions(TorchFunctionMode):
         self.group, self.inside = group, _Inside()
         attention: Any = F.scaled_dot_product_attention
         self.parallel = around(attention, group, heads=-3, sequence=-2)
-        # It calls attention by a global name, with modes off. So in a copy of it that name is the parallel function.
+        # torch's function calls attention by a global name, with modes off. A copy of it has the parallel function there.
         names = {"scaled_dot_product_attention": self.parallel, "has_torch_function": lambda _: False}
         self.multi_head = _with_globals(F.multi_head_attention_forward, names)
 

@@ -55,7 +55,7 @@ def as_torchopt(tx: Transform) -> Any:
             why = "an optimizer of this library also needs the parameters"
             raise ValueError(explain("update(grads, state)", why, "update(grads, state, params=params)"))
         grads, form = flatten(updates)
-        # torchopt's classes pass a tuple where `init` was given a list.
+        # torchopt's classes pass a tuple of gradients even if `init` got a list of parameters.
         like = flatten(params)[1]
         given = unflatten(like, grads) if like.num_leaves == len(grads) else updates
         numbers = _numbers(tx)

@@ -67,7 +67,7 @@ class Ambient:
 # `unroll` makes one function of many steps, whose derivative keeps few of the states in between.
 
 
-# Tensors in, tensors out: those that can be differentiated, and the others.
+# A function of two lists of tensors, which returns two: those that can be differentiated, and the others.
 Run = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
@@ -129,7 +129,7 @@ def unroll(
             explain("zf.unroll(step, state, [])", "there are no batches, so there is no step to run", right)
         )
     if _in_forward_mode():
-        # Forward mode keeps no states anyway.
+        # Forward mode keeps no states in any case, so nothing needs to run again.
         return _in_turn(step, state, batches, args)
     losses = []
     for i in range(0, len(batches), every):
@@ -232,7 +232,7 @@ class _Segment(Function):
 
     @staticmethod
     def forward(again: _Again, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Copies: a Function may not return a tensor that it was given.
+        # The results are copies, since a Function may not return a tensor that it was given.
         return tuple([x.clone() for x in tensors[: again.results]])
 
     @staticmethod

@@ -115,7 +115,7 @@ class Run:
             self.ranks.append(_Rank(rank))
 
     def start(self) -> None:
-        # Ranks print to the files 1 and 2, also if a notebook or a test has replaced `sys.stdout`, which is flushed first.
+        # Ranks print to the files 1 and 2, even if a notebook or a test has replaced `sys.stdout`: flush that first.
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()

@@ -60,7 +60,7 @@ class Checkpoints:
         if best != 0:
             check_count("Checkpoints", "best", best, "checkpoints")
         check_flag("Checkpoints", "largest", largest)
-        # Absolute, so that all saves of a run are in one place, wherever the process goes meanwhile.
+        # An absolute path keeps all saves of a run in one place if the process changes its working directory.
         self.root = absolute_path("zf.Checkpoints({})", root)
         self._last, self._best, self._largest = last, best, largest
 
@@ -122,7 +122,7 @@ class Checkpoints:
         group = checkpoint_group(placement)
         steps = self.steps if group.rank == 0 else []
         if group.size > 1:
-            # The first rank's: other ranks may see a shared directory differently for a moment.
+            # All ranks take the list of the first one: others may see a shared directory differently for a moment.
             steps = gather_objects(steps, group)[0]
         for step in reversed(steps):
             try:
@@ -142,7 +142,7 @@ class Checkpoints:
                     about = _manifest.read(path)
                     save = _Save(about.get("order", 0), float(about.get("score") or "nan"))
                 except (ValueError, OSError):
-                    save = _Save(0, math.nan, readable=False)  # `load` says why
+                    save = _Save(0, math.nan, readable=False)  # `load` raises and says why
                 found[int(name[1])] = save
         return found
 
@@ -158,19 +158,19 @@ class Checkpoints:
         saves = self._saves()
         kept = {*_in_order(saves)[-self._last :], *self._ranked(saves)[: self._best]}
         for step, save in saves.items():
-            # One that cannot be read stays: the disk may fail for a moment, or a newer zerofn has written it.
+            # A save that cannot be read stays: the disk may fail for a moment, or a newer zerofn has written it.
             if save.readable and step not in kept:
                 _remove(self.at(step))
 
 
 class _Save(NamedTuple):
-    order: int  # of saving; not the step: a run that began again at an earlier step goes on from there
-    score: float  # NaN where it has none
+    order: int  # counts saves. The step would not do: a run may begin again at an earlier one
+    score: float  # NaN if it has none
     readable: bool = True
 
 
 def _check_equal(score: str | None, group: Group) -> None:
-    """Raise unless all ranks have the same score: the manifest has one, and a mean is meant where they differ."""
+    """Raise unless all ranks have the same score: the manifest has one. Different scores should have been averaged."""
     if group.size == 1:
         return
     scores = gather_objects(score, group)
@@ -188,5 +188,5 @@ def _remove(directory: Path) -> None:
     """Remove a save, its manifest first: if this is interrupted, no checkpoint is left."""
     discard(directory / _manifest.NAME)
     _manifest.remove_files(directory, lambda name: True)
-    with contextlib.suppress(OSError):  # it has files of the user's
+    with contextlib.suppress(OSError):  # it still has files of the user
         directory.rmdir()

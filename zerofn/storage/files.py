@@ -23,7 +23,7 @@ from .._errors import explain
 # directories.
 
 
-# Errors of a system that cannot fsync a directory, or allows nobody to. Any other means that the disk is failing.
+# Errors of a system that cannot fsync a directory, or does not allow it. Any other error means that the disk fails.
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS}
 
 
@@ -121,7 +121,7 @@ class Lock:
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
         patience = PATIENCE if patience is None else patience
         self._handle = os.open(directory, os.O_RDONLY)
-        # Set before locking: an interrupt may come between, and unlocking what is not locked does no harm.
+        # Set before locking, since an interrupt may come in between. Unlocking an unlocked file does no harm.
         self.release = partial(fcntl.flock, self._handle, fcntl.LOCK_UN)
         until = time.monotonic() + patience
         while True:
@@ -203,7 +203,7 @@ class ManifestWriter:
     def withdraw(self) -> bool:
         """Remove the new manifest after a failure. Return whether it is certainly not in place, and will not be."""
         if self.placed is None:
-            # If it is still there under its temporary name it is not in place; else it may be.
+            # A manifest that still has its temporary name is not in place. Otherwise it may be.
             try:
                 os.unlink(self.temporary)
                 self.placed = False
@@ -268,7 +268,7 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         file = open(path, "rb", opener=opener)  # noqa: SIM115
     except OSError as error:
-        # Raised for a directory and for a socket.
+        # `open` raises the first for a directory and the second for a socket.
         if isinstance(error, IsADirectoryError) or error.errno == errno.ENXIO:
             raise damaged(path, "it is no regular file") from None
         raise

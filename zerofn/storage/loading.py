@@ -262,7 +262,7 @@ class _Reading:
         if bad and self.strict:
             raise ValueError(misfit_message(self.directory, bad))
         self.partial.note(bad, wanted)
-        # Entries that older checkpoints do not have, with the value that they had then, or have as a number of Python.
+        # Entries that an older checkpoint lacks or has as Python numbers. Missing ones get the value that held then.
         old = {
             e.key: manifest["values"].get(e.key, before(e)) for e in self.entries if e.key not in manifest["tensors"]
         }

@@ -23,7 +23,7 @@ from . import files as _manifest
 from .files import Lock, ManifestWriter, create, damaged, make_directory, open_regular, random_token, sync_directory
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Reader and writer share these: what a piece is, and steps that all ranks make together.
+# Reader and writer share these definitions: pieces of tensors, and steps that all ranks make together.
 #
 # A data file has one piece after the other, each as `torch.save` writes a tensor, and is read with `weights_only`.
 # Which pieces are where is in the manifest. Those of zerofn 0.2 and older were written by
@@ -175,7 +175,7 @@ def _read_piece(path: Path, key: str, place: Place, dtype: torch.dtype) -> Tenso
     try:
         x = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError):
-        # torch's own message advises to turn the protection off.
+        # torch's message would advise to load with weights_only=False, which runs code of the file.
         raise damaged(path, f"{key} is something else than numbers; it was not run") from None
     if not isinstance(x, Tensor) or x.dtype != dtype or x.numel() != place.length:
         raise damaged(path, f"{key} is something else than {place.length} numbers of {dtype}")
@@ -200,7 +200,7 @@ class _Checked:
 
     def __init__(self, file: BinaryIO):
         self.file, self.size, self.crc = file, 0, 0
-        # torch's archive writer replaces an error of the disk by one about its own state.
+        # torch's archive writer would hide an error of the disk behind one about its own state, so it is kept here.
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
@@ -256,7 +256,7 @@ class _Writer:
             for key, piece in pieces.items():
                 out: Any = _Checked(file)
                 data = piece.data.cpu()
-                # Of a part of a longer tensor torch would save all.
+                # torch.save would write the whole storage of a view.
                 data = data if data.untyped_storage().nbytes() == data.numel() * data.itemsize else data.clone()
                 try:
                     torch.save(data, out)
@@ -323,7 +323,7 @@ class _Writer:
 
 
 def _shares(plans: list[list[tuple[str, int, int]]]) -> list[set[str]]:
-    """For each rank the names of the pieces that it writes: of what several have, the one with the least to write."""
+    """For each rank the names of the pieces that it writes. If several ranks have one, the rank with least to write."""
     holders: dict[tuple[str, int, int], list[int]] = {}
     for rank, plan in enumerate(plans):
         for piece in plan:
@@ -379,8 +379,8 @@ def save_pieces(
         _on_all_ranks(group, lambda: finish(written) if group.rank == 0 else None)
     except BaseException as error:
         cause = error.first() if isinstance(error, Failed) else error
-        # Before the last step the first rank has no manifest to put in place. Who was interrupted, or has lost its
-        # connection, cannot tell how far that rank has come.
+        # Before the last step the first rank has no manifest to put in place. A rank that was interrupted, or has lost
+        # its connection, does not know how far the first rank has come.
         early = isinstance(error, Failed) and not finishing
         outcome = writer.outcome() if group.rank == 0 else AS_IT_WAS if early else UNKNOWN
         if not any(note in (IN_PLACE, AS_IT_WAS, UNKNOWN) for note in getattr(cause, "__notes__", [])):

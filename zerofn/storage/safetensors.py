@@ -138,7 +138,7 @@ def _write(path: Path, write: Callable[[Path], None]) -> None:
     except OSError:
         raise
     except Exception as error:
-        # safetensors has an exception of its own, also for a full disk.
+        # safetensors raises its own exception, even if the disk is full.
         raise OSError(f"{path} could not be written: {error}") from error
     if not_durable is not None:
         warnings.warn(
@@ -265,7 +265,7 @@ def _read_all(
     except (ValueError, OSError) as error:
         failure = error
     except Exception as error:
-        # safetensors has an exception of its own.
+        # safetensors raises its own exception.
         failure = OSError(f"{path} could not be read: {error}")
     raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
     return leaves, others
@@ -287,7 +287,7 @@ def _files(path: Path) -> list[Path]:
             raise FileNotFoundError(f"no file {path}. Of several files give the .json beside them that names them.")
         return [path]
     named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-    # Somebody else wrote the index, so only files in its own directory are opened.
+    # The index may come from anybody, so only files in its own directory are opened.
     return [path.parent / Path(name).name for name in dict.fromkeys(named)]
 
 

@@ -107,7 +107,7 @@ def check_replicas(state: State, group: Group) -> None:
         if 0 < e.value.numel() <= MAX_COMPARED or placement.size > 1 or e.of_part
     }
     answers = gather_objects(compared, group)
-    # Over the keys of all ranks, so that all of them raise: one that went on would wait for the others.
+    # The keys of all ranks are compared, so that every rank raises: one that went on would wait for the others.
     keys = dict.fromkeys(key for answer in answers for key in answer)
     bad = [(key, "differs between ranks") for key in keys if len({a.get(key) for a in answers}) > 1]
     if bad:
@@ -353,7 +353,7 @@ def name_to_read(e: Entry, manifest: dict[str, Any], placement: Placement) -> st
     """The name under which an entry of `like` is read."""
     if e.key in manifest["tensors"]:
         return e.key
-    # With another number of copies the first one: the sums of a closed window are not used.
+    # If the checkpoint has another number of copies, any will do: its window is closed, so the sums are not used.
     return saved_name(e, placement.copy if copies_in(manifest) == placement.copies else 0)
 
 
@@ -488,7 +488,7 @@ def write_checkpoint(
     `then(group)` is called once the manifest is in place. No rank returns before it has ended on all of them.
     """
     opt = state if isinstance(state, Optimizer) else None
-    # The counter of steps is read before anything else is.
+    # The counter of steps is read first, so that a step which begins during this call is noticed.
     check = None if opt is None else check_no_step_since(opt._own.writes)
     groups = None if opt is None else [_as_json(packed(g)) for g in opt._own.groups.to_save()]
     given = state_of(state, "zf.save(directory, {})")
@@ -507,7 +507,7 @@ def write_checkpoint(
     try:
         check_replicas(given, group)
     except ValueError:
-        check()  # what differs may be what a step has written meanwhile
+        check()  # a step in another thread may have caused the difference: then this raises the right error
         raise
     pieces = _pieces(given, buffers if group.rank == 0 else [])
     if not wait:
@@ -517,7 +517,7 @@ def write_checkpoint(
         try:
             save_pieces(pieces, path, group, header, check)
         except TimeoutError:
-            raise  # of the lock: no disk has failed
+            raise  # the lock was not free in time, and the disk is fine
         except OSError as error:
             raise _disk_error(directory, error) from error
         if then is not None:

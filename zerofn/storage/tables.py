@@ -198,7 +198,7 @@ def _sent(pipe: Pipeline) -> dict[str, int]:
     window = left = math.prod(part.facts.window for part in pipe.parts)
     for part, view, at in zip(pipe.parts, pipe.views, pipe.stations[1:], strict=True):
         if view is not None and view.wire is not None:
-            # A reduction behind an accumulation sees one gradient of a window, unless it is made in each backward.
+            # A reduction behind an accumulation runs once for each window, unless backward makes it.
             reached = window if any(own is view for own in pipe.road.pulled) else left
             for leaf in pipe.layout.leaves:
                 for op, size in _sent_by_wire(pipe, view, at, leaf, window, reached):
@@ -221,7 +221,7 @@ def _sent_by_wire(
     row = width((before.numel,) if cut is None else cut, size)
 
     def coded(codes: Any) -> int:
-        # Leaves travel in whole blocks.
+        # Coded leaves are sent in whole blocks.
         return (size - 1) * -(-row // codes.block) * codes.nbytes(codes.block)
 
     if leaf.trainable:
@@ -451,7 +451,7 @@ def _state_lines(table: Table) -> Iterator[str]:
 def _slot(rows: list[Row]) -> list[tuple[str, ...]]:
     """The lines of one slot: similar leaves share one, and leaves beyond `MAX_LINES` are counted."""
     if rows[0].slot and len(rows) > 1 and all(row.global_shape == row.local_shape == () for row in rows):
-        # A counter for each leaf; the lines above have their paths.
+        # Each leaf has a counter. The lines above have the paths.
         row = rows[0]
         return [(_name(row.slot, f"x{len(rows)}"), "-", "-", dtype_name(row.dtype), row.device, _sum(rows))]
     groups: dict[tuple, list[Row]] = {}
@@ -522,7 +522,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
     trainable, model, wrapped = {}, None, None
     if isinstance(params, nn.Module):
         model = params
-        # In the order of the module, as in `attach`: a tree library sorts the keys of a plain dict.
+        # An OrderedDict keeps the order of the module, as in `attach`. optree sorts the keys of a plain dict.
         params, wrapped = parameters_of(params), names_with_wrappers(params)
         check_initialised(params, "plan")
         trainable = {path: p.requires_grad for path, p in params.items()}
@@ -532,7 +532,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
     with shape_only() as fake:
         # Tied leaves are recognised by identity, so each tensor gets one stand-in.
         known: dict[int, Tensor] = {}
-        # Nested tensors, of which there are none without memory, are refused with the leaves that are no parameters.
+        # A nested tensor cannot be made without memory. It stays, and is refused with other leaves that do not fit.
         plain = lambda x: isinstance(x, Tensor) and not x.is_nested  # noqa: E731
         stand_ins = tree_map(lambda x: known.setdefault(id(x), fake(x)) if plain(x) else x, params)
         layout, leaves = make_layout(stand_ins, lambda path: trainable.get(path, True), wrapped=wrapped)

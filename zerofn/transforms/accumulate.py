@@ -92,8 +92,8 @@ class _Window:
         state: TransformState = {
             COUNT: counter(),
             "sum": {p: torch.zeros_like(x, dtype=_sum_dtype(x, self.weighted)) for p, x in leaves.items()},
-            # A leaf that got no gradient in the whole window is passed on without one, not with zeros: an optimizer
-            # leaves it alone then, as torch's do.
+            # A leaf that got no gradient in the whole window is passed on without one, and not with zeros. Then the
+            # optimizer does not update it, as in torch.
             "seen": {p: torch.tensor(False) for p in leaves},
         }
         return {**state, "weight": torch.zeros((), dtype=torch.float64)} if self.weighted else state
@@ -114,7 +114,7 @@ class _Window:
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple, ctx: Context):
         due, weight, total = carry
         if ctx.unread:
-            # Whether the window closes is chosen afterwards, between sums and means.
+            # torch.where below chooses between sums and means, so neither may be written over the other.
             ctx = replace(ctx, donate=False)
         begun = ctx.read_each(state["seen"])
         addends = grads
@@ -126,7 +126,7 @@ class _Window:
         if not may(due):
             return grads, {"sum": sums, "seen": seen}
         if len(sums) < len(begun):
-            # And those of leaves that only an earlier micro-step of the window had a gradient of.
+            # This adds leaves that had a gradient only in an earlier micro-step of the window.
             sums = {p: x for p, x in {**state["sum"], **sums}.items() if p in sums or may(begun[p])}
         means = ctx.put_each("div", sums, total)
         # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and without
@@ -158,7 +158,7 @@ def _weight(ctx: Context) -> Tensor:
                 "step(state, *batch, weight=number_of_tokens), or opt.step(weight=number_of_tokens)",
             )
         )
-    # On the CPU, where the counters are.
+    # The weight moves to the CPU, where the counters are.
     weight = weight_of(ctx.weight).cpu()
     ctx.check(weight, lambda x: 0 <= x < float("inf"), lambda: no_weight(ctx.weight))
     return weight

@@ -72,7 +72,7 @@ def adafactor(
 
     def sizes(count: Any, rate: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
         most = count**-0.5
-        # Of one kind, as `where` asks for: tensors if one of them is.
+        # `where` needs two numbers or two tensors. Adding zero times the other makes both tensors if one is.
         rho = where(rate < most, lambda: rate + 0 * most, lambda: most + 0 * rate)
         return {"share": count ** numbers["beta2_decay"], "rho": rho}
 

@@ -162,7 +162,7 @@ def _check_moments(name: str, leaves: Leaves) -> None:
         raise ValueError(bad_leaves(what, narrow, "zf.low_precision_adam(...), whose moments are bf16 or fp32"))
     rounded = [p for p, x in leaves.items() if x.dtype == torch.bfloat16]
     if rounded:
-        # A warning instead of an error: it is torch's arithmetic, which a comparison with torch needs.
+        # This warns and does not raise, since torch does the same, and comparisons with torch need it.
         more = f" and {len(rounded) - 1} more" if len(rounded) > 1 else ""
         why = (
             "bf16 has 8 bits, and plain Adam rounds to nearest: an update of less than a 512th of a parameter\n"
@@ -191,7 +191,7 @@ def unbiased(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _KIND = attrgetter("dtype", "device")
-# Asked of every leaf in every step: torch makes an object of each device.
+# Every step reads these of every leaf. `is_cpu` is faster than `device`, for which torch makes an object.
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 

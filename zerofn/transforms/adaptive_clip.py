@@ -63,7 +63,7 @@ def adaptive_clip(clipping: float, eps: float = 1e-3) -> Transform:
         for path, g in grads.items():
             weights, norm = of_units[path] if path in of_units else map(_row_norms, (params[path], g))
             most = limit * weights.clamp(min=least)
-            # Without a division by the norm of a gradient that is zero.
+            # The inner `where` keeps a gradient whose norm is zero from being divided by it.
             out[path] = g * torch.where(norm > most, most / torch.where(norm > most, norm, 1.0), 1.0).to(g.dtype)
         return out, state
 

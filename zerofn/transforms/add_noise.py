@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..extend import LeafStep, Transform, check_number, check_seed, direction, leaf_key, random_bits, transform
 
-# Streams of random bits that no rounding uses.
+# Streams of random bits that stochastic rounding does not use.
 RADIUS, ANGLE = 2, 3
 
 
@@ -47,7 +47,7 @@ def add_noise(eta: float, gamma: float = 0.55, seed: int = 0) -> Transform:
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         drawn: Any = dict(seed=seed, step=at.count, key=leaf_key(at.path), offset=at.offset, device=g.device)
         bits = [random_bits(g.numel(), stream=stream, **drawn) for stream in (RADIUS, ANGLE)]
-        # 24 bits of each, as many as fp32 holds, in the middle of their intervals: no uniform number is 0 or 1.
+        # Each uniform number has 24 bits, as many as fp32 holds. Adding a half keeps it from being 0 or 1.
         radius, angle = (((x >> 8) & 0xFFFFFF).float().add(0.5).mul(2.0**-24) for x in bits)
         normal = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
         wide = g.to(torch.promote_types(g.dtype, torch.float32))

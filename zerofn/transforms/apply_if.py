@@ -79,7 +79,7 @@ def apply_if(transform: Transform, fn: Callable[[Any], Any]) -> Transform:
         before = {path: params[path] for path in grads} if inner.facts.optimizes else grads
         if not may(due):
             return before, {}
-        # The opposite: a bool of a bool, a tensor of a tensor.
+        # `due ^ True` negates a bool and a bool tensor alike.
         if not may(due ^ True):
             return inner.update_fn(grads, state, params, own, ctx)
         out, new = inner.update_fn(grads, state, params, own, replace(ctx, donate=False, donate_to_kernels=False))

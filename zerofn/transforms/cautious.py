@@ -21,7 +21,7 @@ from ..extend import (
     transform,
 )
 
-# The least part of a leaf's elements by whose number an update is divided.
+# An update is divided by the share of elements that it keeps, or by this if the share is smaller.
 LEAST = 1e-3
 
 
@@ -58,11 +58,11 @@ def cautious(transform: Transform) -> Transform:
         )
     if inner.members_fn is not None:
         return of_members(inner, cautious)
-    # Behind what needs whole leaves they are whole here too.
+    # If `inner` needs whole leaves, this wrapper gets whole leaves too.
     whole = inner.needs not in ("element", "number")
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        # Not in place, since parameters from before the update are needed.
+        # The update must not run in place, since the old parameters are needed below.
         apart = replace(ctx, donate=False, donate_to_kernels=False)
         out, new = inner.update_fn(grads, state, params, carry, apart)
         kept: Leaves = {}

@@ -70,7 +70,7 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
         right = f"clip_by_global_norm({max_norm}, over=lambda squares: squares + squares_of_the_others)"
         raise TypeError(explain(f"clip_by_global_norm({max_norm}, over={over!r})", why, right))
 
-    # What a function of the user's returns is read, to be checked.
+    # The result of the user's function is read to check it, which a captured graph cannot do.
     facts = Facts(reports=frozenset(["grad_norm"]), keeps=False, capturable=over is None)
     prepare = partial(_prepare, max_norm, over)
     return Transform("clip_by_global_norm", Scope.TREE, "number", facts, prepare_fn=prepare, update_fn=_update)
@@ -91,15 +91,14 @@ def _update(grads: Leaves, state: TransformState, params: Leaves, factor: Tensor
 
 def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
     """What `over` returns, after a check that it is not smaller than `squares` and equal on all ranks."""
-    # `replicated` and `alike`: the number is the same on all ranks, so its derivative must not be counted once per
-    # rank.
+    # The number is the same on all ranks. `alike` and `replicated` make its derivative count once, not once per rank.
     total = torch.as_tensor(ctx.replicated(over(ctx.reduction.alike(squares))))
     if total.ndim or not total.is_floating_point():
         raise _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")
     total = total.to(squares)
     # A maximum over ranks may drop NaN, so NaN and infinity are sent as -1, which no sum of squares is.
     here = total.detach().nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0)
-    # The tolerance: rounding to fp32 may lose 2**-24 of the sum.
+    # The tolerance 1e-6 covers rounding to fp32, which may lose 2**-24 of the sum.
     least = squares.detach() * (1 - 1e-6)
     here, least = ctx.on_host(here, least)
     ctx.agreed(here, lambda most: _other_sums(float(here), float(most)))

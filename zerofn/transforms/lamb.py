@@ -86,5 +86,5 @@ def trust_ratio(length: Tensor, of_update: Tensor) -> Tensor:
     (tensor(3.), tensor(1.))
     """
     both = (length > 0) & (of_update > 0)
-    # The divisor that is not chosen is finite too, for its derivative.
+    # The inner `where` keeps the derivative of the branch that is not chosen finite.
     return torch.where(both, length / torch.where(both, of_update, 1.0), 1.0)

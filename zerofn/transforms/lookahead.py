@@ -66,7 +66,7 @@ def lookahead(transform: Transform, sync_period: int = 5, slow_step_size: float 
             back, slow = {}, {}
             for path, x in out.items():
                 old, due = state[AVERAGE][path], read[path] % sync_period == 0
-                # Chosen first and written then: where Python cannot read the count, both are computed.
+                # The result is chosen before anything is written: if Python cannot read the count, both are computed.
                 now = where(due, lambda old=old, x=x: towards(old, x, part), old)
                 there = where(due, lambda now=now, x=x: now.to(x.dtype), x)
                 back[path] = x if there is x else ctx.into(x, there.to(x.dtype, copy=there is now))

@@ -163,11 +163,11 @@ class _Rule:
 
     def prepare(self, state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
         if ctx.late:
-            # One number for both: the first leaf that overflowed, and so whether one has.
+            # One number tells both whether a leaf has overflowed, and which is the first.
             ok: Any = None
             found = _first_overflow(grads, ctx)
         else:
-            # NaN or infinity are not zero.
+            # `not_finite` is zero if all gradients are finite, else NaN, which the maximum makes infinite.
             ok = ctx.verdict((ctx.reduction.max(not_finite(grads)) == 0).cpu())
             # All ranks have the same `ok`, so all of them join the collective in the search.
             none = torch.zeros((), dtype=torch.float64)
@@ -207,7 +207,7 @@ class _Rule:
             left = torch.where(grow, self.hysteresis, (left - bad.to(left.dtype)).clamp(min=1))
         if self.dynamic:
             now = torch.where(backs_off, (now * self.backoff_factor).clamp(min=self.min_scale), now)
-            # A scale that grew to infinity would never come back: half of infinity is infinity.
+            # The scale must not grow to infinity: half of infinity is infinity, so it would never shrink again.
             grown = now * self.growth_factor
             now = torch.where(grow & (grown < torch.inf), grown, now)
         return {
@@ -220,7 +220,7 @@ class _Rule:
 
 
 def _scale_of(state: Mapping[str, Any]) -> Tensor:
-    return state["scale"]  # no itemgetter: a compiler traces this
+    return state["scale"]  # the compiler, which traces this, does not know itemgetter
 
 
 def _through(spec: Spec) -> Spec:
@@ -242,7 +242,7 @@ def _first_overflow(grads: Leaves, ctx: Context) -> Tensor:
     count = len(ctx.layout.leaves)
     if not grads:
         return ctx.reduction.max(torch.zeros((), dtype=torch.float64))
-    # NaN is the largest of all numbers, and of several the first is taken.
+    # `max` takes NaN for the largest number, and returns the index of the first one.
     largest, at = not_finite_each(grads, [leaf.path for leaf in ctx.layout.leaves]).max(0)
     return ctx.reduction.max(*at_once(lambda x, i: [torch.where(x != x, count - i, 0).to(torch.float64)], largest, at))
 

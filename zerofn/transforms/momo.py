@@ -61,7 +61,7 @@ def scale_by_momo(beta: float = 0.9, lower_bound: float = 0.0, max_learning_rate
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         first = {path: wide_copy(x).zero_() for path, x in leaves.items()}
         none = next(iter(first.values()), torch.zeros(())).new_zeros(())
-        # The decay of the first update is 0.
+        # `momo_beta` is 0 at first, so that the averages of the first update are its own values.
         return {"momentum": first, "momo_beta": none, "momo_loss": none.clone(), "momo_product": none.clone()}
 
     def momenta(state: TransformState, grads: Leaves, b: Tensor) -> Leaves:
@@ -81,7 +81,7 @@ def scale_by_momo(beta: float = 0.9, lower_bound: float = 0.0, max_learning_rate
             for name, x in (("momo_loss", ctx.replicated(ctx.loss).to(b)), ("momo_product", now))
         )
         gap = (loss - lower_bound + of_momentum - product).clamp(min=0)
-        # Where the momentum vanishes there is no step.
+        # If the momentum is zero, the step is zero.
         step = (gap / torch.where(square > 0, square, 1.0)).clamp(max=max_learning_rate)
         step = torch.where(square > 0, step, torch.zeros_like(step))
         ctx.report("momo_step", step)

@@ -32,7 +32,7 @@ from ..extend import (
 
 # (a, b, c) of the quintic `a x + b x^3 + c x^5`: iterating it drives singular values from (0, 1] close to 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# By what the rate is multiplied for a matrix of so many rows and columns, by torch's names.
+# The factors of the rate for a matrix with so many rows and columns, by torch's names.
 SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: max(1.0, rows / max(columns, 1)) ** 0.5,
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
@@ -98,7 +98,7 @@ def muon(
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         m, g = slots["momentum"], g.to(p.dtype)
         beta, decay, rate = (at.scalar(x, p) for x in (at.numbers["momentum"], at.numbers["weight_decay"], at.lr))
-        # Not `lerp`: torch.func.vmap has no rule for it.
+        # This is `lerp`, written out since torch.func.vmap has no rule for it.
         m = m + (g - m) * (1 - beta)
         kept, inner = p.dtype, dtype or g.dtype
 
@@ -116,7 +116,7 @@ def muon(
     built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays, **torch_form)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        # Checked here, not at a step: there only a leaf's owner would raise, and the other ranks would wait for it.
+        # This is checked before the first step, where only the owner of a leaf would raise while other ranks wait.
         _check_matrices(leaves, layout)
         return built.init_fn(leaves, layout)
 
@@ -160,7 +160,7 @@ def orthogonal(
     for _ in range(steps):
         y = x @ x.mT
         if x.ndim > 2:
-            # Three launches and no temporaries for scaled matrices; the order of roundings is another.
+            # This takes three launches, and no temporaries for scaled matrices. It rounds in another order.
             x = torch.baddbmm(x, torch.baddbmm(y, y, y, beta=b, alpha=c), x, beta=a)
         else:
             x = a * x + (b * y + c * (y @ y)) @ x

@@ -84,7 +84,7 @@ def nadam(
         x = x - rate * (of_grad * g + of_moment * m) / (moment_root(v) / spread + small)
         return x, {"exp_avg": m, "exp_avg_sq": v, "mu_product": product}
 
-    # Numbers are kept where counters are, on the CPU.
+    # Numbers live on the CPU, as counters do.
     slots = {"exp_avg": like, "exp_avg_sq": like, "mu_product": lambda x: torch.ones((), dtype=torch.float32)}
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}

@@ -93,7 +93,7 @@ def offload(
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         on_gpu = any(x.device.type == "cuda" for x in leaves.values())
-        # Made where it will live: if it were moved there, it would first have to fit beside the parameters.
+        # The state is made where it will live: before a move it would have to fit beside the parameters.
         state = inner.init_fn({p: _place(x, where) for p, x in leaves.items()}, layout)
         placed = tree_map(lambda x: _place(x, where), state)
         return Conveyor.laid_out(placed, leaves, on_gpu and where.type == "cpu")
@@ -107,8 +107,8 @@ def offload(
         out, new = inner.update_fn(grads, conveyor.bring(state, params), params, own, ctx)
         return out, conveyor.take_back(new, state, ctx)
 
-    # `copies`: tell the executor to run bucket by bucket, so that one bucket is updated while another is copied.
-    # Its counters are on the host with all the rest, which a verdict of the device does not reach.
+    # With `copies` the executor runs bucket by bucket, so that one bucket is updated while another is copied. It is not
+    # capturable: its counters are on the host with the rest of its state, where no device can choose them.
     facts = replace(inner.facts, copies=True, keeps=False, capturable=False)
     return replace(plain, facts=facts, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(plain,))
 

@@ -50,7 +50,7 @@ def scale_by_polyak(f_min: float = 0.0, max_learning_rate: float = 1.0, eps: flo
 
     def prepare(state: TransformState, grads: Leaves, params: Leaves, ctx: Context) -> Prepared:
         square, gap = ctx.total(squared_norm, grads) + eps, ctx.replicated(ctx.loss) - f_min
-        # Where the gradient vanishes there is no step.
+        # If the gradient is zero, the step is zero.
         step = (gap / torch.where(square > 0, square, 1.0)).clamp(max=max_learning_rate)
         step = torch.where(square > 0, step, torch.zeros_like(step))
         ctx.report("polyak_step", step)

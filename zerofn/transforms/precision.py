@@ -41,7 +41,7 @@ from ..extend import (
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-# A `store_dtype`: bf16, and a residual of 8 bits in the optimizer's state.
+# The `store_dtype` of parameters in bf16 with a residual of 8 bits in the optimizer's state.
 SPLIT = "bf16+8"
 RESIDUAL = "master_residual"
 
@@ -93,7 +93,7 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
         return {**state, RESIDUAL: kept}
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        # One that sees leaves alone does not look at them before its update.
+        # An optimizer that treats leaves alone does not look at parameters before its update.
         looks = inner.scope is not Scope.LEAF
         prepared = inner.prepare_fn(state, grads, masters(state, params) if looks else params, ctx)
         return replace(prepared, carry=(prepared.carry, Room()))
@@ -118,7 +118,7 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
             rest |= ctx.into_each(olds_kept, dict(zip(paths, taken_apart(left, own), strict=True)))
         return stored, {**new, RESIDUAL: {path: rest[path] for path in out if path in rest}}
 
-    # One bucket at a time has masters in full.
+    # With `copies` the executor runs bucket by bucket, so that only one bucket has its fp32 masters in memory.
     plain = replace(inner.facts, counterpart=None, torch_names=(), copies=True)
     return replace(inner, facts=plain, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
 

@@ -86,7 +86,7 @@ def qk_clip(pairs: Sequence[tuple[str, str]], heads: int, threshold: float = 100
             place = places.get(path.rpartition(".")[0])
             if place is None or not x.numel():
                 continue
-            # An element's head by its place in the leaf, of which this rank may have a shard.
+            # The head of an element follows from its index in the whole leaf; this rank may have only a shard.
             first, each = ctx.offsets.get(path, 0), sizes[path] // heads
             head = torch.arange(first, first + x.numel(), device=x.device) // each
             factor = factors[place].to(x.device)[head].view(x.shape)

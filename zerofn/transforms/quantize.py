@@ -107,7 +107,7 @@ def quantize(
     if inner.members_fn is not None:
         return of_members(inner, lambda one: one if one.init_fn is no_state else again(one))
     narrow = _Narrow(inner, Codes(bits, block, code), rounding == "stochastic", slots, seed)
-    # What sees elements alone has counts for numbers.
+    # The 0-d tensors of a transform that needs only elements are counts, which are equal on all ranks.
     even = inner.facts.even_numbers or inner.needs in ("element", "number")
     fixed = (*inner.facts.fixed, COUNT_OF_ROUNDINGS)
     facts = replace(
@@ -150,7 +150,7 @@ class _Narrow:
             return _entry(*self.codes.encode(x))
 
         made = {slot: _over(coded, x, leaves, (slot,)) for slot, x in state.items()}
-        # Of leaves whose rows are all too short nothing is coded; of others something is.
+        # It is an error if nothing is coded, unless the rows of all leaves are too short for it.
         idle = not fit or (not done and any(map(self.codes.shrinks, leaves.values())))
         missing = set(self.slots or ()) - fit
         if leaves and (missing or idle):
@@ -159,7 +159,7 @@ class _Narrow:
         return {**made, **counts}
 
     def prepare(self, state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        # One that looks at the whole tree may look at the state of its leaves.
+        # A transform that looks at the whole tree may read the state of leaves, so that is decoded for it.
         looks = self.inner.scope is not Scope.LEAF
         return self.inner.prepare_fn(self._decoded(state, ctx) if looks else state, grads, params, ctx)
 
@@ -171,7 +171,7 @@ class _Narrow:
         if len(out) < len(grads) or not grads:
             rest = {path: g for path, g in grads.items() if path not in out}
             found, own = self._in_numbers(rest, state, params, carry, counts, ctx)
-            # In the order of the gradients, whichever way a leaf has gone.
+            # Leaves of both ways are put in the order of the gradients.
             out = found if not out else {path: out[path] if path in out else found[path] for path in grads}
             new = own if not new else {slot: {**x, **new[slot]} if slot in new else x for slot, x in own.items()}
         return out, new
@@ -247,7 +247,7 @@ class _Narrow:
 
         _unpacked(listed, state, shapes)
         columns = [x[CODES] for x, _ in pairs], [x[SCALES] for x, _ in pairs]
-        # A rank may have some rows of a leaf.
+        # The number of rows comes from the scales, since a rank may have only some rows of a leaf.
         found = iter(self.codes.decode_each(*columns, [(len(x[SCALES]), *shapes[path][1:]) for x, path in pairs]))
         return _unpacked(numbers, state, shapes)
 
@@ -345,7 +345,8 @@ def _unpacked(fn: Callable[..., Any], state: TransformState, paths: Any) -> Tran
 
 
 def _unpack(fn: Callable[..., Any], x: Any, paths: Any, keys: tuple[str, ...], path: str | None) -> Any:
-    # At the top of the module: inside, a function that calls itself would keep `paths`, and its tensors, for a while.
+    # This function is at the top of the module: a nested function that calls itself forms a cycle, which would keep
+    # `paths` and its tensors in memory until a garbage collection.
     if not isinstance(x, dict):
         return x
     if path is not None and x.keys() == {CODES, SCALES} and x[CODES].dtype == torch.uint8:

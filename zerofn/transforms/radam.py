@@ -65,7 +65,7 @@ def radam(
         longest = 2 / (1 - beta2) - 1
         length = longest - 2 * count * beta2**count / (1 - beta2**count)
         made = unbiased(count, rate, numbers)
-        # As long as the second moment is not known another length stands here, whose root is real.
+        # Until the second moment is known, 5 stands in for the length, so that the root below is real.
         r = where(length > 5, lambda: length, lambda: 0 * length + 5)
 
         def factor() -> Any:

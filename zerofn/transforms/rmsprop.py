@@ -80,7 +80,7 @@ def rmsprop(
         new = {**slots, "square_avg": v}
         if centered:
             a = slots["grad_avg"]
-            # torch's lerp written out: torch.func.vmap has no rule for lerp.
+            # This is `lerp`, written out since torch.func.vmap has no rule for it.
             new["grad_avg"] = a = a + (g - a) * (1 - keep)
             v = v - a * a
         spread = moment_root(v) + small

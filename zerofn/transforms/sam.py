@@ -53,7 +53,7 @@ def sam(rho: float = 0.05) -> Transform:
 
     def worst(grads: Leaves, params: Leaves, ctx: Context) -> Leaves:
         norm = root(ctx.total(squared_norm, grads))
-        # A gradient of zeros moves nothing.
+        # 1e-12 makes the step of a zero gradient zero instead of NaN.
         factor = ctx.replicated(rho) / (norm + 1e-12)
         return {path: _moved(params[path], g, factor) for path, g in grads.items()}
 

@@ -169,10 +169,10 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
         rate, momentum, decay = numbers(made.carry, state, ctx)
         count, top = state["iterates"] + 1, state["lr_max"]
         top = torch.maximum(top, rate.to(top) if isinstance(rate, Tensor) else torch.full_like(top, rate))
-        # The count in float64 too: a batch and a graph have it as a tensor.
+        # The count is converted to float64, since in a batch or a graph it is an integer tensor.
         weight = count.to(top) ** r * top**power
         total = state["weight_sum"] + weight
-        # As long as all rates were 0 there is nothing to weigh.
+        # While all rates were 0 the sum of weights is 0, and the share is 0.
         share = torch.where(total > 0, weight / torch.where(total > 0, total, 1.0), 0.0)
         kept = {**made.state, "lr_max": top, "weight_sum": total, "iterates": count}
         carry = made.carry, ctx.number(share), momentum, rate * decay

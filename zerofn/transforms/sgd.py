@@ -80,7 +80,8 @@ def sgd(
         if given(momentum):
             first: Any = at.count == 1
             if isinstance(first, Tensor) and not isinstance(m, Tensor) and not given(dampening):
-                # A list, of whose leaves nobody reads it. The zeros from which the momentum starts change nothing.
+                # `m` is a list of leaves whose counts nobody reads. Without dampening the first update is no special
+                # case: momentum starts from zeros.
                 first = False
             m = _momentum(first, m, beta, 1 - damping, g)
             g = plus(g, beta, m) if nesterov else m

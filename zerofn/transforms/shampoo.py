@@ -105,20 +105,20 @@ def shampoo(
     numbers = {"momentum": momentum, "weight_decay": weight_decay}
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
     built = optimizer("shampoo", lr, slots, formula, numbers=numbers, settable=settable, in_fp32=True)
-    # Eigenvectors are computed with the host.
+    # `torch.linalg.eigh` needs the host, which a captured graph does not have.
     return replace(built, needs="leaf", facts=replace(built.facts, capturable=False))
 
 
 def _inverse_root(x: Tensor, order: int, path: str) -> Tensor:
     """`x^(-1 / order)` of a symmetric positive matrix, which does not depend on the choice of a basis."""
     values, basis = spectrum("shampoo", path, x.double())
-    # Rounding may take a value below the smallest one that there is.
+    # Rounding may make an eigenvalue smaller than the smallest true one, or negative.
     least = torch.finfo(x.dtype).eps * values[..., -1:].clamp(min=0) * 1e-3 + 1e-30
     return ((basis * values.clamp(min=least).pow(-1 / order).unsqueeze(-2)) @ basis.mT).to(x.dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The sides of a leaf, for preconditioners.
+# These functions deal with the sides of a leaf (rows and columns), for preconditioners.
 
 
 def spectrum(name: str, path: str, x: Tensor) -> Any:

@@ -216,7 +216,7 @@ def _sharding(
 
 
 def _no_errors(leaves: Leaves, layout: Layout) -> TransformState:
-    # The count tells whether there may be errors: they are each rank's own, as the sums of an open window.
+    # The count tells whether there may be errors. They differ between ranks, as the sums of an open window do.
     return {CODED: counter(), ERROR: {path: torch.zeros_like(x, dtype=torch.float32) for path, x in leaves.items()}}
 
 

@@ -68,7 +68,7 @@ def skip_nonfinite(patience: int = 100) -> Transform:
 
 def _after(found: Any, skipped: Any, in_a_row: Any) -> list[Any]:
     """Whether the step goes on and whether it is skipped, the counters, and a copy of the first of them."""
-    # NaN or infinity are not zero.
+    # `found` is zero if all gradients are finite, else NaN or infinite.
     ok, bad = found == 0, found != 0
     return [ok, bad, skipped + bad, (in_a_row + 1) * bad, skipped + bad]
 

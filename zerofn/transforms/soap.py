@@ -78,7 +78,7 @@ def soap(
     check_count("soap", "max_precond_dim", max_precond_dim, "numbers")
 
     def corrections(count: Any, rate: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        # One less, since the first update moves nothing; there any number does.
+        # The first update moves nothing, so corrections count from the second one. At the first any number does.
         return unbiased(where(count > 1, lambda: count - 1, lambda: count), rate, numbers)
 
     def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
@@ -113,7 +113,7 @@ def soap(
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     more: Any = dict(settable={"betas": tuple(betas), "weight_decay": weight_decay}, derived=corrections, in_fp32=True)
     built = optimizer("soap", lr, slots, formula, numbers=numbers, **more)
-    # Eigenvectors are computed with the host.
+    # `torch.linalg.eigh` needs the host, which a captured graph does not have.
     return replace(built, needs="leaf", facts=replace(built.facts, capturable=False))
 
 
@@ -129,7 +129,7 @@ def _turned_back(x: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
 
 
 def _eigenvectors(x: Tensor, path: str) -> Tensor:
-    """In columns, the largest eigenvalue first."""
+    """Eigenvectors in columns, that of the largest eigenvalue first."""
     return _by_rows(spectrum("soap", path, x).eigenvectors.flip(-1))
 
 
@@ -138,5 +138,5 @@ def _iterated(x: Tensor, basis: Tensor) -> Tensor:
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """As it lies in a state: products with another order in memory have other bits."""
+    """The tensor in contiguous memory, as in a state: products of another layout would have other bits."""
     return x.contiguous()
