@@ -283,7 +283,7 @@ class _Attentions(TorchFunctionMode):
         self.group, self.inside = group, _Inside()
         attention: Any = F.scaled_dot_product_attention
         self.parallel = around(attention, group, heads=-3, sequence=-2)
-        # torch's function calls attention by a global name, with modes off. A copy of it has the parallel function there.
+        # torch's function calls attention by a global name, with modes off. Its copy has the parallel function there.
         names = {"scaled_dot_product_attention": self.parallel, "has_torch_function": lambda _: False}
         self.multi_head = _with_globals(F.multi_head_attention_forward, names)
 
