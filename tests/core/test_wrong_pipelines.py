@@ -278,7 +278,7 @@ for parts in ((), (C,), (S, A, C), (zf.ema(0.9),), (P,), (zf.scale_by_adam(),)):
         ValueError,
         (lambda parts=parts: zf.init(zf.chain(*parts), params()),),
         (lambda parts=parts: zf.attach(nn.Linear(2, 2), zf.chain(*parts)),),
-        told=("the chain has no optimizer", "zf.adamw(lr=1e-3)"),
+        told=("the chain has no optimizer", "zf.adamw(lr=1e-3)", "leafwise(optimizer=True)"),
     )
 
 

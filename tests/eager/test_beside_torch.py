@@ -127,7 +127,7 @@ def test_sparse_gradients_are_refused_by_path():
             )
 
 
-def with_scaler(model: nn.Module, opt: torch.optim.Optimizer) -> list[torch.Tensor]:
+def with_scaler(model: nn.Module, opt: torch.optim.Optimizer, unscale: bool = False) -> list[torch.Tensor]:
     """What `torch.amp.GradScaler` makes of three steps, the second of which overflows."""
     rank, _ = P.rank_and_size()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1)
@@ -135,24 +135,69 @@ def with_scaler(model: nn.Module, opt: torch.optim.Optimizer) -> list[torch.Tens
         # Scaled by 2 to the 120 the gradient of a loss of 2 to the 10 does not fit into fp32.
         loss = model(torch.ones(2, 4) * (rank + 1)).square().sum() * (2.0**10 if step == 1 else 1.0)
         scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(opt)
         scaler.step(opt)
         scaler.update()
         opt.zero_grad()
     return [p.detach() for p in model.parameters()]
 
 
-def scalers() -> list[str]:
-    found = []
-    for stage in P.STAGES:
-        model = model_of()
-        found.append(said(lambda m=model, s=stage: with_scaler(m, zf.attach(m, pipe(s)))))
+def sharing(model: nn.Module, opt: Any) -> None:
+    with opt.gathered():
+        shared = copy.deepcopy(model).share_memory()
+        assert all(type(p) is nn.Parameter and p.is_shared() for p in shared.parameters())
+    model(torch.ones(2, 4)).square().sum().backward()
+    model.share_memory()
+    opt.step()
+
+
+class Calls(torch.utils.data.Dataset):
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        with torch.no_grad():
+            return self.model(torch.ones(4))
+
+
+def in_a_worker(model: nn.Module, opt: Any) -> None:
+    """gloo has no threads in a forked process, where a gather would never end."""
+    (got,) = torch.utils.data.DataLoader(Calls(model), num_workers=1, multiprocessing_context="fork")
+    torch.testing.assert_close(got[0], model_of()(torch.ones(4)))
+
+
+REFUSED = {
+    "scaler.step": (with_scaler, "torch.amp.GradScaler with a pipeline over ranks", 'zf.scale_loss("dynamic")'),
+    "scaler.unscale_": (
+        lambda model, opt: with_scaler(model, opt, unscale=True),
+        "",  # at one stage it is the step that is refused
+        'zf.scale_loss("dynamic")',
+    ),
+    "share_memory": (sharing, "memory", "with opt.gathered(): "),
+    "a worker": (in_a_worker, "in a child of a rank's process", "with opt.gathered(): "),
+}
+
+
+def refused() -> dict[Any, str]:
+    found = {}
+    for name, (program, *_) in REFUSED.items():
+        for stage in P.STAGES:
+            model = model_of()
+            found[name, stage] = said(lambda m=model, s=stage, p=program: p(m, zf.attach(m, pipe(s))))
     return found
 
 
-def test_a_grad_scaler_is_refused_over_ranks():
-    for found in zf.launch(scalers, 2, timeout=limit()):
-        for told in found:
-            assert "torch.amp.GradScaler with a pipeline over ranks" in told and 'zf.scale_loss("dynamic")' in told
+def test_what_is_refused_over_ranks():
+    for found in zf.launch(refused, 2, timeout=limit()):
+        for (name, stage), told in found.items():
+            _, wrong, right = REFUSED[name]
+            # Without shard a forward gathers nothing.
+            right_there = not told if name == "a worker" and stage != 3 else wrong in told and right in told
+            assert right_there, (name, stage, told)
 
 
 def test_a_grad_scaler_is_refused_with_updates_within_backward():

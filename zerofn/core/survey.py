@@ -92,7 +92,8 @@ def check_complete(parts: Sequence[Transform], where: str) -> None:
             explain(
                 f"{where} with chain({names})",
                 "the chain has no optimizer, so nothing would ever change a parameter",
-                f"zf.chain({'..., ' if parts else ''}zf.adamw(lr=1e-3))",
+                f"zf.chain({'..., ' if parts else ''}zf.adamw(lr=1e-3));\n"
+                "@zf.leafwise(optimizer=True) over a rule of your own, which returns the new parameter",
             )
         )
 

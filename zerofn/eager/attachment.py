@@ -244,6 +244,10 @@ def _reason(
     if shown.dtype != dtype or shown.device != device:
         return f"moved to {shown.dtype} on {shown.device}; attached as {dtype} on {device}"
     if p.data_ptr() not in (address, vars(p).get("adopted")) or shown.shape != shape:
+        # torch calls every tensor on a GPU shared.
+        if p.is_shared() and device.type == "cpu":
+            copied = "with opt.gathered(): copy.deepcopy(model).share_memory()"
+            return f"moved to shared memory, where no step would update it; share a copy: {copied}"
         return "its data were replaced; write in place: p.copy_(...) under torch.no_grad()"
     return FROZEN_AT_ATTACH if shown.requires_grad and not held else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -58,7 +59,8 @@ class Work:
         finish: copies the result to its place, once it has arrived.
 
     Raises:
-        RuntimeError: make_fx records operations, and would leave this one out.
+        RuntimeError: make_fx records operations, and would leave this one out; or the process is a forked child of
+            the rank, in which gloo has no threads, so that it would wait for ever.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Work:
     ):
         if makes_proxies():
             raise RuntimeError(RECORDED)
+        if group.process != os.getpid():
+            raise RuntimeError(_in_child(what))
         group.traffic.sent(what, sent)
         self.work: Any
         if group.silent:
@@ -182,6 +186,15 @@ class Work:
                     "the same calls of zerofn in the same order on every rank; inside of them what one rank does alone",
                 )
         return ""
+
+
+def _in_child(what: str) -> str:
+    return explain(
+        f"{what} in a child of a rank's process, such as a worker of a DataLoader",
+        "a forked process has no connection to other ranks; a sharded model gathers its parameters by them",
+        "with opt.gathered(): plain = copy.deepcopy(model), on every rank before the workers start;\n"
+        "plain in the workers",
+    )
 
 
 def _quietly(ask: Callable[..., Any], *given: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Hashable
@@ -84,6 +85,7 @@ class Group:
     pg: Any = field(default=None, repr=False)  # torch's process group
     silent: bool = False  # collectives are counted and nothing is sent, to check the code around them
     traffic: Traffic = field(default_factory=Traffic, repr=False)
+    process: int = field(default_factory=os.getpid, repr=False)  # which opened it: a forked child has no connections
 
     def __copy__(self) -> Group:
         return self

@@ -599,6 +599,8 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict, frame: Any) -> Any:
         return same(local_of(faces[0]).detach(), faces[0], "x.detach()")
     if name in GIVING_MEMORY:
         return func(_whole(args[0], name), *args[1:], **kwargs) if is_whole(args[0]) else refuse_memory(args[0])
+    if name == "share_memory_":
+        _refuse_sharing(args[0])
     if name.startswith("new_"):
         return func(*[local_of(x) if isinstance(x, Face) else x for x in args], **kwargs)
     writes = in_place(name) or kwargs.get("out") is not None
@@ -1002,6 +1004,16 @@ def _refuse_list(name: str, faces: list) -> NoReturn:
             f"{name} into {faces[0].of if faces else 'tensors'} and others",
             "under shard each has this rank's rows of a leaf; what this does to a list of them is not known",
             'a transform in the chain of zf.attach; for torch.amp.GradScaler, zf.scale_loss("dynamic")',
+        )
+    )
+
+
+def _refuse_sharing(x: Any) -> NoReturn:
+    raise RuntimeError(
+        explain(
+            f"model.share_memory(), or x.share_memory_(), of {x.of}",
+            "its memory has this rank's rows, and another process would take them for the full tensor",
+            "with opt.gathered(): shared = copy.deepcopy(model).share_memory(), a copy for other processes",
         )
     )
 

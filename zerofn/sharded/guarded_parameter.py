@@ -85,6 +85,11 @@ IN_CHAIN = (
     "torch.nn.utils.clip_grad_norm_ (of a Hugging Face Trainer: max_grad_norm=0 as well),\n"
     "zf.clip_by_value(max_value) for clip_grad_value_, one of your own by zf.leafwise for anything else"
 )
+# `scaler.unscale_(optimizer)` reaches a gradient by a kernel alone.
+INSTEAD_OF_SCALER = (
+    'zf.scale_loss("dynamic") in the chain for torch.amp.GradScaler: delete scaler.scale, unscale_, step and update;\n'
+    "zf.clip_by_global_norm(max_norm) behind it for clip_grad_norm_"
+)
 UNREDUCED = "it is what this rank has found, and is reduced later: ranks would differ"
 NORMS = frozenset({"norm", "linalg_vector_norm"})
 
@@ -125,7 +130,7 @@ class GoneGradient(Tensor):
                 return None if listed else first[0]
         gone = next(x for x in flatten((args, kwargs))[0] if isinstance(x, GoneGradient))
         wrong = f"{name} with p.grad of the parameter {gone.of.path}, which has no numbers here"
-        raise RuntimeError(explain(wrong, gone.of.why, IN_CHAIN))
+        raise RuntimeError(explain(wrong, gone.of.why, INSTEAD_OF_SCALER if name.startswith("_amp_") else IN_CHAIN))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"GoneGradient(of {self.of.path}, of shape {tuple(self.shape)}: {self.of.why})"
