@@ -309,7 +309,6 @@ def other_ways():
         ("masters", (zf.precision(param_dtype=torch.float32), zf.reduce_scatter(nodes), zf.adamw(1e-2)), {}),
         ("copies", (zf.reduce_scatter(nodes), zf.precision(param_dtype=torch.float32), zf.adamw(1e-2)), {}),
         ("scaled", (zf.scale_loss(64.0), zf.reduce_scatter(nodes), zf.adamw(1e-2)), {}),
-        ("weighted", (zf.accumulate(1, weighted=True), zf.reduce_scatter(nodes), zf.adamw(1e-2)), {}),
     ):
         model = Small()
         opt = zf.attach(model, zf.chain(zf.shard(node), *chain), **options)
@@ -319,14 +318,34 @@ def other_ways():
                 with opt.gathered():
                     model.w.data.mul_(0.5)
             model(rows(rank, i)).backward()
-            opt.step(**({"weight": 1.0} if name == "weighted" else {}))
+            opt.step()
             opt.zero_grad()
         opt.detach()
         found[name] = {key: p.detach().double() for key, p in model.named_parameters()}
+    return found, by_weight(rank, node, nodes)
+
+
+def weight(rank, i):
+    return (3, 0, 5, 1, 4, 2, 6, 7)[2 * rank + i]
+
+
+def by_weight(rank, node, nodes):
+    """Whole parameters after one window of two micro-batches, which weigh differently on all ranks."""
+    window, found = zf.accumulate(2, weighted=True), {}
+    for name, chain in {
+        "behind both": (zf.shard(node), zf.reduce_scatter(nodes), window),
+        "behind both, states over a node": (zf.shard(node), zf.all_reduce(nodes), window),
+        "between": (zf.shard(node), window, zf.reduce_scatter(nodes)),
+    }.items():
+        tx = zf.chain(*chain, zf.sgd(0.5))
+        state, step = zf.init(tx, params()), zf.make_step(lambda p, i: loss(p, rows(rank, i)), tx)
+        for i in range(2):
+            state, _ = step(state, i, weight=weight(rank, i))
+        found[name] = zf.full_params(tx, state)
     return found
 
 
-def test_in_backward_masters_and_writes_by_hand():
+def test_in_backward_masters_weights_and_writes_by_hand():
     model = Small()
     opt = torch.optim.AdamW(model.parameters(), 1e-2)
     for i in range(3):
@@ -337,7 +356,14 @@ def test_in_backward_masters_and_writes_by_hand():
         opt.zero_grad()
     want = {key: p.detach() for key, p in model.named_parameters()}
     change = max(float((want[k] - x).abs().max()) for k, x in params().items())
-    for results in zf.launch(other_ways, 4, timeout=limit()):
+    cells = [(rank, i) for rank in range(4) for i in range(2)]
+    sums = {
+        key: sum(weight(*at) * torch.func.grad(loss)(params(), rows(*at))[key] for at in cells) / 28 for key in want
+    }
+    for results, weighted in zf.launch(other_ways, 4, timeout=limit()):
+        for name, got in weighted.items():
+            for key, x in params().items():
+                torch.testing.assert_close(got[key] - x, -0.5 * sums[key], rtol=1e-11, atol=1e-12, msg=name)
         for name, got in results.items():
             # Compute in fp32, over three steps: 2**-24 for each of some ten operations.
             bound = 1e-5 if name in ("masters", "copies") else 1e-11
