@@ -281,7 +281,10 @@ class Program:
 
     @property
     def messages(self) -> int | None:
-        """How many a micro-step takes of a program that does the same in each; None where it does not."""
+        """How many a micro-step takes at most of a program that does the same in each; None where it does not.
+
+        A forward whose units are all still full from the backward before takes one less.
+        """
         if self.kind != "promises" or {name for step in self.events for name in step} != {"plain"}:
             return None
         return 1 + (3 if self.talks else 1) * len(self.events[0])
