@@ -292,7 +292,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     "shard": (zf.shard, {"mesh": None, "wire": None, "reduce_wire": None}, {}),
     "reduce_scatter": (zf.reduce_scatter, {"mesh": None, "wire": None, "error_feedback": None}, {}),
     "all_reduce": (zf.all_reduce, {"mesh": None}, {}),
-    "local": (zf.local, {}, {}),
+    "local": (zf.local, {"mesh": None}, {}),
     "watch": (zf.watch, {"fn": None, "then": None, "labels": None}, {}),
     "constant": (zf.schedules.constant, {"value": Number()}, {}),
     "linear": (

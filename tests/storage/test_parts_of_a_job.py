@@ -32,8 +32,8 @@ def x_of(step: int) -> torch.Tensor:
 def pipelines(mesh: Any) -> dict[str, zf.Transform]:
     """Over rows, over columns, and over two axes of three."""
     return {
-        "rows": zf.chain(zf.shard(mesh["part", "a", "b"]["b"]), zf.adamw(LR)),
-        "columns": zf.chain(zf.reduce_scatter(mesh["part", "a", "b"]["a"]), zf.adamw(LR)),
+        "rows": zf.chain(zf.local(mesh["a"]), zf.shard(mesh["part", "a", "b"]["b"]), zf.adamw(LR)),
+        "columns": zf.chain(zf.local(mesh["b"]), zf.reduce_scatter(mesh["part", "a", "b"]["a"]), zf.adamw(LR)),
         "hybrid": zf.chain(zf.shard(mesh["b"]), zf.all_reduce(mesh["a"]), zf.adamw(LR)),
     }
 

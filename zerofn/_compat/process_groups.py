@@ -27,6 +27,11 @@ def begun(library: Any, but: Collection[Any]) -> int:
         return time.monotonic_ns()
 
 
+def root_of(mesh: Any) -> Any:
+    """The mesh that a `DeviceMesh` was cut from, as `mesh["shard"]` is; itself if it was cut from none."""
+    return mesh._get_root_mesh()
+
+
 def make_by_members(library: Any, name: str, ranks: list[int], backend: str | None) -> Any:
     """A process group that its members alone make, under a name that no other group of the job has or had.
 

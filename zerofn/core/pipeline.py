@@ -72,6 +72,7 @@ class Pipeline:
         stations: the `Spec` of gradients in front of each part and behind it.
         road: the views between the model and storage.
         model: the groups of several ranks over which the model itself is sharded. The chain does not know of them.
+        named: the meshes that transforms have named, `None` for all ranks, each with its group.
         checked: whether every step makes the checks that otherwise only the first few make.
         looked_at: empty until a step has looked for graphs in what functions return.
     """
@@ -85,6 +86,7 @@ class Pipeline:
     stations: tuple[Station, ...]
     road: Road
     model: tuple[Group, ...] = ()
+    named: tuple[tuple[Any, Group], ...] = ()
     checked: bool = False
     looked_at: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
     _made: dict[Callable[[Pipeline], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -514,6 +516,12 @@ def pipeline(
     Raises:
         ValueError: it cannot train these parameters.
     """
+    named: list[tuple[Any, Group]] = []
+
+    def opened(function: str, mesh: Any) -> Group:
+        named.append((mesh, ranks(function, mesh)))
+        return named[-1][1]
+
     tx = as_transform(tx)
     parts = complete(tx.members)
     check_complete(parts, where)
@@ -524,7 +532,7 @@ def pipeline(
 
         held = partial(with_sums_of_given, wanted.keys(), largest_of(parts))
         parts = tuple([replace_innermost(p, held, layout) for p in parts])
-    found = [_resolved(part, layout, ranks) for part in parts]
+    found = [_resolved(part, layout, opened) for part in parts]
     parts = tuple([_sending(part, view, layout, checked) for part, view in zip(parts, found, strict=True)])
     for around in [view.around for view in found if view is not None and view.around is not None]:
         parts = tuple([replace_innermost(part, partial(_kept_by, around), layout) for part in parts])
@@ -556,7 +564,7 @@ def pipeline(
         check_pieces(parts, stations, where)
     placement = replace(placement, fixed=fixed if cutting or model else ())
     layout = canonical(replace(layout, placement=placement))
-    return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model, checked)
+    return Pipeline(tx, layout, parts, views, dtypes, factors, stations, road, model, tuple(named), checked)
 
 
 def _sending(part: Transform, view: View | None, layout: Layout, checked: bool) -> Transform:

@@ -21,7 +21,7 @@ from .._compat.tensors import version
 from .._errors import bad_leaves, explain, kind_of, users_line
 from ..kernels.recording import concrete
 from ..kernels.rounding import leaf_key, stream_key
-from ..ranks.backend import gather_objects, not_sent_from
+from ..ranks.backend import axes_of_root, gather_objects, not_sent_from
 from ..ranks.group import Group, Traffic
 from ..ranks.process_groups import reduces_nothing, together, world_size
 from .layout import Leaf, Leaves
@@ -210,9 +210,17 @@ def tell_unreduced(pipe: Pipeline, call: str) -> None:
     """Warn if there are several ranks, no transform reduces gradients over them, and none says that this is meant.
 
     Each rank warns. If another rank's chain does reduce, that rank waits for this one, reads in the store which call
-    this one has made, and raises.
+    this one has made, and raises. So do ranks along an axis of a mesh of which the chain names another axis.
     """
     size = world_size()
+    for name, ranks in unnamed_axes(pipe).items():
+        wrong = f"{call}: the mesh has an axis {name!r} of {len(ranks)} ranks, which no transform of the chain names"
+        why = f"ranks {ranks} do not reduce gradients with each other, so each of them trains a model of its own"
+        right = (
+            f"zf.all_reduce(mesh[{name!r}]) in the chain, if these ranks are to have the same parameters;\n"
+            f"zf.local(mesh[{name!r}]) where they are not: stages of a pipeline, parts of a layer, experts"
+        )
+        warnings.warn(explain(wrong, why, right), UserWarning, stacklevel=users_line())
     if size == 1 or not unreduced(pipe) or math.prod([group.size for group in pipe.model]) >= size:
         return
     reduces_nothing(call)
@@ -224,6 +232,20 @@ def tell_unreduced(pipe: Pipeline, call: str) -> None:
         "zf.chain(zf.local(), ...) where it is meant, or DistributedDataParallel averages gradients"
     )
     warnings.warn(explain(wrong, why, right), UserWarning, stacklevel=users_line())
+
+
+def unnamed_axes(pipe: Pipeline) -> dict[str, list[int]]:
+    """The axes along which no transform works, of meshes of which one names another axis: by name, the ranks here.
+
+    Ranks along such an axis may be replicas, which then drift apart, or have parameters of their own. What they have
+    does not tell which: stages of a pipeline may be equal, and replicas are compared along the named axes alone.
+    """
+    groups = [group for _, group in pipe.named] + list(pipe.model)
+    axes: dict[str, list[int]] = {}
+    for mesh, _ in pipe.named:
+        axes |= {} if mesh is None else axes_of_root(mesh)
+    apart = lambda ranks: len(ranks) > 1 and all([len({*ranks} & {*group.ranks}) < 2 for group in groups])  # noqa: E731
+    return {name: ranks for name, ranks in axes.items() if apart(ranks)}
 
 
 def unreduced(pipe: Pipeline) -> bool:

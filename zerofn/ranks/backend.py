@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.functorch import beneath_functorch, makes_proxies
-from .._compat.process_groups import begun, make_by_members
+from .._compat.process_groups import begun, make_by_members, root_of
 from .._errors import explain
 from .._profiler_ranges import WAIT, ranged
 from .group import Group
@@ -218,6 +218,15 @@ def mesh_axis(mesh: DeviceMesh, axis: str | None = None) -> DeviceMesh:
 def ranks_of(mesh: DeviceMesh) -> list[int]:
     """The ranks along a mesh of one axis, in order; no tensor is read."""
     return sorted(dist.get_process_group_ranks(mesh.get_group()))
+
+
+def axes_of_root(mesh: DeviceMesh) -> dict[str, list[int]]:
+    """By name, the ranks along each axis through this rank, of the mesh that `mesh` was cut from."""
+    root = root_of(mesh)
+    here, names = root.get_coordinate(), root.mesh_dim_names
+    if here is None or names is None:
+        return {}
+    return {name: root.mesh[(*here[:i], slice(None), *here[i + 1 :])].tolist() for i, name in enumerate(names)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

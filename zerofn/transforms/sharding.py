@@ -34,6 +34,7 @@ from ..extend import (
     TransformState,
     View,
     ViewOf,
+    as_it_is,
     check_flag,
     codes_of_wire,
     counter,
@@ -172,7 +173,7 @@ def all_reduce(mesh: Any = None) -> Transform:
 
 
 @transform
-def local() -> Transform:
+def local(mesh: Any = None) -> Transform:
     """Declare that gradients stay on their rank: nothing is reduced, on purpose.
 
     It changes no number. On several ranks a chain without `shard`, `reduce_scatter` or `all_reduce` trains a different
@@ -180,8 +181,14 @@ def local() -> Transform:
     (an ensemble, a population, a search for hyperparameters, averaging parameters every few hundred steps), or where
     something else averages gradients, such as DistributedDataParallel.
 
+    They also warn if the chain reduces along one axis of a mesh and names no transform for another axis. Then
+    `local(mesh["stage"])` says that ranks along this axis have parameters of their own.
+
+    Args:
+        mesh: a one-dimensional `DeviceMesh` along which nothing is reduced; by default all ranks.
+
     Raises:
-        ValueError: in a chain with `shard`, `reduce_scatter` or `all_reduce`.
+        ValueError: without a mesh, in a chain with `shard`, `reduce_scatter` or `all_reduce`.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -190,7 +197,15 @@ def local() -> Transform:
         >>> zf.update(tx, {"w": torch.ones(2)}, state)[0].params
         {'w': tensor([0., 0.])}
     """
-    return Transform("local", needs="element", through=_kept)
+
+    if mesh is None:
+        return Transform("local", needs="element", through=_kept)
+
+    def view(layout: Layout, ranks: Ranks) -> None:
+        # Nothing is sent over the group. The chain has named the mesh.
+        ranks("local", mesh)
+
+    return Transform("local", needs="element", view_fn=view, through=as_it_is)
 
 
 def _sharding(
