@@ -250,7 +250,7 @@ def missing(module: str, name: str, names: Iterable[str]) -> str:
           why:   there is no such name
           write: zf.schedules.cosine
     """
-    if name.startswith("__"):  # Python asks for them, and takes no for an answer
+    if name.startswith("__"):  # Python looks these up, and does not need them
         return f"module {module!r} has no attribute {name!r}"
     short = module.replace("zerofn", "zf", 1)
     if name in OTHER_NAMES:

@@ -6,7 +6,7 @@ leaves would leave a state that belongs neither to the step before nor to the on
 
 from __future__ import annotations
 
-# C's functions: those of `signal` make enums of handlers first, which takes twenty times as long.
+# The C functions: those of `signal` make enums of handlers first, which takes twenty times as long.
 import _signal  # type: ignore[import]
 import time
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class interrupts_held:
             # Python calls the previous handler for a signal that has come already, and this one from here on.
             _signal.signal(SIGINT, self._note)
         except ValueError:
-            # Not the main thread, and signals are delivered in the main thread only.
+            # This is not the main thread, and only the main thread gets signals.
             self.handler = None
         return self
 

@@ -33,7 +33,7 @@ class Listener(Protocol):
 
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("zerofn_listener", default=None)
-# The listener of this thread, by a function of C: what every step asks. The compiler does not know it.
+# Returns the listener of this thread. It is a C function, since every step calls it. The compiler does not know it.
 heard = _LISTENER.get
 
 

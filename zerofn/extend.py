@@ -170,7 +170,7 @@ if _TYPE_CHECKING:
     from zerofn.ranks.differentiable import check_batch as check_batch
     from zerofn.ranks.scalar_reduction import mean_over as mean_over
 
-# What few transforms need is imported when it is asked for, so that one process loads no collectives for `adamw`.
+# Names that few transforms need are imported when they are used, so that `adamw` on one process loads no collectives.
 _LATER = {
     "codes_of_wire": "zerofn.core.narrow",
     "narrow_mean": "zerofn.core.narrow",

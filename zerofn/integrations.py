@@ -59,20 +59,20 @@ class TrainerMixin:
             metrics = opt.metrics
             if "grad_norm" in metrics and bool(metrics["updated"]):
                 self._norm_of_update = metrics["grad_norm"]
-            # While a window is open, the norm of the last update; `None` before the first, and with `in_backward`.
+            # While a window is open this is the norm of the last update; `None` before the first, or with in_backward.
             grad_norm = self._norm_of_update
         return super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)  # type: ignore[misc]
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is None and _attached(self.optimizer, "TrainerMixin") is not None:
-            # The step reports it. Here it would need all gradients, which may be sharded or already used.
+            # The step reports the norm. Here gradients may be sharded, or already used.
             return None
         return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         opt = _attached(self.optimizer, "TrainerMixin")
         if opt is not None and state_dict is None:
-            # Every rank comes here, also ranks that write nothing, so all join the all-gathers.
+            # Every rank calls this, even one that writes nothing, so all ranks join the all-gathers.
             state_dict = _full_state_dict(self.model, opt, self.args.should_save)
         super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
@@ -163,7 +163,7 @@ class StrategyMixin:
         """Load the states of attached optimizers, and the stored parameters."""
         attached = self._attached()
         if not attached or self._loaded_from is None or any(checkpoint["optimizer_states"]):
-            # No attached optimizer, or a file that was written without this mixin.
+            # There is no attached optimizer, or the file was written without this mixin.
             super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
             return
         for i, opt in enumerate(attached):

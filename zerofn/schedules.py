@@ -129,7 +129,7 @@ class Piecewise(_Schedule):
     def __call__(self, step: Any) -> Any:
         if isinstance(step, Tensor):
             both = self.before(step), self.after(step - self.boundary)
-            # torch.where of two floats is float32. A number is filled on a GPU: a copy to it would wait.
+            # torch.where of two floats is float32. torch.full writes a number on a GPU, where a copy would wait.
             wide: dict[str, Any] = dict(dtype=torch.float64, device=step.device)
             rates = [x.to(**wide) if isinstance(x, Tensor) else torch.full((), x, **wide) for x in both]
             return torch.where(step < self.boundary, *rates)
@@ -173,8 +173,8 @@ class LayerKeep(_Schedule):
 
 
 def _ramp(step: Any, steps: int) -> Any:
-    # In float64: an integer tensor would divide to float32, and an ensemble would train at other rates than a single
-    # run.
+    # An integer tensor would divide to float32, and an ensemble would train at other rates than a single run. So the
+    # step is converted to float64.
     return (step.double() / steps).clamp(max=1.0) if isinstance(step, Tensor) else min(step / steps, 1.0)
 
 
@@ -227,7 +227,7 @@ def warmup(peak: float, steps: int) -> Linear:
         [0.25, 1.0, 1.0]
     """
     peak, steps = _checked("warmup", peak=peak, steps=steps)
-    # The same line: from `peak / steps` at step 0 to the peak at step `steps - 1`.
+    # This is a line from `peak / steps` at step 0 to the peak at step `steps - 1`.
     written = _call("warmup", peak=peak, steps=steps)
     return Linear(peak / steps if steps > 1 else peak, peak, max(steps - 1, 1), written=written)
 

@@ -159,7 +159,7 @@ def apart(together: Tensor) -> tuple[Tensor, ...]:
     """The elements of a tensor of counters, which remembers them in its `elements`: a step may write these at once."""
     found = together.unbind()
     if not torch.compiler.is_compiling():
-        # Weak: the elements keep their tensor alive.
+        # The references are weak: the elements keep their tensor alive, and strong ones would make a cycle.
         together.elements = list(map(weakref.ref, found))  # type: ignore[attr-defined]
     return found
 
@@ -193,7 +193,7 @@ def _counted_unread(before: list[Tensor], ctx: Context) -> list[Tensor]:
         if together is not None:
             together.add_(one)
         else:
-            # A list: torch would read a single 0-d tensor as a number.
+            # It gets a list, since torch would read a single 0-d tensor as a number and wait for the device.
             foreach("add_", before, [one.to(before[0])] * len(before) if isinstance(one, Tensor) else one)
         return before
     return [*apart((torch.stack(before) if together is None else together) + one)]
@@ -212,7 +212,7 @@ def next_counts(counts: Leaves, paths: Collection[str]) -> tuple[dict[int, list[
     together = whole(before)
     numbers: Any = None if together is None else together.tolist()
     if numbers is None or len(set(numbers)) > 1:
-        # In the order of paths. `item` of each takes a third of the time of `torch.stack(...).tolist()`.
+        # `item` of each takes a third of the time of `torch.stack(...).tolist()`.
         numbers = list(map(Tensor.item, before))
     groups: dict[int, list[str]] = {}
     if len(set(numbers)) == 1:
@@ -242,7 +242,7 @@ def each(
         dtypes: of the tensors that derived tensors are combined with.
     """
     if ctx.unread or (ctx.recorded and not all(map(concrete, counts.values()))):
-        # For float32 cast for all leaves together, and not by one operation in the graph for each leaf.
+        # If all leaves are float32, one cast serves all of them, in place of one operation in the graph for each.
         narrow = all(dtype is torch.float32 for dtype in dtypes)
         yield from _unread(counts, rate, numbers, derived, torch.float32 if narrow else torch.float64)
         return
@@ -282,7 +282,7 @@ def _wide(x: Any) -> Any:
 # gradients and the new state.
 
 
-# (cotangents of the new parameter and, by name, of the new slots; old parameter, gradient, new slots, what else) ->
+# (cotangents of the new parameter and, by name, of the new slots; old parameter, gradient, new slots, step) ->
 # cotangents of the parameter, of the gradient and, by name, of the old slots. It is differentiated in turn.
 Pulled = Callable[
     [Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Tensor], LeafStep], tuple[Tensor, Tensor, dict[str, Tensor]]
@@ -388,7 +388,7 @@ class Members:
         with beneath_functorch():
             found = [batch for x in tensors if isinstance(x, Tensor) and (batch := stacked(x)) is not None]
         self.size = len(found[0]) if found else 0
-        # Of a batched tensor torch.func does not say whether autograd follows it.
+        # torch.func does not say whether autograd follows a batched tensor, so the tensors inside are asked.
         inner = [*found, *(x for x in tensors if isinstance(x, Tensor))]
         self.plain = self.size > 0 and not (torch.is_grad_enabled() and any(x.requires_grad for x in inner))
 
@@ -465,9 +465,10 @@ Slots = dict[str, Callable[[Tensor], Tensor]]
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-# (parameter, gradient, slots by name, what else) -> (new parameter, new slots)
+# (parameter, gradient, slots by name, step) -> (new parameter, new slots)
 Formula = Callable[[Tensor, Tensor, dict[str, Tensor], LeafStep], tuple[Tensor, dict[str, Tensor]]]
-# The same formula where it needs norms of whole leaves: (tensors of the leaf, what makes the result of their norms)
+# A formula that needs norms of whole leaves. It returns tensors of the leaf, and a function that gets their norms and
+# returns the result.
 NormFormula = Callable[
     [Tensor, Tensor, dict[str, Tensor], LeafStep],
     tuple[Sequence[Tensor], Callable[..., tuple[Tensor, dict[str, Tensor]]]],
@@ -515,7 +516,7 @@ def wide_formula(formula: Any, slots: Slots, rounds_grads: bool, directs: bool =
         x, seen = p.to(dtype), (g.to(p.dtype) if rounds_grads else g).to(dtype)
 
         def stored(y: Tensor, dtype: torch.dtype) -> Tensor:
-            # What a formula leaves as it was is a tensor of the old state, and is copied.
+            # A formula may return a tensor of the old state unchanged. Then the new state gets a copy.
             return y.to(dtype, copy=any([y is old for old in given]))
 
         def narrow(new: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -662,7 +663,7 @@ class _OptimizerUpdate:
     slots: Slots
     formula: Formula | NormFormula
     kernel: Kernel | None
-    # Plain dicts: the compiler fails at a MappingProxyType where dicts have been written to.
+    # These are plain dicts, since the compiler fails at a MappingProxyType of a dict that was written to.
     numbers: dict[str, Any]
     shared: dict[str, Callable[[], Tensor]]
     derived: Derived | None
@@ -710,12 +711,12 @@ class _OptimizerUpdate:
         if kernel is not None and runs:
             groups, before, together = next_counts(state["count"], grads)
             new, own = _in_place(kernel, groups.items(), given)
-            # Behind the kernel: one that refuses its arguments leaves them as they are.
+            # Counts are raised after the kernel: if it refuses its arguments, they stay as they are.
             if together is not None and ctx.donate and not together.is_inference():
-                # A new tensor for each takes longer than the update of a small leaf.
+                # One write for all counts: a new tensor for each takes longer than the update of a small leaf.
                 together.add_(1)
                 if own is slots:
-                    # Everything is in its memory.
+                    # Slots and counts were written in place, so the old state is the new one.
                     return new, state
                 counts = state["count"]
             else:
@@ -778,13 +779,13 @@ def _listed(group: list[str], count: Any, given: Given, comes: Tensor | None = N
     columns = {}
     for name, x in {"": params, **slots}.items():
         column: list[Any] = list(map(x.__getitem__, group))
-        # Of tensors, or of codes. No `methodcaller`, which the compiler cannot trace.
+        # `x` is a tensor or a `Coded`. The compiler cannot trace a `methodcaller`.
         columns[name] = column if ctx.donate else [x.clone() for x in column]
     offsets: list[Any] = [0] * len(group)
     if ctx.offsets:
         offsets = list(map(ctx.offsets.get, group, offsets))
     gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
-    # Norms are requested of tensors: one that a member of a group has changed is another.
+    # Norms are requested for tensors, so a gradient that a member of a group has changed is not among them.
     asked = ctx.norms.requests if ctx.norms is not None else {}
     norms = [] if asked and all(map(is_, map(asked.get, group), gradients)) else None
     return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms, comes)
@@ -804,7 +805,7 @@ def _in_place(
         if leaves.norms and given.ctx.norms is not None:
             given.ctx.norms.add(group, leaves.norms)
         if given.ctx.donate and group == list(given.params) and {len(group)} >= set(map(len, given.slots.values())):
-            # All of them, each in its memory.
+            # All leaves were written in place.
             return given.params, given.slots
         new.update(zip(group, leaves.params, strict=True))
         for slot, tensors in leaves.slots.items():
@@ -861,7 +862,7 @@ def _by_formula(
             else:
                 step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
                 x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
-            # Leaf by leaf, so that no more than one leaf of a donated state is in memory twice.
+            # Results are written leaf by leaf, so that only one leaf of a donated state is in memory twice.
             new[p] = x if lr is None else ctx.into(params[p], x)
             after = {slot: ctx.into(old[p], after[slot]) for slot, old in slots.items()}
         for slot in slots:
@@ -869,8 +870,8 @@ def _by_formula(
     return new, own
 
 
-# Elements of the leaves whose norms are summed over ranks in one message. What the formula has computed by then is kept
-# for so many, and not for the whole tree.
+# One message sums the norms of leaves with about this many elements over ranks. Until then the tensors of their formula
+# are kept, which for the whole tree would be too many.
 TOGETHER = 1 << 26
 
 
@@ -879,7 +880,7 @@ def _of_norms(
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """The results of a formula that needs norms of whole leaves, leaf by leaf."""
     grads, params, slots, _, lr, numbers, common, ctx = given
-    # Of whole leaves, so that all ranks send as many messages.
+    # The sizes of whole leaves, not of shards, so that all ranks send the same number of messages.
     sizes = {leaf.path: leaf.numel for leaf in ctx.layout.leaves}
     together: list[tuple[str, Any, Numbers]] = []
     elements = 0
@@ -911,7 +912,7 @@ def _on_lists(
     found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
     none: Any = None
     on_list: Callable[..., Any] = formula
-    # A number of one leaf's count that nobody reads is not that of the batch.
+    # If nobody reads the counts, leaves of one batch may have different ones: then counts do not group leaves.
     for batch, (p, g, *values) in batches(*columns, [None if ctx.unread else count for _, count, _ in rows]):
         _, count, made = rows[batch[0]]
         old = dict(zip(slots, values[:-1], strict=True))
@@ -1014,7 +1015,7 @@ def rate_of(inner: Transform, state: TransformState, ctx: Context) -> Any:
 
 
 def _rate_at(name: str, rate: Any, step: Tensor | None, ctx: Context) -> Any:
-    # A function of the user's may ask for a number. Where a step is to be captured it has been asked before.
+    # A user's schedule may read the number of the step in Python. Capturable steps have refused such schedules before.
     asks = ctx.verdicts and callable(rate) and not _of_tensors(rate)
     at = step if step is None else number(step) if asks else ctx.read(step)
     return learning_rate(name, rate, at, ctx.unrecorded)

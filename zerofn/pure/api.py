@@ -276,7 +276,7 @@ def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
     if bad:
         wrong = f"{where}: a view reads its transform's state as a constant, and here it is not one"
         raise RuntimeError(bad_leaves(wrong, bad, "a parameter for what is learned or differs along a batch"))
-    # Unwrapped, because views' derivative rules run beneath the torch.func transform that wrapped these tensors.
+    # The tensors are unwrapped, since derivative rules of views run beneath the torch.func transform that wrapped them.
     plain = tree_map(lambda x: constant(x) if is_wrapped(x) else x, read)
     return pipe.reading(plain.__getitem__)
 
@@ -325,15 +325,15 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     check_function("zf.bind", fn)
     pipe = pipe_of(tx, state, "zf.bind")
     scale = pipe.scale_of(state.arriving)
-    # All views, from storage on. `pipe.leaf_views` would begin at gathered parameters if `accumulate` comes before the
-    # reduction.
+    # All views are applied, from storage on. `pipe.leaf_views` would begin at gathered parameters if `accumulate` comes
+    # before the reduction.
     views = pipe.road.composed(at_model(pipe.stages), pipe.dtypes.gradient)
     if pipe.road.late and pipe.weighted:
         views = {p: ForwardOnlyView(v.leaf, v.stages, v.grad_dtype) for p, v in views.items()}
 
     def see(leaf: Leaf, x: Tensor) -> Tensor:
         seen = views[leaf.path](x, scale)
-        # An alias for each place of a tied tensor. Else autograd would return one gradient for all places at each.
+        # Each place of a tied tensor gets an alias. Otherwise autograd would return the sum of all places at each.
         return x.view_as(x) if seen is x and state.layout.tied(leaf) else seen
 
     @uncompiled

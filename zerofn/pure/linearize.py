@@ -100,7 +100,7 @@ def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: lis
     stages, dtypes = pipe.road.pulled, pipe.road.grad_dtypes
     paths = pipe.layout.trained
     seen = pipe.road.see(stages, resident) if stages else resident
-    # For every leaf in every step, hence from C.
+    # Every step detaches every leaf. `map` over a C function is faster than a comprehension.
     seen = dict(zip(seen, map(Tensor.detach, seen.values()), strict=True))
     inputs = list(map(Tensor.detach, given))
     wanted = list(map(Tensor.requires_grad_, [*map(seen.__getitem__, paths), *inputs]))
@@ -151,7 +151,7 @@ def _with_blocks(inner: Callable, pipe: Pipeline, resident: Leaves, given: list,
 
 
 def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
-    """What `linearize` differentiates by: stored parameters, or gathered ones if the reduction is late."""
+    """The parameters by which `linearize` differentiates: stored ones, or gathered ones if the reduction is late."""
     if record and not pipe.road.late:
         return stored
     if not record or only_compiled(stored.values()):
@@ -163,8 +163,8 @@ def _resident(pipe: Pipeline, stored: Leaves, record: bool) -> Leaves:
 def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
     """As `_with_autograd`, but views, pullback and gradients can be differentiated.
 
-    Leaf by leaf, since a view and its transpose are differentiable maps of one leaf. The transpose is applied outside
-    of autograd, which would give a gradient its parameter's dtype instead of the pipeline's.
+    It goes leaf by leaf, since a view and its transpose are differentiable maps of one leaf. The transpose is applied
+    outside of autograd, which would give a gradient its parameter's dtype instead of the pipeline's.
 
     In a compiled graph that nobody differentiates, all leaves go through views together: then one collective carries
     many leaves. It needs no derivative, and the compiler knows none for collectives.
@@ -196,10 +196,10 @@ def _recorded(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, sc
             grads = passed(counts, grads)
         elif not counts:
             grads = {p: None if g is None else torch.zeros_like(g) for p, g in grads.items()}
-        there = {p: g for p, g in grads.items() if g is not None}
+        present = {p: g for p, g in grads.items() if g is not None}
         if together:
-            return pipe.road.pull(stages, there, resident, scale), rest
-        return {p: views[p].transposed(g, scale) for p, g in there.items()}, rest
+            return pipe.road.pull(stages, present, resident, scale), rest
+        return {p: views[p].transposed(g, scale) for p, g in present.items()}, rest
 
     return primals, others, pull
 
@@ -211,7 +211,7 @@ def _func_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
 
 def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
     """By autograd, with `create_graph`."""
-    # Aliases: inputs may themselves be functions of parameters, and autograd must stop at them here.
+    # Inputs may themselves be functions of parameters. Autograd stops at their aliases.
     values, given = ([_alias(x) for x in xs] for xs in (values, given))
     with torch.enable_grad():
         primals, others = flat_fn(values, given)
@@ -226,7 +226,7 @@ def _graph_vjp(flat_fn: Callable, values: list[Tensor], given: list[Tensor]):
 def _alias(x: Tensor) -> Tensor:
     if x.requires_grad:
         return x.view_as(x)
-    # In forward mode an alias, since `detach` would lose the tangent.
+    # In forward mode `detach` would lose the tangent, so it is an alias there too.
     return (x.view_as(x) if forward_level() != NO_LEVEL else x.detach()).requires_grad_()
 
 
@@ -282,7 +282,7 @@ class Blocks(Units):
     def __init__(self, pipe: Pipeline, resident: Leaves, scale: Tensor | None):
         assert pipe.gathering is not None
         group = pipe.gathering.group
-        # For every leaf in every step, so in C.
+        # Every step detaches every leaf. `map` over a C function is faster than a comprehension.
         shards = dict(zip(resident, map(Tensor.detach, resident.values()), strict=True))
         self.versions = list(map(version, shards.values()))
         self.found: Leaves = {}
@@ -298,8 +298,8 @@ class Blocks(Units):
             found.update(zip(self.plans.plan(i).place, lazies, strict=True))
             for x in lazies:
                 if x.grad_fn is not None:
-                    # All of a block have one node. Autograd runs the nodes that were made first last, and would keep
-                    # full gradients of all blocks until then.
+                    # All parameters of a block share a node. Autograd would run nodes that were made first last, and
+                    # keep full gradients of all blocks until then.
                     run_when_ready(x.grad_fn)
                     break
         return found
@@ -337,7 +337,7 @@ class Blocks(Units):
         try:
             yield
         except BaseException:
-            # Other ranks may be gone: begin no further collective.
+            # Other ranks may have ended, so no further collective begins.
             self.open = False
             raise
 
@@ -353,7 +353,7 @@ class Blocks(Units):
                     "call pullback before a step with donate=True",
                 )
             )
-        # Drop gradients of a backward that ran inside of `fn`.
+        # A backward that ran inside of `fn` may have left gradients.
         self.found.clear()
         try:
             with self.evaluation(), torch.no_grad():

@@ -111,7 +111,7 @@ def make_step(
             set_grad_mode(mode)
             raise
 
-    # Each step gets a code object of its own: the compiler keeps graphs by code, and gives up after too many for one.
+    # The compiler keeps graphs by code object, and gives up after too many for one. So each step gets its own.
     checked.__code__, run.__code__ = checked.__code__.replace(), run.__code__.replace()
     return step
 
@@ -203,8 +203,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
                 (loss,), others, pull = linearize("step", pipe, scalar, at, [], scale, False, record)
             unit = torch.ones_like(loss)
             with ranged(PHASE, "backward"):
-                # A batch of weight 0 is left out, not multiplied by zero: a mean over no rows is NaN, and 0 * NaN is
-                # too.
+                # A batch of weight 0 is left out, not multiplied by 0: a mean over no rows is NaN, and so is 0 * NaN.
                 grads, _ = pull([unit if share is None else (unit * share).to(unit)], share is None or share > 0)
             return loss, others, grads
 
@@ -220,12 +219,12 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
             grads = evaluated(pipe.second_point(grads, state, pipe.context(recorded=record)))[2]
             aux.update(first)
         if tracing and donate:
-            # Copies: which of them share memory with the state is known only when the graph runs.
+            # All are copied, since only a running graph knows which of them share memory with the state.
             loss, others = loss.clone(), list(map(torch.clone, others))
         if aux:
             aux = {"aux": aux["aux"](others if record else map(Tensor.detach, others))}
         if donate and not tracing:
-            # Copies of what shares memory with the state; gradients too, since a backward may return a saved parameter.
+            # Tensors that share memory with the state are copied: gradients too, as backward may return a parameter.
             made = apart({"loss": loss, "aux": aux, "grads": grads}, state.leaves.values())
             loss, aux, grads = made["loss"], made["aux"], made["grads"]
         if pipe.wants:
@@ -233,7 +232,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
             if len(given) != len(pipe.wants):
                 check_given(given.keys(), pipe.wants, "step(state, {}=...)")
             if share is not None:
-                # The weight is the mean of all ranks' from here on.
+                # From here on `weight` is the mean over ranks, so numbers of this rank are multiplied by its share.
                 means = {name: x for name, x in given.items() if name not in pipe.largest}
                 given |= {name: where(share > 0, lambda x=x: x * share, 0.0 * share) for name, x in means.items()}
             more = {**more, "given": given}
@@ -244,7 +243,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
         else:
             with ranged(PHASE, "update"):
                 new, metrics = apply(pipe, grads, state, ctx)
-        # No call from here on: Python could deliver Ctrl-C in it, and the new state would be lost.
+        # No function may be called from here on: Python could raise KeyboardInterrupt in it and lose the new state.
         return new, {"loss": loss, **metrics, **aux}
 
     return run
@@ -257,7 +256,7 @@ def _donated(pipe: Pipeline, grads: Leaves, given: State, state: State, ctx: Con
     """
     made: tuple[State, Metrics] | None = None
     try:
-        # Marked as given away before it is written: another thread may be saving it.
+        # The state is marked as given away before it is written, since another thread may be saving it.
         with interrupts_held(), given.given_away(ctx.written), ranged(PHASE, "update"):
             made = apply(pipe, grads, state, ctx)
     except KeyboardInterrupt:

@@ -251,7 +251,7 @@ def run_pieces(
     if piece is not None:
         rank, cut = piece
         stage = Pieces(Group(rank, len(cut), tuple(range(len(cut)))), spans=cut[rank])
-        # No user's transform can have a name with a dot.
+        # Its name has a dot, which the name of a user's transform cannot have.
         view = over_ranks(stage, resident=False)
         parts.insert(0, Transform(".pieces", needs="element", view_fn=lambda *_: view, through=as_it_is))
     layout, tensors = make_layout(params)
@@ -292,7 +292,7 @@ def compared(whole: State, part: State, spans: Spans) -> Iterator[tuple[str, Any
         elif not (isinstance(e.value, Tensor) and isinstance(mine.value, Tensor)):
             yield name, mine.value, e.value
         elif e.of_leaf:
-            # Of another shape than it should have, it is told as it is.
+            # An entry of a wrong shape is not cut, so that the message shows its shape.
             cut = mine.offset is not None and tuple(e.value.shape) == mine.shape
             yield name, mine.value, mine.part(e.value) if cut else e.value
         elif mine.value.shape == e.value.shape:
@@ -359,9 +359,9 @@ def check_numbers(tx: Transform, whole: Run, pieces: list[Run]) -> None:
 
 
 def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
-    """What is checked on flat pieces, as (transform, its pipeline).
+    """The transforms to check on flat pieces, each with its pipeline.
 
-    All parts that may get pieces, as one chain; of a part that may not, each transform inside of it that may.
+    All parts that may get pieces are one chain. If a part may not, each transform inside of it that may is checked.
     """
     parts = [p for p in tx.members if not effect(p).over_ranks]
     fit = [p for p in parts if p.needs in OF_PIECES]
@@ -372,7 +372,7 @@ def fit_for_pieces(tx: Transform) -> list[tuple[Transform, Transform]]:
 
 
 def fit_for_rows(tx: Transform) -> list[tuple[Transform, Transform]]:
-    """What is checked on rows: each part with `needs="row"`, and its pipeline."""
+    """The transforms to check on rows: each part with `needs="row"`, and its pipeline."""
     casts = [p for p in tx.members if effect(p).cast_by]
     of_rows = [p for p in tx.members if p.needs == "row" and not p.idle]
     # The view is left out: `check_views` checks it, and it never stands behind what cuts.

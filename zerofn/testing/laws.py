@@ -54,7 +54,7 @@ from .trees import assert_trees_close, assert_trees_equal, difference, random_li
 # `check_facts` compares each of a transform's `Facts` with what its update half does.
 
 
-# Parameters are moved by this much: new parameters move along, gradients do not.
+# Parameters are shifted by this much. New parameters shift with them, gradients do not.
 SHIFT = 1.0
 # How many windows are searched for memory that a transform keeps.
 WINDOWS = 6
@@ -159,12 +159,12 @@ def _settable(run: _Run) -> str:
     facts = run.t.facts
     if facts.rate is not None:
         rate = 2 * facts.rate + 0.01 if isinstance(facts.rate, float) else 0.125
-        # Two steps: the first may only begin a state.
+        # It makes two steps, since the first may only begin a state.
         if _same(run.each(windows=2), run.each(windows=2, lr={"": rate})):
             return f"rate={facts.rate!r} says that its rate is set from outside. It does not use ctx.lr[ctx.prefix]."
     for name, value in facts.settable:
         numbers = {"": {name: tuple(map(_other, value)) if isinstance(value, tuple) else _other(value)}}
-        # Three steps: a momentum's decay takes effect in the next step.
+        # It makes three steps, since the decay of a momentum takes effect in the next step.
         if _same(run.each(windows=3), run.each(windows=3, numbers=numbers)):
             return f"{name!r} is settable from outside. It does not use ctx.numbers[ctx.prefix][{name!r}]."
     return ""
@@ -191,7 +191,7 @@ def _keeps(run: _Run) -> str:
         made = (out or {}).values() if run.t.facts.optimizes else ()
         if why := _kept(f"state after micro-step {i}", state, (*handed, *made)):
             return why
-        # The parameters that it got last.
+        # The parameters that it got in this step are the last tensors in `handed`.
         params = dict(zip(run.leaves, handed[-len(run.leaves) :], strict=True))
         moved = [x for path, x in (out or {}).items() if x is not params[path]]
         if not memories(moved).isdisjoint(memories(handed if run.t.facts.optimizes else params.values())):
@@ -274,7 +274,7 @@ def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_
     layout, tensors = make_layout(params)
     first = pipeline(tx, layout, "check_transform")
     says = {s.transform: s.gives for s in first.stations}
-    # Their optimizer gives masters, and what stands around it parameters.
+    # The optimizer of these leaves returns masters, and its wrapper parameters.
     split = {leaf.path for leaf in layout.leaves if first.dtypes.of(leaf).residual}
     wrong: dict[str, dict[str, str]] = {}
 
@@ -298,8 +298,8 @@ def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_
 
 
 def _wrong_dtypes(says: Mapping[str, Spec], out: Leaves) -> dict[str, str]:
-    told = {path: (says[path].dtype, x.dtype) for path, x in out.items()}
-    return {path: f"in {got}, where its station says {said}" for path, (said, got) in told.items() if said != got}
+    dtypes = {path: (says[path].dtype, x.dtype) for path, x in out.items()}
+    return {path: f"in {got}, where its station says {said}" for path, (said, got) in dtypes.items() if said != got}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -476,7 +476,7 @@ def _piece(x: Tensor, leaf: Leaf, spans: Mapping[str, tuple[int, int]], needs: s
 # `check_transform` checks all laws that every transform obeys.
 
 
-# Of transforms that draw random numbers.
+# These are texts for transforms that draw random numbers.
 DRAWN = "draws of torch's generators depend on the number of ranks, and on whether a run was resumed"
 RANDOM_BITS = """random_bits(g.numel(), seed=seed, step=at.count, key=leaf_key(at.path), offset=at.offset)
 as in docs/writing-a-transform.md and in zerofn/transforms/add_noise.py"""
@@ -591,7 +591,7 @@ def _layout(case: Case) -> None:
     law = "structure, dtypes and shapes of the state depend on parameters and transforms alone. They changed "
     assert_trees_equal(_skeleton(case.run(state)), expected, case.broken(law + "with an update."))
     layout, leaves = make_layout(case.params)
-    # Leaf by leaf, so that tied parameters stay tied.
+    # Values are drawn leaf by leaf, so that tied parameters stay tied.
     other = init(case.pipe, layout.join(random_like(leaves, seed=8)))
     assert_trees_equal(_skeleton(other), expected, case.broken(law + "with values of parameters."))
     if case.has_guests:
@@ -700,7 +700,7 @@ def _attached(case: Case) -> None:
         opt.step(**case.numbers)
         opt.zero_grad()
         state, metrics = step(state, data, **case.numbers)
-        # Leaf by leaf, since the two trees have different containers.
+        # Leaves are compared by path, since the two trees have different containers.
         assert_trees_equal(dict(opt.state.leaves), dict(state.leaves), case.broken(f"{law} Parameters differ:"))
         assert_trees_equal(opt.state.transforms, state.transforms, case.broken(f"{law} States differ:"))
         del metrics["loss"]
@@ -731,7 +731,7 @@ def _ensemble(case: Case) -> None:
     # rounding to 16 bits by a unit there.
     apart = _stack(states)
     assert_trees_close(together, apart, ulps=32, floor=1.0, what=case.broken(law))
-    # A float64 number makes float64 of a 0-d leaf, which numbers that are close do not show.
+    # Dtypes are compared too: a float64 number turns a 0-d leaf into float64, and its values stay close.
     found, wanted = ([x.dtype for x in flatten(tree)[0]] for tree in (together, apart))
     wrong = [(p, f"{x} instead of {y}") for p, x, y in zip(tree_paths(apart), found, wanted, strict=True) if x != y]
     assert not wrong, bad_leaves(case.broken(f"{law} Dtypes differ:"), wrong, "what is kept .to the dtype of the old")
