@@ -79,7 +79,7 @@ def _steps(home: ResidentParams) -> list[Callable[[], object]]:
     steps: list[Callable[[], object]] = [home.stored_params.store_writes]
     steps.append(home.gradients.forget_all)
     if home.units is not None:
-        # A gather that was begun for nobody ends before its channel is closed.
+        # A prefetched all-gather that nobody will use must end before its group is closed.
         steps.append(home.units.schedule.reshard)
     if home.fully_sharded is not None:
         return [*steps, functools.partial(take_back, home.undo)]
@@ -101,7 +101,7 @@ def give_up(home: ResidentParams, error: BaseException) -> None:
     """
     take_back(home.undo)
     if home.start is not from_values:
-        # It was on the meta device, and might not fit whole.
+        # The model was on the meta device, and full parameters might not fit.
         return
     if home.hooked or home.first_stored:
         begun = home.current.begun
@@ -136,8 +136,8 @@ def _cast_back(home: ResidentParams, error: BaseException) -> None:
 # A `Watch` notices that a model has changed since it was attached.
 
 
-# What must stay of a parameter beside its address. `attrgetter` is C, and every step asks of all parameters. Another
-# device has other addresses; only a leaf without elements has none.
+# The attributes of a parameter that must not change, beside its address. Every step reads them of all parameters, so
+# it is a C function. The device is not among them: a parameter on another device has another address.
 FIXED = attrgetter("shape", "dtype", "requires_grad")
 MADE_BY_TORCH = "made a DTensor by fully_shard or parallelize_module"
 ATTACH_LAST = (
@@ -165,11 +165,11 @@ class Watch:
         self.held = layout.trained
         self.params = shown
         self.frozen = self._frozen()
-        # Of a DTensor the memory is in the plain tensor of its rows.
+        # The memory of a DTensor is that of its local tensor.
         self.tensors = [params[path] for path in self.paths]
         self.shown = [shown[path] for path in self.paths]
         self.devices = [x.device for x in self.shown]
-        # Submodules as well: one that is put in later would run and not be trained.
+        # Submodules are watched too: one that is put in later would run and not be trained.
         self.modules = list(modules_of(model))
         self.all = [module for _, module in self.modules]
         self.registered = self._registered()
@@ -195,8 +195,8 @@ class Watch:
         pairs = zip(self.registered, self._registered(), strict=True)
         changed = [found for (name, before), (_, after) in pairs for found in _changed(name, before, after)]
         if not bad and not changed:
-            # Frozen or unfrozen; or sharded parameters that the user gave other memory, in which they are stored since
-            # (`adopted`). Submodules without parameters may have come, which are looked at in each step from here on.
+            # Allowed changes: leaves were frozen or unfrozen; the user gave sharded parameters other memory, in which
+            # they are stored from then on (`adopted`); submodules without parameters came, which steps watch from now.
             self.frozen, self.known = self._frozen(), (*now[:2], *self.known[2:])
         else:
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
@@ -220,10 +220,10 @@ class Watch:
         return [(name, dict.copy(found)) for name, m in self.modules for found in parameters_and_modules(m)]
 
     def now(self) -> tuple[list[int], list[tuple[Any, ...]], list[int], list[int]]:
-        """What every step compares, by functions of C alone.
+        """The values that every step compares, read by C functions alone.
 
-        Of each parameter its address and what is `FIXED`; of each module how many parameters and submodules it has, and
-        their ids, by the methods of `dict`, since a dict of parameters may give views by its own.
+        They are the address and the `FIXED` attributes of each parameter; for each module the numbers and the ids of
+        its parameters and submodules, by the methods of `dict`: a module's own dict of parameters may return views.
         """
         with torch.DisableTorchFunctionSubclass():
             found = list(chain.from_iterable(map(parameters_and_modules, self.all)))
@@ -260,7 +260,7 @@ def _changed(name: str, before: dict[str, Any], now: dict[str, Any]) -> list[tup
 
 
 def _change(now: nn.Module | nn.Parameter | None) -> str:
-    # Under `shard` the attached parameters are DTensors too, and each is marked with its optimizer.
+    # Under `shard` the attached parameters are DTensors too. They are told apart by the mark of their optimizer.
     of_torch = is_distributed(now) and "_zerofn_owner" not in vars(now)
     return MADE_BY_TORCH if of_torch else "added, removed or replaced"
 
@@ -313,7 +313,7 @@ def _version_of_either(grad: Tensor) -> int:
 # An `Attachment` binds a model to a pipeline, from `attach` to `detach`.
 
 
-# Of a step without tensors among its numbers: a rate that a schedule makes may still require grad.
+# For a step without tensors among its arguments: a rate that a schedule returns may still require grad.
 LOST = {"unrecorded": ATTACHED}
 CLOSURE = """def closure():
     loss = loss_fn(model(x), y)
@@ -398,7 +398,7 @@ class Attachment:
 
             # FSDP2 calls the model and gathers its parameters: no module is hooked, and none is watched.
             layout, self.params, model = with_shapes(layout, fully.shapes), fully.parameters, nn.Module()
-        # Not by way of `self`: an optimizer that is dropped is gone at once, and its hooks with it.
+        # The hooks get a weak reference, so that a dropped optimizer is freed at once, and its hooks with it.
         myself = weakref.ref(self)
         with lease() as channels:
             pipe = pipeline(tx, layout, "zf.attach", model=groups, checked=check)
@@ -417,28 +417,28 @@ class Attachment:
 
                 check_inner_hooks(model)
             check_numbers(pipe.numbers, ATTACHED)
-            # Before the model is changed: a schedule is asked for its first rate, and may raise.
+            # This comes before the model is changed: it calls schedules for their first rates, and they may raise.
             self.groups = ParamGroups(pipe, self.params)
             context = self._context_in_backward if in_backward else None
             hook = hook_one_process
             if pipe.step_groups or in_backward or fully is not None:
-                # Imported only where gradients leave `p.grad`, or are shards there.
+                # Only models whose gradients leave `p.grad`, or are shards there, need this module.
                 from .over_ranks import hook
             unchanged = functools.partial(_check, myself)
             self.home = ResidentParams(model, pipe, params, context, unchanged, start, hook, fully)
             try:
                 self.home.install()
             except BaseException as error:
-                # Before the groups are closed.
+                # The model is put back before the lease closes the groups.
                 give_up(self.home, error)
                 raise
         self.pipe = self.home.pipe
         if self.capturable:
             self.home.current.state = with_counters_on_device(self.pipe, self.home.current.state)
         self.averages = AveragedParameters(self.home.current, self.home.refresh)
-        # DTensors are in the places of sharded parameters now.
+        # From here on `shown` has DTensors in the places of sharded parameters.
         self.params = self.home.shown
-        # Those whose gradients a step takes.
+        # The tensors whose gradients a step takes.
         self.leaves = params if fully is not None else self.params
         if self.home.faces is not None:
             self.groups.exchange(self.params)
@@ -447,12 +447,12 @@ class Attachment:
         self.window = AccumulationWindow(self.pipe, self.home.current)
         self._writes = 0
         self.spent: SpentGradients | None = None
-        # What `writes` was when `opt.zero_grad` was called last.
+        # The value of `writes` at the last `opt.zero_grad`.
         self._cleared = 0
         # The sum of the losses of `opt.backward` since the last step, if a transform wants it.
         self.loss: Tensor | None = None
         if self.home.channels.control is not None:
-            # The last that is undone.
+            # `undo` runs from its end, so this comes last.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
 
     @functools.cached_property
@@ -562,16 +562,16 @@ class Attachment:
                 grads = home.gradients.grads()
             else:
                 frozen = self.watch.frozen
-                told = as_text(rates, numbers, frozen) if rates or numbers or frozen else ""
-                grads = home.gradients.collect(self.window.forced, told)
+                settings = as_text(rates, numbers, frozen) if rates or numbers or frozen else ""
+                grads = home.gradients.collect(self.window.forced, settings)
             if home.current.torn:
-                # Behind the exchange: if the state of some ranks alone is torn, all ranks have raised there.
+                # This comes after the exchange, in which all ranks raise if only some have a torn state.
                 home.current.check("opt.step()")
             if early is None:
                 metrics = self._update(grads, weight, rates, numbers, given)
             else:
                 metrics = self._finish(early, grads)
-            # Where only a GPU knows whether the step was skipped, values are written that may not have changed.
+            # If only a GPU knows whether the step was skipped, parameters are refreshed in any case.
             updated = metrics["updated"]
             if home.refreshing and (home.reads or not updated.is_cpu or bool(updated)):
                 for refresh in home.refreshing:
@@ -615,7 +615,7 @@ class Attachment:
     def _finish(self, early: InBackward, grads: Leaves) -> dict[str, Tensor]:
         """End the step that backward has made."""
         for path, grad in grads.items():
-            # Put there by hand: what backward has brought is gone.
+            # The user has put this gradient there: those of backward have left `p.grad`.
             write_grad(self.leaves[path], None)
             early.arrived(path, grad)
         return early.finish()
@@ -668,7 +668,7 @@ class Attachment:
         if self.home.reduces:
             self.home.gradients.used()
         if window.holds:
-            # `accumulate` has added them to its sum: a loop that never clears would count them twice.
+            # `accumulate` has added these gradients to its sum. A loop that never clears them would count them twice.
             if self.home.reduces:
                 self.home.gradients.accumulated()
             clear_grads(map(self.leaves.__getitem__, grads))
@@ -682,7 +682,7 @@ class Attachment:
         """The context of a step that runs in backward."""
         self._writes += 2
         rates, numbers = self.groups.given()
-        # Autograd records nothing in a backward, so the grad mode there does not say that they are constants.
+        # Grad mode is off in every backward, so it does not say that the user wants constants.
         lost = self._lost_graphs(recorded(), numbers, None, enabled=True)
         return self.pipe.context(donate=True, lr=rates, numbers=numbers, **lost)
 
@@ -732,7 +732,7 @@ class Attachment:
         return loss / self.window.every if scale_wrt_gas else loss
 
     def _check_cleared(self) -> None:
-        """Refuse the first `opt.backward` where `p.grad` may have what a step has used: that was not noted."""
+        """Refuse the first `opt.backward` if `p.grad` may have gradients that a step has used: steps noted none."""
         if self._writes == self._cleared:
             return
         with torch.DisableTorchFunctionSubclass():

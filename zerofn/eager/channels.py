@@ -51,7 +51,7 @@ def open_channels(pipe: Pipeline, gathers: bool = True) -> Channels:
     opened = channels([*([group] for group in pipe.groups), *joining.values()], numbers=len(joining))
     n = len(pipe.groups)
     found = Channels(tuple(opened[:n]), **dict(zip(joining, opened[n:], strict=True)))
-    # Where all ranks have the same they compare it after a step's message, in the same channel.
+    # If all ranks have the same full parameters, they compare them in the channel of the step's message, after it.
     return found if found.equals is not None or not stored_in_parts else found._replace(equals=found.control)
 
 

@@ -40,7 +40,7 @@ from .stored_parameters import StoredParameters
 # updated at once. Otherwise gradients stay in `p.grad`.
 
 
-# Read of every gradient in every step, and so from C.
+# Every step reads these of every gradient, so they are C functions.
 _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 
 
@@ -115,7 +115,7 @@ class GradientHooks:
         if view is None or view.wire is None or channels.more is None:
             return None
         wire, group = view.wire, channels.groups[pipe.groups.index(view.wire.group)]
-        # Backward reaches the parameters that forward used last, first.
+        # The order is reversed, since backward first reaches the parameters that forward used last.
         leaves = pipe.layout.trainable[::-1]
         like = {
             leaf.path: Like(p.numel(), tuple(p.shape), pipe.dtypes.summed(leaf), p.device)
@@ -149,7 +149,7 @@ class GradientHooks:
             try:
                 self._hand_over(path, p)
             except KeyboardInterrupt:
-                # A second one.
+                # A second Ctrl-C is not held.
                 if self.stream is not None:
                     self.stream.broken = True
                 raise
@@ -157,7 +157,7 @@ class GradientHooks:
     def _hand_over(self, path: str, p: Tensor) -> None:
         grad = read_grad(p)
         if grad is None:
-            # A leaf of a gathered unit that no rank used.
+            # No rank has used this leaf of a gathered unit.
             return
         write_grad(p, None)
         grad = self.local(path, grad).detach()
@@ -222,7 +222,7 @@ class GradientHooks:
         road, reduced, leaves, paths = self.pipe.road, self.reduced, self.stream.buckets[i].leaves, self.stream.paths[i]
         lengths = self.flat[i] if self.in_backward is None else None
         if lengths is not None and NoneType not in set(map(type, grads)) and reduced.keys().isdisjoint(paths):
-            # By functions of C, if nothing is to be done with any of them.
+            # If no gradient needs a cast or another shape, C functions take all of them.
             given = cast("Sequence[Tensor]", grads)
             uncast = road.behind_reduction or set(map(_DTYPE, given)) == {self.forms[paths[0]][0]}
             if uncast and set(map(_NDIM, given)) == {1} and list(map(Tensor.numel, given)) == lengths:
@@ -331,13 +331,13 @@ class MicroStep(OwnGradients):
         grads: Leaves = {}
         marks: dict[str, int] = {}
 
-        def told() -> list[int]:
-            # Called again after each collective that this rank joins meanwhile, since it may bring gradients.
+        def numbers() -> list[int]:
+            # The schedule calls this again after each collective that this rank joins, which may bring gradients.
             nonlocal grads, marks
             grads, marks = self.grads(), marks_with(units.schedule.marks())
             return self.agreement.numbers(grads, marks)
 
-        rows = units.schedule.at_step(told)
+        rows = units.schedule.at_step(numbers)
         if self.hooks.held or units.schedule.partial:
             self.hooks.release()
         return rows, marks, grads
@@ -348,17 +348,17 @@ class MicroStep(OwnGradients):
         if set(map(type, map(read_grad, hooks.shown.values()))) != {NoneType}:
             for path, p in hooks.shown.items():
                 if read_grad(p) is not None:
-                    # Put there by hand.
+                    # The user has put this gradient there.
                     hooks.hand_over(path, p)
         wholes = agreement.wholes
-        # An update within backward is a write too: there they were asked about before the first one.
+        # An update within backward is a write too, so there ranks have exchanged it before the first update.
         noticed = stream.finish_reductions(marks, wholes is not None and hooks.in_backward is None and wholes.noticed())
         if wholes is not None and (noticed or wholes.before):
             wholes.compare()
         rest, grads = self.pipe.road.behind_reduction, hooks.reduced
         grads = self.pipe.road.pull(rest, grads, self.current.state.leaves) if rest else grads
         if hooks.taken:
-            # By a step that has raised; what has arrived since is added, as in torch.
+            # A step that took these has raised. Gradients that have arrived since are added, as in torch.
             old = hooks.taken
             grads = {**old, **{path: old[path] + g if path in old else g for path, g in grads.items()}}
         hooks.taken, hooks.reduced = grads, {}

@@ -40,7 +40,7 @@ from ..core.update import refuse_capture
 from .current_state import CurrentState
 
 _BYTES = attrgetter("nbytes")
-# Bytes of gradients of a GPU that wait for each other: by so much more the peak may be.
+# Gradients on a GPU wait for each other until they have this many bytes, by which the peak may be higher.
 TOGETHER = 1 << 25
 
 
@@ -110,7 +110,7 @@ class InBackward:
         self.current, self.context = current, context
         self.ctx: Context | None = None
         self.under_way: Segment | None = None
-        # Into the state from before the step.
+        # The pending copies into the state from before the step.
         self.copies: tuple[Any, ...] = ()
         self.done: set[str] = set()
         # Gradients of leaves that are updated together.
@@ -133,7 +133,7 @@ class InBackward:
             if not grad.is_cuda or sum(map(_BYTES, self.waiting.values())) >= TOGETHER:
                 self._update()
             elif len(self.waiting) == 1 and in_backward():
-                # What arrives outside of a backward, as from the last reductions, waits for the end of the step.
+                # A gradient that arrives outside of backward, as from the last reductions, waits for the step's end.
                 at_end_of_backward(self.update)
 
     def _begin(self, path: str, grad: Tensor) -> None:
@@ -167,7 +167,7 @@ class InBackward:
                 self._update()
 
     def _update(self) -> None:
-        """Update leaves; recorded in a step that looks for what users' functions have from elsewhere."""
+        """Update leaves; with autograd in a step that checks whether users' functions take tensors from elsewhere."""
         grads, self.waiting = self.waiting, {}
         if not grads or self.under_way is None:
             return
@@ -211,7 +211,7 @@ class InBackward:
                 self.under_way.close()
             copies = self.ctx.begun_copies(self.copies)
         except BaseException:
-            # Leaves have their new values, and counters their old ones.
+            # Leaves have new values and counters old ones.
             self.current.tear()
             raise
         transforms, _ = self.under_way.states()
@@ -233,7 +233,7 @@ class InBackward:
         """Close the step without counting it. A leaf that was updated keeps its update, its moments and its count."""
         if self.under_way is None:
             return
-        # Other ranks may have updated them.
+        # Other ranks may have updated the waiting leaves, so this rank does so too.
         self.update()
         state = self.current.state
         self.wait_for_copies()

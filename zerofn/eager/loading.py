@@ -1,4 +1,4 @@
-"""What a state dict has for this rank, and how all ranks refuse one that does not fit."""
+"""Holds what a state dict has for this rank, and makes all ranks refuse one that does not fit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class LoadedStates:
     """What `opt.load_state_dict` has done.
 
     Attributes:
-        by: how parameters were told: by their `"name"`, or by their `"order"` in the groups.
-        made_anew: paths of parameters of which the state dict has no state, as torch has none of one that never had a
-            gradient: their moments and counts begin anew.
+        by: how parameters were matched: by their `"name"`, or by their `"order"` in the groups.
+        made_anew: paths of parameters without a state in the state dict, as torch's have none for a parameter that
+            never had a gradient: their moments and counts begin anew.
     """
 
     by: str
@@ -32,12 +32,12 @@ class LoadedStates:
 
 @dataclass
 class ToLoad:
-    """What a state dict says, for this rank.
+    """The contents of a state dict, for this rank.
 
     Attributes:
-        pairs: each tensor of ours with the one that is to replace it.
-        groups: for each group what it takes.
-        told: how parameters were told, and which begin anew.
+        pairs: each tensor of our state with the one that will replace it.
+        groups: the new entries of each group.
+        told: how parameters were matched, and which begin anew.
     """
 
     pairs: list[tuple[Tensor, Tensor]]
@@ -57,7 +57,7 @@ def form_of(x: Any) -> str:
 
 
 WRONG = "load_state_dict: this is not the state of this pipeline"
-# What to write where a file has the shards of another rank, or of a job of other ranks.
+# The right code for a file with the shards of another rank, or of a job with other ranks.
 ON_EACH_RANK = (
     "on each rank what that rank has saved, torch.save(opt.state_dict(), f'{rank}.pt'), on as many ranks;\n"
     "         zf.save(directory, opt) on every rank, which is one checkpoint for any number of ranks;\n"

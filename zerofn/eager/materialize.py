@@ -72,11 +72,11 @@ def by_reset(model: nn.Module, seed: int, device: torch.device) -> Iterator[Made
     done: set[int] = set()
     for prefix, unit in units(model):
         for made in _reset(prefix, unit, seed, device):
-            # A tied tensor is made by the module in which it comes first.
+            # The module in which a tied tensor comes first makes it.
             if id(made.old) not in done:
                 done.add(id(made.old))
                 yield made
-            # Freed before the next unit is made.
+            # This frees the unit's tensors before the next unit is made.
             del made
 
 
@@ -133,11 +133,11 @@ def _reset(prefix: str, unit: nn.Module, seed: int, device: torch.device) -> lis
                     stand_ins[id(x)] = _stand_in(x, device)
                 (parameters if name in parameters else buffers)[name] = stand_ins[id(x)]
         before = {key: version(x) for key, x in stand_ins.items()}
-        # From the inside out: a module comes before those below it.
+        # Resets run from the inside out: `calls` has a module before those below it.
         for path, reset in reversed(calls):
             with seeded(seed, path, device):
                 reset()
-        # Looked up by name: a reset may have registered another tensor.
+        # Tensors are looked up by name, since a reset may have registered another one.
         found = [(path, Made(old, _registered(m, name))) for m, name, path, old in places]
         bad = [
             (path, f"left unset by {type(unit).__name__}.reset_parameters")
@@ -249,7 +249,7 @@ def _start(
                 yield leaves[id(x.old)], x.new
             else:
                 others.append(x)
-            # Freed before the next is made.
+            # This frees the leaf before the next is made.
             del x
         yield from ((leaf, params[leaf.path]) for leaf in pipe.layout.leaves if leaf.path in there)
 
@@ -264,7 +264,7 @@ def _start(
             old = params[path]
             new.__class__ = type(old)  # type: ignore[assignment]
             vars(new).update(vars(old))
-            # The same object as before, at all of its places: whoever holds it has the parameter.
+            # The parameter stays the same object at all of its places, for code that holds it.
             torch.utils.swap_tensors(old, new)
         _put_in_place(model, others)
         return stored

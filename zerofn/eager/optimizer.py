@@ -34,14 +34,14 @@ class Metrics(dict[str, Tensor]):
     """The metrics of a step: a dict that a notebook shows as a table."""
 
     def _repr_html_(self) -> str:
-        # Imported in notebooks alone.
+        # Only notebooks need this module.
         from ..core.html import card, numbers
 
-        told = [(name, f"{x.item():.4g}") for name, x in self.items() if x.numel() == 1]
-        return card("metrics of the last step", numbers(told) if told else "none yet", text=repr(self))
+        shown = [(name, f"{x.item():.4g}") for name, x in self.items() if x.numel() == 1]
+        return card("metrics of the last step", numbers(shown) if shown else "none yet", text=repr(self))
 
     def __reduce__(self) -> Any:
-        # Of plain containers, which torch.load takes by default.
+        # torch.load accepts plain containers by default.
         return OrderedDict, (), None, None, iter(self.items())
 
 
@@ -85,7 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         check: bool = False,
         capturable: bool = False,
     ):
-        # torch's lists of hooks, which its constructor would make. torch itself runs the hooks on steps.
+        # These are torch's lists of hooks, which its constructor would make. torch itself runs the hooks on steps.
         for name in HOOKS_OF.values():
             setattr(self, name, OrderedDict())
         self._tx = tx
@@ -150,7 +150,7 @@ class Optimizer(torch.optim.Optimizer):
             own.evaluate_again(closure)
         if given or own.pipe.wants:
             given = own.numbers_of_step(given, loss)
-        # To enter a range that nobody records takes longer than to ask.
+        # Entering a range that nobody records takes longer than this check.
         listened = heard() is not None or profiler_runs()
         fully, mode = own.fully_sharded, torch.is_grad_enabled()
         try:
@@ -160,13 +160,13 @@ class Optimizer(torch.optim.Optimizer):
                 if self.lr_scheduler is not None and bool(self.metrics["updated"]):
                     self.lr_scheduler.step(**(lr_kwargs or {}))
         except BaseException:
-            # A second Ctrl-C is not held, and may come where torch enters a grad mode or leaves it.
+            # A second Ctrl-C is not held. If it comes while torch enters or leaves a grad mode, that mode would stay.
             set_grad_mode(mode)
             raise
         return loss
 
-    # torch calls it in each step. Its own is for a profiler that records stacks, which reads `state` by parameter there
-    # and would fail. This is a function of C that does nothing.
+    # torch calls this in each step. Its own is for a profiler that records stacks: it reads `state` by parameter, and
+    # would fail. `bool` is a C function that does nothing here.
     _optimizer_step_code = staticmethod(bool)  # type: ignore[assignment]
 
     @uncompiled
@@ -269,7 +269,7 @@ class Optimizer(torch.optim.Optimizer):
         return f"attach({type(self._own.model).__name__}, {self.tx!r})"
 
     def _repr_html_(self) -> str:
-        # Imported in notebooks alone.
+        # Only notebooks need this module.
         from ..core.html import card
 
         metrics = self.metrics._repr_html_() if self.metrics else ""
@@ -436,7 +436,7 @@ def _run_hooks(opt: Optimizer, method: str, when: str, *state_dict: Any) -> Any:
     """Run the hooks that the user has registered `pre` or `post` a method. A hook may return another state dict."""
     hooks = list(getattr(opt, HOOKS_OF[method, when]).values())
     if hooks and when == "pre" and state_dict:
-        # A copy: the caller is not to see what hooks write into it.
+        # Hooks get a copy, so that the caller does not see what they write into it.
         state_dict = (state_dict[0].copy(),)
     for hook in hooks:
         other = hook(opt, *state_dict)

@@ -39,7 +39,7 @@ def hook(home: ResidentParams) -> None:
     hooks.units = home.units
     if home.units is not None and home.in_backward is not None:
         home.in_backward.updating = home.units.updating
-    # Weak: a cycle would keep the process groups of a detached model until the garbage collector runs.
+    # The reference is weak: a cycle would keep the process groups of a detached model until a garbage collection.
     late += [] if home.units is None else [weakref.ref(home.units)]
     home.hook_modules(blocks)
     if channels.equals is not None:
@@ -73,7 +73,8 @@ def _faces(home: ResidentParams, late: list[weakref.ref[Units]]) -> ModelFaces |
     from ..module.sharded_parameter import ModelFaces
     from ..sharded.face import Gathering
 
-    # Who writes into the rows of a DTensor writes what is stored.
+    # A write into the local rows of a DTensor is a write into the stored values. With a view that changes numbers it
+    # is not, so these leaves are listed.
     seen = [view for view in uncast(home.pipe.road) if view.renumbers]
     other = [leaf.path for leaf in home.pipe.layout.leaves if any([view.changes(leaf) for view in seen])]
     by = Gathering(wire, lambda asked: _there(late).schedule.meet(asked), lambda: (of := late[0]()) is None or of.left)
@@ -100,7 +101,7 @@ def _units(
         return None, []
     units, blocks = split(home.model, pipe.layout.leaves, home.shown)
     plans = UnitPlans(units, pipe.road, wire, pipe.layout.leaves)
-    # An update in backward takes the gradient that is there.
+    # Units call this before an all-gather, so that leaves whose gradients wait are updated first.
     update = None if home.in_backward is None else home.in_backward.update
     how: Any = dict(update=update, shown=home.shown, faces=faces)
     return Units(plans, pipe, home.params, wanted, home.scale, accept, **how), blocks

@@ -17,11 +17,11 @@ from ..core.number_graphs import ATTACHED
 from ..core.pipeline import Pipeline
 from ..core.transform import Transform
 
-# What a group shows whose optimizer has no rate: the factor that schedulers multiply, so that none goes unnoticed.
+# A group whose optimizer has no rate shows this factor. A scheduler multiplies it, so its change is noticed.
 NO_RATE = 1.0
-# Of each group, what this library puts there and a `state_dict` must have.
+# The keys that this library puts into each group, and that a `state_dict` must have.
 OWN = ("name", "lr")
-# What torch.optim keeps in groups: of an optimizer that does not have it, or cannot change it, to set it is an error.
+# The hyperparameters that torch.optim keeps in groups. Setting one that the optimizer lacks or cannot change raises.
 HYPERPARAMETERS = (
     "alpha", "amsgrad", "betas", "centered", "dampening", "eps", "lr_decay", "maximize", "momentum", "momentum_decay",
     "nesterov", "rho", "weight_decay",
@@ -182,7 +182,7 @@ class ParamGroups:
             elif rate is not optimizer.transform.facts.rate and not same_value(rate, optimizer.transform.facts.rate):
                 rates[optimizer.prefix] = rate
             known = optimizer.settable
-            # A key that was deleted has the pipeline's value.
+            # A deleted key counts as the pipeline's value.
             values = list(map(group.get, known, known.values()))
             if not all(map(is_, values, known.values())) and (changed := optimizer.changed(values)):
                 numbers[optimizer.prefix] = changed
@@ -198,13 +198,13 @@ class ParamGroups:
         for group, optimizer in zip(self.groups, self.optimizers, strict=True):
             if callable(optimizer.transform.facts.rate) and optimizer.prefix + "lr" in metrics:
                 rate = metrics[optimizer.prefix + "lr"]
-                # Read when somebody looks at it, if it is on a GPU.
+                # A tensor on a GPU is not read before somebody looks at it.
                 group["lr"] = optimizer.rate = float(rate) if rate.is_cpu else rate
 
     def check(self, saved: list[dict[str, Any]]) -> None:
         """Raise a ValueError for groups of a `state_dict` that `load` cannot take: the next step would refuse them."""
         both = enumerate(zip(self.optimizers, saved, strict=True))
-        found = [(f"param_groups/{i}", optimizer.misfit(there)) for i, (optimizer, there) in both]
+        found = [(f"param_groups/{i}", optimizer.misfit(saved_group)) for i, (optimizer, saved_group) in both]
         if bad := [(group, why) for group, why in found if why]:
             right = "numbers, as opt.state_dict() has them; opt.param_groups[0]['lr'] = 1e-3 before or behind the load"
             raise ValueError(bad_leaves("load_state_dict: these groups cannot be set", bad, right))
@@ -214,12 +214,12 @@ class ParamGroups:
 
         Other keys of the groups stay: a scheduler that was made before has put them here.
         """
-        for group, there, optimizer in zip(self.groups, saved, self.optimizers, strict=True):
-            rate = NO_RATE if optimizer.transform.facts.rate is None else there["lr"]
+        for group, saved_group, optimizer in zip(self.groups, saved, self.optimizers, strict=True):
+            rate = NO_RATE if optimizer.transform.facts.rate is None else saved_group["lr"]
             # Tensors are copied: schedulers write into them, and they may belong to another optimizer.
             group["lr"] = optimizer.rate = rate.detach().clone() if isinstance(rate, Tensor) else rate
-            group.update(_others(there))
-            group.update(optimizer.given_by(there))
+            group.update(_others(saved_group))
+            group.update(optimizer.given_by(saved_group))
 
     def _refuse_params(self) -> NoReturn:
         """Raise for groups with other parameters: the pipeline says which there are, and what updates each."""
@@ -260,7 +260,7 @@ def _number(x: Any) -> Any:
         return float(x) if x.device.type == "cpu" and x.numel() == 1 else "a tensor"
     if isinstance(x, tuple | list):
         return tuple(map(_number, x))
-    # Numbers of numpy print differently.
+    # numpy's numbers print differently, so they become Python's.
     return float(x) if isinstance(x, Real) else x
 
 
@@ -308,7 +308,7 @@ def _plain(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.detach().clone() if x.ndim == 0 else NOT_PLAIN
     if isinstance(x, Real):
-        # Numbers of numpy become Python's.
+        # numpy's numbers become Python's.
         return int(x) if isinstance(x, Integral) else float(x)
     if isinstance(x, list | tuple):
         values = [_plain(v) for v in x]

@@ -163,7 +163,7 @@ class AveragedParameters:
                 self._end(state, kept)
             except KeyboardInterrupt:
                 if self.on:
-                    # It came before it was held.
+                    # The interrupt came before `interrupts_held` was entered.
                     self._end(state, kept)
                 raise
 
@@ -255,7 +255,7 @@ class OwnGradients:
         """What this rank has of the gradients in `p.grad`."""
         with torch.DisableTorchFunctionSubclass():
             found = dict(zip(self.trainable, map(read_grad, self.trainable.values()), strict=True))
-        # By functions of C: nearly always each leaf has one.
+        # Nearly always each leaf has a gradient, which C functions find.
         if NoneType in map(type, found.values()):
             found = {p: g for p, g in found.items() if g is not None}
         return found if self.faces is None else self.faces.mine_of(found)
@@ -270,7 +270,7 @@ class OwnGradients:
         self.stored_params.store_writes()
         return self.grads()
 
-    # What follows concerns gradients that have left `p.grad`: here none has.
+    # The next methods concern gradients that have left `p.grad`. Here none have, so they do nothing.
 
     def used(self) -> None:
         """A step has used the gradients that it was given."""
@@ -298,8 +298,8 @@ class OwnGradients:
 
 
 _DATA, _DTYPE = attrgetter("data"), attrgetter("dtype")
-# From a pipeline and parameters by path, on which ranks then agree: what gives them their resident form, and returns
-# the stored ones.
+# Takes a pipeline and parameters by path. Returns a function, called once ranks agree, that gives the parameters their
+# resident form and returns the stored ones.
 Start = Callable[[Pipeline, dict[str, Tensor]], Callable[[], dict[str, Tensor]]]
 
 
@@ -376,15 +376,15 @@ class ResidentParams:
         # Views that read a state change with a held step, too.
         self.unread, self.reads, pipe = pipe, pipe.reads, pipe.reading(self.current.of_transform)
         self.model, self.pipe, self.params = model, pipe, params
-        # Before parameters are changed: it refuses pipelines that cannot run in backward.
+        # This comes before parameters are changed: it refuses pipelines that cannot run in backward.
         self.in_backward = None if context is None else _in_backward(pipe, self.current, context)
         self.buffers = dtypes_of_buffers(model, pipe.dtypes)
         if pipe.gathering is not None:
             refuse_gradients(params)
-        # With the views that read a state as they are: there is none yet.
+        # There is no state yet, so `start` gets the pipeline whose views are not bound to one.
         self.make = start(self.unread, params)
         self.channels = open_channels(pipe, gathers=fully_sharded is None)
-        # By path: the dtype that gradients were to have, where it was not the parameter's own.
+        # By path, the `grad_dtype` that was set before, if it was not the parameter's own dtype.
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
         self.dtypes = dict(zip(params, map(_DTYPE, params.values()), strict=True))
         self.undo: list[Callable[[], object]] = []
@@ -395,11 +395,11 @@ class ResidentParams:
         self.wholes: WholeParameters | None = None
         self.state_views: StateViews[Any] | None = None
         self.gradients: OwnGradients
-        # Whether there is nobody to compare with, and no copy to store: a step then takes gradients as they are.
+        # Whether there is no other rank and no parameter that is a copy: a step then takes gradients as they are.
         self.alone = False
         # Whether gradients leave `p.grad` during backward to be reduced.
         self.reduces = False
-        # What writes the stored values into the model's parameters again, after a step or a load.
+        # Functions that run after a step or a load, to write the stored values into the model's parameters.
         self.refreshing: list[Callable[[], object]] = []
 
     def install(self) -> None:
@@ -419,7 +419,7 @@ class ResidentParams:
         self.alone = self.channels.control is None and not self.stored_params.leaves
         self.reduces = self.channels.more is not None
         if self.in_backward is not None:
-            # Of a step under way when a state was loaded nothing is left in what is stored.
+            # A loaded state has nothing of a step that was under way, so that step is forgotten.
             self.refreshing.append(self.in_backward.forget)
         if self.units is not None:
             self.refreshing.append(self.units.schedule.renew)
@@ -430,7 +430,7 @@ class ResidentParams:
         if self.wholes is not None:
             self.refreshing.append(self.wholes.note)
         if not self.pipe.road.exact:
-            # What the model keeps is what is stored, seen; where that loses something it is not what was attached.
+            # The views lose something, so the model gets the values that they make of the stored ones.
             self.refresh()
 
     def hook_modules(self, blocks: list[nn.Module]) -> None:
@@ -439,7 +439,7 @@ class ResidentParams:
         Args:
             blocks: the modules that own units.
         """
-        # Before modules are hooked, which look at the dtypes of their buffers.
+        # Buffers are cast before modules are hooked, since hooking reads their dtypes.
         cast_buffers(self.model, self.buffers, self.undo)
         if self.fully_sharded is not None or not needs_boundary(self.pipe):
             return
@@ -455,7 +455,7 @@ class ResidentParams:
             hook_state_dicts(self.model, self.shown, self.pipe, None, lambda: views.suspended, self.undo)
 
     def lie_elsewhere(self) -> None:
-        """Parameters have other memory from now on: what was prepared for compiled calls has the old one."""
+        """Forget what was prepared for compiled calls: parameters have other memory from now on."""
         if self.boundary is not None and self.boundary.compiled is not None:
             self.boundary.compiled.at.clear()
 
@@ -480,7 +480,7 @@ class ResidentParams:
     def gathered(self) -> Iterator[None]:
         """Inside, the model has full parameters. Writes inside are stored afterwards, after an exception too."""
         if self.is_full:
-            # Within another one, which stores what is written.
+            # It is inside of another `gathered`, which stores writes at its end.
             yield
             return
         if self.units is None and self.pipe.road.exact:

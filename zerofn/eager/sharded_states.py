@@ -61,7 +61,7 @@ class StateViews(Generic[T]):
 
     def __init__(self, find: Callable[[State], dict[int, T]], show: Callable[[Tensor, T], Tensor]):
         self.find, self.show = find, show
-        # Programs ask for one parameter after the other, and the state does not change in between.
+        # Programs read one parameter after the other while the state stays, so the result of `find` is kept.
         self._state: Callable[[], State | None] = lambda: None
         self._known: dict[int, T] = {}
 
@@ -86,7 +86,7 @@ def as_dtensors(model: FullySharded) -> StateViews[str]:
 
 
 def _as_shard(x: Tensor, of: Origin | tuple[str, torch.Size]) -> Tensor:
-    # Ranks that are not the owner have one number, expanded, and nothing could be written into it.
+    # A rank that is not the owner has one expanded number, into which nothing could be written. It is shown as zeros.
     x = x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     from ..sharded.face import Origin, wrap
 

@@ -56,7 +56,7 @@ class StateDicts:
         self.paths = {id(p): path for path, p in home.shown.items()}
 
     def _own_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Groups of a state dict, without what is the chain's, under the names of ours."""
+        """Groups of a state dict, without keys that the chain sets, under the names of our groups."""
         found = []
         for i, group in enumerate(groups):
             o = self.groups.optimizers[i] if i < len(self.groups.optimizers) else None
@@ -83,7 +83,7 @@ class StateDicts:
             )
             raise RuntimeError(explain(wrong, why, right))
         if self.pipe.road.cutting:
-            # What one rank has is a part: a file of it alone could be loaded by no other.
+            # Each rank has a part of the state, which no other rank could load, so all ranks must come.
             right = "zf.save(directory, opt) on every rank. A Trainer does it on every rank by its mixin,\n"
             right += "class Trainer(zf.integrations.TrainerMixin, transformers.Trainer). For one file of\n"
             right += "whole states: get_optimizer_state_dict(model, opt, options=StateDictOptions(\n"
@@ -97,7 +97,7 @@ class StateDicts:
             together(call, self.home.channels.control.ranks, right)
 
     def named(self, state: State) -> Callable[[str, LeafTensors], LeafTensors]:
-        """Gives what `opt.state[p]` has the names of a state dict."""
+        """A function that gives the entries of `opt.state[p]` the names of a state dict."""
         found: list[Names] = []
 
         def named(path: str, kept: LeafTensors) -> LeafTensors:
@@ -122,7 +122,7 @@ class StateDicts:
         return Loading(names, given, control, self._open_groups()).run()
 
     def read_state(self, given: State, groups: list[dict[str, Any]] | None = None) -> ToLoad:
-        """The same of a state of this pipeline, with the rates of now or of `groups`; one rank may be alone.
+        """As `read`, for a state of this pipeline, with the present rates or those of `groups`. One rank may call it.
 
         Raises:
             ValueError: every missing, unexpected or misshapen entry is named, or a group.
@@ -140,7 +140,7 @@ class StateDicts:
     def _open_groups(self) -> list[Group]:
         """The groups over which a DTensor can be gathered: first those over which leaves are cut."""
         control = self.home.channels.control
-        # Beside groups of GPUs it sends numbers of the host alone.
+        # Beside groups of GPUs `control` sends numbers of the host only, so no DTensor is gathered over it.
         alike = control is not None and all(group.device == control.device for group in self.pipe.groups)
         return [*self.pipe.road.cutting, *([control] if control is not None and alike else []), *self.pipe.groups]
 
@@ -153,10 +153,10 @@ class StateDicts:
             rest: what else belongs to the load; called once the model has what is loaded.
         """
         state, current = self.home.state_now(), self.home.current
-        # Until all of it is done: what is made from the state, and rates, are those of before.
+        # The state is torn until rates, and all that is made from the state, are loaded too.
         current.tear()
         for mine, theirs in found.pairs:
-            # A dict that torch has loaded in place may have our own memory, seen in another order of dimensions.
+            # torch may have loaded the dict in place, into our memory with dimensions in another order.
             mine.copy_(theirs.clone() if memories([mine]) & memories([theirs]) else theirs)
         current.state = state
         self.home.refresh()
@@ -186,7 +186,7 @@ def _check_entries(mine: list[Entry], theirs: list[Entry], bad: list[tuple[str, 
 
 
 def _kind(e: Entry) -> Any:
-    """What two entries have in common of which one replaces the other."""
+    """The properties in which an entry must equal the one that replaces it."""
     return e.value.shape, e.value.dtype, tuple(e.shape)
 
 

@@ -99,7 +99,7 @@ class WholeParameters:
             if len(set(found)) > 1
         ]
         if bad and self.before:
-            # Each rank's shard is updated already.
+            # The update within backward has already changed each rank's shard.
             self.current.tear()
         if bad:
             right = (
@@ -111,7 +111,7 @@ class WholeParameters:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Ranks compare these at a step of an attached model: counts, boundaries, settings, and which leaves have gradients.
+# At a step of an attached model ranks compare counts, boundaries, settings, and which leaves have gradients.
 
 
 # Names of the numbers that must be equal on all ranks at every step.
@@ -124,7 +124,7 @@ TORN = (
 )
 NO_MORE = {KEPT: 0, WRITTEN: 0}
 MARKS = (STEPS, TORN, CLOSES, DROPPED, SET, *NO_MORE)
-# Where marks begin among the numbers that a rank sends.
+# The index at which marks begin among the numbers that a rank sends.
 FIRST = 2
 
 

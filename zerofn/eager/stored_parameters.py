@@ -46,7 +46,7 @@ class StoredParameters:
 
     def __init__(self, pipe: Pipeline, params: Leaves, current: CurrentState):
         self.pipe, self.params, self.current = pipe, params, current
-        # Between the stored and the resident form.
+        # The views between the stored and the resident form.
         self.views = pipe.road.after_update
         changed = any([view.view is not same_tensor for view in self.views])
         group = next((view.wire.group for view in self.views if view.wire is not None), None)
@@ -56,7 +56,7 @@ class StoredParameters:
         stored, viewed = current.state.leaves, pipe.road.renumbers_after_update
         self.leaves = [x for x in pipe.layout.leaves if viewed or params[x.path].dtype != stored[x.path].dtype]
         self.copies = {leaf.path: params[leaf.path] for leaf in self.leaves}
-        # No views of full parameters are needed to write into them.
+        # Plain full parameters can be written directly, without a view of each.
         self.plain = set(map(type, params.values())) <= {Tensor, nn.Parameter}
         self.counts = self._counts()
 
@@ -133,8 +133,8 @@ def to_resident(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
         keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
     if resident.dtype != wide.dtype or pipe.road.renumbers_after_update:
         return pipe.road.store(full, leaf).clone(memory_format=torch.contiguous_format)
-    # A view of `p`, so that a step's write into the stored tensor is counted as a write into `p`. Not under `shard`,
-    # whose graphs gather anew and count updates themselves: there the version of `p` counts the user's writes alone.
+    # The stored tensor is a view of `p`, so that a step's write into it counts as a write into `p`. Under `shard` it is
+    # not: graphs there gather again and count updates themselves, and the version of `p` counts the user's writes only.
     return pipe.road.own(p.detach() if pipe.gathering is None else resident.detach(), leaf)
 
 
@@ -195,7 +195,7 @@ def move_out(pipe: Pipeline, params: Leaves, grad_dtypes: Mapping[str, torch.dty
         p = params[leaf.path]
         grad = read_grad(p)
         if grad is not None and grad.shape != p.shape:
-            # A shard of a gradient, to which nothing can be added any more.
+            # This is a shard, to which a later backward could not add a full gradient.
             write_grad(p, None)
         if leaf.trainable:
             keep_grads_in(p, grad_dtypes.get(leaf.path, p.dtype))
@@ -213,7 +213,7 @@ def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:
     if grad is None or dtype in (None, grad.dtype):
         p.grad_dtype = dtype
         return
-    # torch refuses another dtype than that of an existing gradient.
+    # torch refuses a `grad_dtype` that differs from the dtype of an existing gradient.
     write_grad(p, None)
     p.grad_dtype = dtype
     write_grad(p, grad.to(dtype))

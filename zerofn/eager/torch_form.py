@@ -1,4 +1,4 @@
-"""What `opt.state_dict()` returns: the form of `torch.optim`, with this library's own keys beside torch's.
+"""Makes the result of `opt.state_dict()`: the form of `torch.optim`, with this library's own keys beside torch's.
 
     {
         "state": {0: {"exp_avg": ..., "exp_avg_sq": ..., "step": ...}},
@@ -36,17 +36,17 @@ from .param_groups import ParamGroups, packed, plain_values
 
 # The key beside `state` and `param_groups`.
 OWN_KEY = "zerofn"
-# What an entry of the first parameter begins with that belongs to no parameter.
+# Entries that belong to no parameter stand with the first parameter, under names that begin with this.
 OWN_ENTRY = "zerofn/"
 # Format 1 had flat shards by transform and path, format 2 rows.
 FORMAT = 3
-# What `torch.optim` calls the count of a leaf's updates.
+# The name of a leaf's count of updates in `torch.optim`.
 STEP = "step"
-# Counts of a whole transform and of the state. Where a file has none, the counts of leaves say what they were.
+# Counts of a whole transform and of the state. If a file has none, they are computed from the counts of leaves.
 COUNTED = (STEP, "micro_step")
-# The most updates that a leaf has had: where leaves say another number, another library has gone on from these entries.
+# The largest count of updates of a leaf. If the leaves have another one, another library has trained on from there.
 UPDATES = OWN_ENTRY + "updates"
-# Hyperparameters that torch keeps in groups beside the rate. Here they are the chain's.
+# Hyperparameters that torch keeps in groups beside the rate. Here the chain sets them.
 BESIDE = ("amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize")
 
 
@@ -168,7 +168,7 @@ def torch_names(kept: LeafTensors, optimizer: Transform) -> dict[str, str]:
     there = dict(optimizer.facts.torch_names)
     names = {there.get(name, name): name for name in kept if name != COUNT}
     if len(names) < len([name for name in kept if name != COUNT]):
-        # Two slots of a leaf would have one name.
+        # torch's names would give two slots of a leaf the same name, so our names stay.
         names = {name: name for name in kept if name != COUNT}
     return names | ({STEP if STEP not in names else COUNT: COUNT} if COUNT in kept else {})
 
@@ -197,7 +197,7 @@ def is_counted(name: str, x: NamedEntry) -> bool:
 
 
 def has_value(x: Any) -> bool:
-    """Whether there is something: of a momentum of 0 there is no buffer."""
+    """Whether the entry has elements: with a momentum of 0 there is no buffer."""
     return not (isinstance(x.entry.value, Tensor) and x.entry.shape == (0,) and not x.entry.of_part) or x.of_rank
 
 
@@ -211,7 +211,7 @@ def _copy(x: Any) -> Any:
 
 
 def group_form(transform: Transform) -> dict[str, Any]:
-    """The keys that a group of torch's counterpart has, with the chain's values; of others what the chain has."""
+    """The keys of a group of torch's counterpart, with the chain's values; without one, the chain's hyperparameters."""
     told = {k: v for k, v in transform.config.items() if _is_plain(v)}
     cls = transform.facts.counterpart
     if cls is None:
@@ -233,8 +233,9 @@ def as_state_dict(
     groups: ParamGroups,
     paths: Mapping[int, str],
 ) -> dict[str, Any]:
-    """What `opt.state_dict()` returns. Tensors are those of the state where ranks have the rows that torch gives them.
-    Where leaves are cut, all ranks call it together.
+    """The result of `opt.state_dict()`. All ranks call it together if leaves are sharded.
+
+    Tensors are those of the state if each rank has the rows that torch would give it.
 
     Args:
         pipe: the pipeline.
@@ -257,7 +258,7 @@ def as_state_dict(
         "micro_step": state.micro_step.clone(),
         "param_names": [[paths[id(p)] for p in group["params"]] for group in groups.groups],
         "groups": [optimizer.name for optimizer in groups.optimizers],
-        # What a group has otherwise has been set, and is set where it is loaded.
+        # A value in a group that differs from these was set by the user, and is set again by a load.
         "chain": [plain_values(o.settable) for o in groups.optimizers],
     }
     return {"state": {numbers[path]: own for path, own in by_path.items()}, "param_groups": listed, OWN_KEY: more}
@@ -272,7 +273,7 @@ def as_state_dict(
 
 
 def placed(state: State, cutting: Sequence[Group]) -> list[Any]:
-    """What each entry of a state is in a state dict, in the order of `entries`.
+    """The form of each entry of a state in a state dict, in the order of `entries`.
 
     Sums of gradients that are each rank's own are zeros, with the shape of the leaf: no window is open. Where leaves
     are cut, all ranks call it together.
@@ -308,7 +309,7 @@ def in_own_rows(e: Entry, size: int) -> bool:
 
 
 def _rows(whole: Tensor, group: Group | None) -> Tensor:
-    """The rows of a whole tensor that torch would give this rank, of a number all, in memory of their own."""
+    """The rows of a whole tensor that torch would give this rank, in memory of their own; a 0-d tensor in full."""
     if group is None or not whole.ndim:
         return whole.clone()
     low, high = (min(i * -(-whole.shape[0] // group.size), whole.shape[0]) for i in (group.rank, group.rank + 1))
@@ -317,8 +318,8 @@ def _rows(whole: Tensor, group: Group | None) -> Tensor:
 
 
 def _gathered(e: Entry, cutting: Sequence[Group]) -> Tensor:
-    # A sum, of bytes, in which all ranks but one have zeros: twice what a gather sends, and it asks nobody how
-    # a leaf is cut, or who its owner is.
+    # Ranks sum bytes, and for each element all ranks but one have zeros. That sends twice as much as a gather, and
+    # needs to know neither how a leaf is sharded nor who its owner is.
     whole = e.value.new_zeros(torch.Size(e.shape).numel())
     assert e.offset is not None
     whole[e.offset : e.offset + e.value.numel()] = e.value.reshape(-1)

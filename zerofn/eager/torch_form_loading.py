@@ -36,7 +36,7 @@ from .torch_form import (
     is_counted,
 )
 
-# What is wrong with a parameter that two places of the groups name.
+# The message for a parameter that two places of the groups name.
 DOUBLED = "doubled: it stands in param_groups more than once"
 
 
@@ -69,8 +69,8 @@ class Loading:
         self.single = cutting[0] if len(cutting) == 1 and not placement.ranges else None
 
     def run(self) -> ToLoad:
-        """What is to be written."""
-        # Before the first message of a tensor, and before anything is written.
+        """Check the state dict on all ranks, and return what to write."""
+        # This comes before any tensor is sent, and before anything is written.
         counts = on_all_ranks(self._compare, self.control)
         if bad := [(name, x) for name, x in counts[0].items() if any(of.get(name) != x for of in counts)]:
             told = [(name, ", ".join(f"{of.get(name)} on rank {i}" for i, of in enumerate(counts))) for name, _ in bad]
@@ -80,14 +80,14 @@ class Loading:
         return ToLoad(self.pairs, self.own_groups, LoadedStates(self.by, self.made_anew))
 
     def _compare(self) -> dict[str, float]:
-        """Find what is to be written of each entry, and refuse what does not fit. The counts that ranks have alike."""
+        """Find the new value of each entry, refuse what does not fit, and return counts that must be equal on ranks."""
         there = self.there = self._by_path()
         counts = {path: self.names.updates(path, x) for path, x in there.items()}
         updates = [float(x) for x in counts.values() if _is_number(x)]
         updates += [1.0 for path, x in there.items() if counts[path] is None and _states(x)]
         self.most = max(updates, default=0.0)
         self.told = self._told()
-        # No other library counts under another name than `step`, and without that zerofn once wrote 0 updates.
+        # Other libraries count under the name `step` only. Without such counts, older versions wrote 0 updates.
         by_step = any(_states(x) and self.names.counts.get(path, STEP) == STEP for path, x in there.items())
         self.stale = by_step and UPDATES in self.told and int(self.told[UPDATES]) != int(self.most)
         self.absent = self._absent()
@@ -122,9 +122,9 @@ class Loading:
         raise Misfit(self.bad, right)
 
     def _by_path(self) -> dict[str, dict[str, Any]]:
-        """What is given of each of our leaves; finds how they were told, and for each group of ours which one it takes.
+        """The given entries of each of our leaves; none for a leaf that is missing.
 
-        Of a leaf that is missing there is nothing.
+        It sets how leaves were matched, and for each of our groups which given group it takes.
         """
         theirs, state = self.given["param_groups"], self.given["state"]
         if bad := _malformed(theirs, state):
@@ -171,7 +171,7 @@ class Loading:
         return {path: at[path][1] for path in own if path in at}
 
     def _told(self) -> dict[str, Any]:
-        """What is given of no leaf, by name."""
+        """The given entries that belong to no leaf, by name."""
         found: dict[str, Any] = {}
         for own in self.there.values():
             found |= {name: x for name, x in own.items() if name.startswith(OWN_ENTRY)}
@@ -181,7 +181,7 @@ class Loading:
         return found
 
     def _absent(self) -> set[str]:
-        """Transforms that hold gradients, of which nothing is given: at the end of a window they have nothing."""
+        """Transforms that hold gradients and have no given entries: at the end of a window they hold nothing."""
         names = {name for own in self.there.values() for name in own}
         found = set()
         for part in self.names.pipe.parts:
@@ -204,13 +204,13 @@ class Loading:
         for name, x in own.items():
             place = f"{label}: {name}"
             if x.entry.owner in self.names.apart:
-                # At the end of a window they are not used.
+                # The window is closed, so its sums are not used.
                 self.pairs += [(x.entry.value, torch.zeros((), dtype=x.entry.value.dtype))]
             elif x.entry.owner in self.absent:
                 self.anew.append(x)
             elif name not in there:
                 if name == STEP:
-                    # torch's SGD keeps no count: there was an update.
+                    # torch's SGD keeps no count, and the leaf has a state, so there was an update.
                     self._take(place, x, torch.tensor(1))
                 elif not x.entry.elsewhere and has_value(x):
                     self.bad.append((place, "missing"))
@@ -260,7 +260,7 @@ class Loading:
         if not isinstance(given, Tensor | int | float) or torch.as_tensor(given).shape != e.shape:
             self.bad.append((name, f"{form_of(given)} instead of {form_of(e)}"))
         else:
-            # An optimizer of torch may have given it the dtype of its parameter.
+            # torch's `load_state_dict` may have cast it to the dtype of its parameter.
             self.fits.append((e, torch.as_tensor(given).to(e.value.dtype)))
 
     def _params(self) -> None:
@@ -275,7 +275,7 @@ class Loading:
         self.fits.sort(key=lambda fit: fit[0].key)
 
     def _fit_all(self) -> None:
-        """Take this rank's shard of each tensor. What is sharded otherwise than here is gathered, on all ranks."""
+        """Take this rank's shard of each tensor. All ranks gather tensors that are sharded in another way than here."""
         sent = [is_distributed(new) and not self._lies_alike(e, new) for e, new in self.fits]
         for (e, new), message in zip(self.fits, sent, strict=True):
             if is_distributed(new) and not message:
@@ -284,7 +284,7 @@ class Loading:
             whole = in_full(new)
             if not e.elsewhere:
                 mine = e.part(whole)
-                # Of what was gathered for this, no more than the shard is kept.
+                # A copy of the shard lets the gathered tensor be freed.
                 self.pairs.append((e.value, mine.clone() if message else mine))
 
     def _lies_alike(self, e: Entry, new: Any) -> bool:
@@ -305,7 +305,7 @@ class Loading:
                 self.pairs.append((x.value, e.value))
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Of each group the rate, what schedulers have put there, and what was set otherwise than by the chain."""
+        """For each group the rate, the keys that schedulers have added, and hyperparameters that the user has set."""
         chains = self.own_key.get("chain", ())
         found, bad = [], []
         for i, (k, optimizer) in enumerate(zip(self.taken, self.names.groups.optimizers, strict=True)):
@@ -324,7 +324,7 @@ class Loading:
 
 
 def _malformed(groups: Any, state: Any) -> list[tuple[str, str]]:
-    """What is no state dict of any optimizer, by key."""
+    """By key, why this is no state dict of any optimizer."""
     if not isinstance(state, Mapping) or not isinstance(groups, list | tuple):
         both = (("state", state, Mapping, "dict"), ("param_groups", groups, list | tuple, "list"))
         return [(key, f"{kind_of(x)} instead of a {kind}") for key, x, cls, kind in both if not isinstance(x, cls)]
@@ -336,7 +336,7 @@ def _malformed(groups: Any, state: Any) -> list[tuple[str, str]]:
 
 
 def _names_given(groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any], keys: list[list[Any]]) -> Any:
-    """For each group the names of its parameters; `None` where there are none, or not of all."""
+    """For each group the names of its parameters; `None` if any parameter has no name."""
     if all(len(g.get("param_names") or ()) == len(k) for g, k in zip(groups, keys, strict=True)) and any(keys):
         return [list(g["param_names"]) for g in groups]
     if any(keys) and all(isinstance(key, str) for k in keys for key in k):
@@ -347,7 +347,7 @@ def _names_given(groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any], ke
 
 
 def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of a leaf, without what says that there is nothing, as a momentum of 0 in torch."""
+    """The given entries of a leaf, without those that stand for nothing, as torch has for a momentum of 0."""
     return {
         name: x
         for name, x in own.items()
@@ -360,10 +360,10 @@ def _is_number(x: Any) -> TypeGuard[Any]:
 
 
 def _states(own: Mapping[str, Any]) -> bool:
-    """Whether there is a state of a leaf."""
+    """Whether a leaf has a state."""
     return any(not name.startswith(OWN_ENTRY) for name in own)
 
 
 def _is_coarse(x: Any) -> bool:
-    """Whether a count has been through a dtype that cannot hold it: torch gives a state that of its parameter."""
+    """Whether a count has been rounded: torch casts a state to the dtype of its parameter."""
     return isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
