@@ -29,7 +29,7 @@ class Owner:
         self.opt: Callable[[], Any] = lambda: None
         self.leave = leave
         if opt is not None:
-            # Strong over ranks: only detach(), on all of them at once, can give full parameters back.
+            # Over ranks the reference is strong: only detach() on all of them at once can restore full parameters.
             self.opt = (lambda: opt) if strong else weakref.ref(opt)
 
     def __reduce__(self):

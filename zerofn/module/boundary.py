@@ -54,7 +54,7 @@ class ThreadState(threading.local):
 
     Attributes:
         calls: running calls of modules, the outermost first.
-        walks: replace gathered parameters that graphs of calls have saved by notes.
+        walks: replaces gathered parameters, which graphs of calls have saved, by notes.
         seen: by path, for the current call: the stored tensor, and its view.
         crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
         last_views: by path, the last view of a parameter, and the stored tensor that it is a view of.
@@ -109,14 +109,14 @@ class CalledTogether:
     """
 
     def __init__(self) -> None:
-        # By the unpack hook, which the saved tensors keep alive.
+        # The key is the unpack hook, which the saved tensors keep alive.
         self.by_hooks: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
     def called(self, module: nn.Module) -> set[int]:
         """The modules, by `id`, that are called together with `module`, which is called now."""
         together, hooks = set[int](), saved_tensors_hooks()
         if hooks is not None:
-            # A hook that cannot be a key is no checkpoint's.
+            # A hook that cannot be a key does not belong to a checkpoint.
             with suppress(TypeError):
                 together = self.by_hooks.setdefault(hooks[1], together)
         together.add(id(module))
@@ -127,8 +127,8 @@ class CalledTogether:
 # `NodeRanges` keeps ranges of the sequence numbers of autograd nodes that calls of a model have made.
 
 
-# The last calls, of some two hundred bytes each: more than a backward goes through. A graph of an earlier call is taken
-# for one made outside.
+# How many calls are remembered, of some two hundred bytes each. One backward goes through fewer. The graph of an
+# earlier call counts as one made outside of the model.
 REMEMBERED = 1 << 16
 
 
@@ -170,7 +170,7 @@ class NodeRanges:
             new = [NodeRange(start, end, self.added, callers)]
             first, last = bisect_right(self.ranges, start, key=END), bisect_left(self.ranges, end, key=START)
             if first < last:
-                # What earlier ranges have before it and after it.
+                # The parts of earlier ranges before and after the new one stay.
                 before, after = self.ranges[first], self.ranges[last - 1]
                 if before.start < start:
                     new.insert(0, before._replace(end=start))
@@ -231,7 +231,7 @@ class ParameterViews:
                 return self.units.look(path, keep=bool(self.local.calls))
             view = _of_another(view, stored)
         elif self.suspended:
-            # Full parameters have the stored dtype, whichever side of a reduction casts.
+            # Full parameters have the stored dtype, so all casts are applied, on either side of a reduction.
             view = _only_cast(view, stored, self.pipe.road.stages)
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
@@ -239,8 +239,8 @@ class ParameterViews:
             return self._through(view, stored)
         found = self.local.seen.get(path)
         if found is None or found[0] is not stored:
-            # The same tensor in every mode, like a parameter: a write under `no_grad` stays in it. Entering modes that
-            # are on already would make the view a fifth slower.
+            # A call has one view in all grad modes, like a parameter, so that a write under `no_grad` stays in it.
+            # Entering modes that are already on would make the view a fifth slower.
             if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
                 seen = self._through(view, stored)
             else:
@@ -311,8 +311,8 @@ def _only_cast(view: LeafView, given: Tensor, stages: Sequence[View]) -> LeafVie
 # `ModelBoundary` casts and scales where inputs enter an attached model and outputs leave it.
 
 
-# The first backwards, whose graphs are searched for ways past the boundary. A program is the same in each step as a
-# rule, and a search takes 2 us for every node of the graph.
+# The graphs of this many backwards are searched for paths past the boundary. Most programs do the same in each step,
+# and a search takes 2 us for every node of the graph.
 SEARCHED = 10
 
 
@@ -370,7 +370,7 @@ class ModelBoundary:
         made = self.node_ranges.find(sequence_nr(node))
         if made is None or (module is not None and id(module) in made.callers):
             return False
-        # Nodes that are made here belong to the call as well: a checkpoint inside a checkpoint.
+        # Nodes that are made here belong to the call too, as those of a checkpoint inside a checkpoint.
         now = next_sequence_nr()
         self.node_ranges.add(now if self.local.crossed_at is None else self.local.crossed_at, now)
         return True
@@ -399,7 +399,7 @@ class ModelBoundary:
         if not self.scaled:
             return x.to(dtype)
         if dtype in (None, x.dtype) and not differentiable(x):
-            # Another tensor on the same memory: `requires_grad_()` of the model then does not change the user's.
+            # The model gets another tensor on the same memory: its `requires_grad_()` must not change the user's.
             return x.view_as(x) if torch.is_grad_enabled() else x
         return self.crossing(EdgeMap(divided, dtype, x.dtype), True).cross(x)
 
@@ -417,12 +417,12 @@ class ModelBoundary:
     def leave_all(self, output: Any) -> Any:
         """Let the outputs of a call leave."""
         if self.units is not None:
-            # Each backward ends with an exchange between ranks, whether or not this rank has to gather anything in it.
+            # Each backward ends with an exchange between ranks, even if this rank gathers nothing in it.
             for y in tensors_in(output):
                 if y.grad_fn is not None:
                     y.grad_fn.register_prehook(self.units.schedule.after_backward)
         if self.local.left is None:
-            # Nothing is copied.
+            # Outputs are not copied.
             return output
         return map_outputs(self.leave, output, "the output of the model", self._viewed)
 
@@ -447,6 +447,6 @@ class ModelBoundary:
             local.scales = {**({} if roots else local.scales), task: self.scale()}
             if roots and self.to_search:
                 check_closed(self, roots)
-                # One that was refused does not count.
+                # A backward that was refused has raised here, and is not counted.
                 self.to_search -= 1
         return local.scales[task]

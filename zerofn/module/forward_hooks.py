@@ -70,7 +70,7 @@ class ParameterViewDict(dict):
         self.boundary = boundary
         # The dtype that the module's kernel needs: that of its buffers, which are not cast.
         self.beside = beside
-        # Names of what the model puts here during a call (torch.func.functional_call), which needs no view.
+        # Names of tensors that the model puts here during a call (torch.func.functional_call). They need no view.
         self.inner: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:
@@ -95,15 +95,15 @@ class ParameterViewDict(dict):
         return self[name]
 
     def items(self) -> Any:
-        # Lazily: code that asks for the first parameter's device needs one view.
+        # This is lazy: code that reads the first parameter's device needs only one view.
         return ((n, self[n]) for n in list(self)) if self._walked_by_model() else super().items()
 
     def values(self) -> Any:
         return (self[n] for n in list(self)) if self._walked_by_model() else super().values()
 
     def _walked_by_model(self) -> bool:
-        # Not by the compiler, which looks at modules in the middle of their calls. And not by a hook of the user's in a
-        # backward: there gradients are enabled only in what a checkpoint repeats.
+        # The compiler, which looks at modules in the middle of their calls, is not the model. Nor is a user's hook in a
+        # backward: gradients are enabled there only in a forward that a checkpoint repeats.
         if self.boundary.calls():
             return not torch.compiler.is_compiling()
         return torch.is_grad_enabled() and self.boundary.repeating()
@@ -118,7 +118,7 @@ def _seen(parameters: ParameterViewDict, name: str, stored: Tensor) -> Tensor:
     boundary = parameters.boundary
     local = boundary.local
     if not boundary.calls() and not boundary.repeating():
-        # Asked by the user.
+        # User code outside of a call gets the stored parameter.
         return stored
     path = parameters.paths[name]
     mode = torch.is_grad_enabled()
@@ -169,7 +169,7 @@ def hook_containers(boundary: ModelBoundary) -> None:
     """Refuse containers that forward builds of views; `boundary.undo` undoes it."""
     handle = nn.modules.module.register_module_parameter_registration_hook(ContainerHook(boundary))
     hooks = handle.hooks_dict_ref() or {}
-    # Remove hooks of models that were dropped without `detach`. A finalizer could run while torch walks the hooks.
+    # This removes hooks of models that were dropped without `detach`. A finalizer could run while torch walks hooks.
     for key, hook in list(hooks.items()):
         if isinstance(hook, ContainerHook) and hook.boundary() is None:
             del hooks[key]
@@ -191,7 +191,7 @@ def _is_view(boundary: ModelBoundary, param: Tensor) -> bool:
 # meet in it.
 
 
-# In torch's messages about two dtypes that it does not promote, which differ from kernel to kernel.
+# Finds torch's messages about two dtypes that it does not promote. Their words differ from kernel to kernel.
 DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same|BFloat16|Half", re.IGNORECASE)
 MOST_NAMED = 5
 
@@ -237,7 +237,7 @@ def _add_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
 # Where the model's parameters are copies, these functions store what its forward writes into them, or refuse it.
 
 
-# Of what is seen of a parameter. By functions of C.
+# Read the view, and the node of a tensor, of every parameter in every call, so they are C functions.
 _VIEW, _NODE = itemgetter(1), attrgetter("grad_fn")
 
 
@@ -264,7 +264,7 @@ def carry_written(boundary: ModelBoundary, seen: Seen) -> None:
             continue
         # `foreach` and `.data` count writes in the tensor inside of a wrapper of torch.func, and not in the wrapper.
         inner = innermost(view)
-        # A view half that returns its argument makes no copy: a write into it is stored, and counted there.
+        # A view half that returns its argument makes no copy, so a write goes into the stored parameter.
         copied = exact or address(inner) != address(stored)
         if not copied or inner.is_inference() or not max(version(view), version(inner)):
             continue
@@ -358,9 +358,9 @@ class _PreForwardHook(Hook):
 
     def __init__(self, boundary: ModelBoundary, module: nn.Module):
         recurrent = isinstance(module, nn.RNNBase)
-        # Held during calls of a recurrent module, for all threads share the list of weights that its kernel takes.
-        # Calls that a checkpoint repeats in backward take the lock too, in whatever thread. A thread that waits for a
-        # backward is in no such call, unless a hook of the user's on that very module runs one.
+        # Calls of a recurrent module hold this lock, since all threads share the list of weights that its kernel takes.
+        # Calls that a checkpoint repeats in backward hold it too, in any thread. A thread that waits for a backward is
+        # in no such call, unless a user's hook on that very module runs a backward.
         lock = threading.RLock() if recurrent else None
         super().__init__(functools.partial(_begin_call, boundary, lock))
         self.boundary = boundary
@@ -373,11 +373,11 @@ class _PreForwardHook(Hook):
         compiled = self.boundary.compiled
         if compiled is not None and (compiled.open or self.root):
             if torch.compiler.is_compiling():
-                # A caller of the model is compiled: its hooks are in the graph too.
+                # A caller of the model is compiled, so these hooks are in the graph too.
                 if compiled.open or (whole_graph_traced() and compiled.begins()):
                     return compiled.begin(module, args, kwargs)
             elif self.root:
-                # Ctrl-C may have ended the call before.
+                # Ctrl-C may have ended the previous call before its end hook.
                 compiled.open = False
                 if whole_graph_wanted() and _uncompiled(compiled.begins):
                     return _uncompiled(compiled.begin, module, args, kwargs)
@@ -453,7 +453,7 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
         boundary.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
         if id(module) in boundary.blocks:
             hook = _EndHook(boundary, _end_block)
-            # Before that of the model's call.
+            # It runs before the end hook of the model's call.
             boundary.undo.append(module.register_forward_hook(hook, prepend=True).remove)
 
 
@@ -477,7 +477,7 @@ def _end_block(boundary: ModelBoundary, module: nn.Module, args: tuple, output: 
 def _add_end_hook(boundary: ModelBoundary, module: nn.Module) -> None:
     handles: list[Any] = []
     boundary.undo.append(lambda: [handle.remove() for handle in handles])
-    # Before hooks of the user's, which see what has left.
+    # This runs before the user's hooks, which see outputs after they have left.
     handles.append(module.register_forward_hook(_EndHook(boundary, _end_call), prepend=True, always_call=True))
     boundary.end_hooks[id(module)] = handles[0].id
 
@@ -516,11 +516,11 @@ def _begin_call(
     """Record that a call begins. Let the inputs of an outermost call enter."""
     local = boundary.local
     if id(module) not in boundary.end_hooks:
-        # Only here, for most modules are never called from outside, and a hook takes time.
+        # The end hook is added at the first call: most modules are never called from outside, and a hook takes time.
         _add_end_hook(boundary, module)
     calls = boundary.calls()
     if calls and calls[0].frame is None and module is boundary.model() and not _calls_itself(module):
-        # In compiled code, where no frame tells whether a call has ended: the next one of the model does.
+        # In compiled code no frame shows whether a call has ended. The next call of the model shows it.
         local.drop_stale_calls()
     outermost = not local.calls and not boundary.repeating(module)
     if boundary.scaled:
@@ -554,7 +554,7 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
     """Record that a call has ended. Let the outputs of an outermost call leave. Runs after an exception too."""
     local = boundary.local
     if not local.calls or local.calls[-1].module is not module:
-        # Its begin was not recorded, for one because a hook of the user's raised before.
+        # The begin of this call was not recorded, for instance because a user's hook raised before.
         return None
     call = local.calls.pop()
     error = sys.exception()
@@ -574,7 +574,7 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
             boundary.node_ranges.add(call.start, next_sequence_nr(), call.callers)
             if boundary.units is not None:
                 boundary.units.end_of_call()
-            # Last, since it may refuse what the model wrote.
+            # This comes last, since it may raise for a write of the model.
             if seen:
                 carry_written(boundary, seen)
 

@@ -39,7 +39,7 @@ def map_tensors(fn: Fn, value: Any, where: str, done: dict[int, tuple[Tensor, Te
     done = {} if done is None else done
     if isinstance(value, Tensor):
         if id(value) not in done:
-            # The original is kept alive, for another object might be given its id.
+            # The original is kept alive, since another object could otherwise get its id.
             done[id(value)] = (fn(value), value)
         return done[id(value)][0]
     if value is None or isinstance(value, str | bytes | int | float | complex | type | nn.Module):
@@ -91,7 +91,7 @@ def map_outputs(fn: Fn, value: Any, where: str, viewed: Callable[[Tensor, Tensor
         # A view without others is mapped by itself: its base may be much larger.
         if count[id(base)] == 1 or not t.requires_grad or not base.requires_grad:
             return fn(t)
-        # They differ in strides, and in whether they are cast.
+        # Such a view has other strides than its base, and may be cast when its base is not.
         if t.is_complex() != base.is_complex() or t.is_neg() != base.is_neg():
             return fn(t)
         new = whole[id(base)] if id(base) in whole else whole.setdefault(id(base), fn(base))
@@ -161,7 +161,7 @@ def _refuse_hidden(value: Any, where: str) -> None:
     for name, held in {**slots, **getattr(value, "__dict__", {})}.items():
         if _needs_gradient(held, 3):
             kind = type(value).__name__
-            # The user decorates no class of torch's.
+            # The hint to decorate the class does not fit a class of torch.
             theirs = type(value).__module__.startswith("torch.")
             own = "" if theirs else f"; for instance @dataclasses.dataclass on {kind}"
             raise TypeError(

@@ -47,7 +47,7 @@ class OpaqueParameter(GuardedParameter):
                 return func(*args, **kwargs)
             part = opaque(p.detach(), p.told("the values"), p.full)
             if pointwise(name) and torch.is_grad_enabled() and p.requires_grad:
-                # Autograd would have to record it.
+                # Autograd would have to record the operation, which it cannot for a part.
                 refuse(name, part)
             out = call(func, name, tuple([part if x is p else x for x in args]), kwargs, part)
             return p if out is part else out

@@ -56,7 +56,7 @@ def check_closed(owner: Any, roots: list[Any]) -> None:
     _, other, inside = leak
     owner.check_unchanged()
     if reached_by[id(other)] is not leak:
-        # Reached from both sides.
+        # The search has reached this node from both sides.
         inside = sequence_nr(other) not in owner.node_ranges or _is_outside(other, owner)
     if inside:
         _refuse_input(owner, leak, reached_by)
@@ -109,7 +109,7 @@ def _find_leak(owner: Any, roots: list[Any], reached_by: dict[int, Step]) -> Ste
             if crossing.inward != inside:
                 leak = leak or step
             if type(crossing.edge) is LeafView:
-                # It leads to the parameter.
+                # This crossing leads to a parameter, where the path ends.
                 continue
             inside = not crossing.inward
             # Its other edges lead to what left upstream of it (`LeftOutputs`).
@@ -151,13 +151,13 @@ def _kind(node: Any) -> int:
 def _held(node: Any) -> bool:
     """Whether anybody but the graph holds the leaf of a node. A leaf that nobody holds was made, and is used, inside.
 
-    By a comparison with the references to a leaf that nobody holds. The node is the argument, for a leaf as argument
-    may count twice: once `torch.compile` was used in a process, Python copies arguments that it would else move.
+    It compares the number of references with that of a leaf that nobody holds. The argument is the node and not the
+    leaf, which could count twice: after a use of `torch.compile` Python copies arguments that it would otherwise move.
     """
     with torch.enable_grad():
         product = torch.ones((), requires_grad=True) * 1.0
     free: Any = product.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-    # One more for the caller's variable.
+    # The caller may hold one more reference, in a variable.
     return sys.getrefcount(node.variable) > sys.getrefcount(free.variable) + 1
 
 
@@ -340,7 +340,7 @@ class Exit(Function):
     def forward(ctx: Any, y: Tensor, crossing: Crossing, upstream: list[LeftOutput], *outers: Tensor) -> Tensor:  # type: ignore[override]
         ctx.forth, ctx.back, ctx.upstream = crossing.forth, crossing.back, upstream
         ctx.others = (None,) * (2 + len(outers))
-        # `None` where a cotangent came only over the edges from other crossings.
+        # A cotangent is `None` if only edges from other crossings lead here.
         ctx.set_materialize_grads(False)
         return crossing.forth(y, None)
 

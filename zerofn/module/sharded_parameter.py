@@ -40,7 +40,7 @@ from ..sharded.face import (
 from ..sharded.guarded_parameter import Asks, GuardedParameter, in_memory, ours
 
 _FLAT = methodcaller("reshape", -1)
-# Of a parameter of a model that is detached.
+# The callbacks of a parameter whose model is detached.
 NOBODY = Asks(lambda: False, lambda: False, lambda x: None, lambda x: None)
 
 
@@ -77,9 +77,9 @@ class ShardedParameter(Face, GuardedParameter):
             now = local_of(self)
             if now is before:
                 return
-            # Its old memory is the user's: `kept = p.data; p.data = average; evaluate(); p.data = kept`.
+            # The user may hold the old memory: `kept = p.data; p.data = average; evaluate(); p.data = kept`.
             Tensor.data.__set__(self.row, now if is_whole(self) else flat(self))  # type: ignore[attr-defined]
-            # As a write: a graph from before it has other numbers, and gathers these.
+            # This counts as a write, since a graph from before it would gather the new numbers.
             increment_version(self.row)
             if not is_whole(self):
                 vars(self.row)["adopted"] = self.row.data_ptr()
@@ -201,7 +201,7 @@ class ModelFaces:
         for path in self.origins:
             row, p = self.params[path], self.shown[path]
             _unwrap_hooks(p)
-            # It asks nobody any more: a cycle would keep the model's process groups.
+            # Its callbacks are dropped: they make a cycle, which would keep the model's process groups.
             p.asks = NOBODY
             if isinstance(row, Row):
                 row.__class__ = row.plain  # type: ignore[assignment]

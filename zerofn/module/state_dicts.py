@@ -34,7 +34,7 @@ def _calling_function() -> str:
     frame = sys._getframe(2) if DCP_STATE_DICT in sys.modules else None
     name = ""
     while frame is not None:
-        # If there are several, the outermost: the user called that one.
+        # Of several, the outermost one is kept: the user called that one.
         if frame.f_globals.get("__name__") == DCP_STATE_DICT:
             name = frame.f_code.co_name
         frame = frame.f_back
@@ -82,7 +82,7 @@ def hook_state_dicts(
             elif caller:
                 from ..sharded.face import as_torchs
 
-                # Each rank may save its own with torch.save. A number has no rows.
+                # torch's class can be pickled, since each rank may torch.save its own. A 0-d tensor has no rows.
                 state[prefix + name] = as_torchs(x) if leaf.shape else entry.full_tensor()
 
     def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, told: Any, *_: Any) -> None:

@@ -36,7 +36,7 @@ class Slot(NamedTuple):
     dtype: torch.dtype | None
 
     def put(self, x: Tensor) -> None:
-        # Python finds it before the module's parameter of that name.
+        # Python finds this attribute before the module's parameter of the same name.
         self.module.__dict__[self.name] = x if self.dtype is None else x.to(self.dtype)
 
 
@@ -74,7 +74,7 @@ def gathered(plans: UnitPlans, unit: Sequence[Leaf]) -> Callable[..., Any]:
                 found[plan.place[leaf.path]] = full
         return tuple(found)
 
-    # A class for each unit: the compiler takes no argument of `apply` but tensors and constants.
+    # Each unit has its own class, since the compiler takes only tensors and constants as arguments of `apply`.
     class Unshard(Function):
         @staticmethod
         def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ def gathered(plans: UnitPlans, unit: Sequence[Leaf]) -> Callable[..., Any]:
         def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
             return (*[None] * len(unit), *_reduced(plans, plan, gs))
 
-    # Where nothing is recorded the compiler (2.13) calls `forward` without its first argument.
+    # If nothing is recorded, the compiler of torch 2.13 would call `forward` without its first argument.
     return lambda *given: Unshard.apply(*given) if trained and torch.is_grad_enabled() else unsharded(*given)
 
 
@@ -144,7 +144,7 @@ class CompiledCalls:
         self.at: dict[int, Made] = {}
         self.versions: list[int] = []
 
-        # Weak: a cycle would keep a dropped model until the garbage collector runs.
+        # The reference is weak: a cycle would keep a dropped model until a garbage collection.
         this = weakref.ref(self)
 
         def prepare() -> bool:
@@ -217,7 +217,7 @@ class CompiledCalls:
             for slots in reversed(made.slots):
                 for slot in reversed(slots):
                     x, version = slot.module.__dict__.pop(slot.name), self.versions.pop()
-                    # A write of forward's would be lost. It is known once the graph is compiled, and no part of it.
+                    # A write of forward would be lost. The check runs while the graph is compiled, and is not in it.
                     torch._check(x._version == version, lambda: WRITTEN)
         if module is not self.model:
             return None

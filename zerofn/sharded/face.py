@@ -68,7 +68,7 @@ COLLECTIVES = "torch.distributed.distributed_c10d"
 BY_VALUE = frozenset({"tolist", "numpy"})
 
 # ----------------------------------------------------------------------------------------------------------------------
-# All-gathers of rows, in the user's code.
+# `Gathering` all-gathers rows in the middle of user code.
 #
 # A rank can join the gather of a parameter at any line. It cannot join that of a gradient or of a result before it has
 # computed it. So ranks meet first (`Rounds.meet`): a rank that asks alone raises, and all raise where they have come
@@ -78,7 +78,7 @@ BY_VALUE = frozenset({"tolist", "numpy"})
 # from the full tensor, so a sum over ranks would count it once per rank. Each of the two is the other's derivative.
 
 
-# Dtypes of so many bytes that every backend sends. Others, of integers, travel as these.
+# By size in bytes, a dtype that every backend sends. Other integer dtypes are sent as these.
 SENT_AS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
@@ -106,7 +106,7 @@ class Gathering:
         key = (leaf.shape, local.dtype, local.device)
         if key not in self._specs:
             whole = torch.empty(leaf.shape, device="meta")
-            # A number has no rows. The first rank has it, the others have zeros.
+            # A 0-d tensor has no rows. The first rank has it, and the others have zeros.
             placement = Shard(0) if leaf.shape else Unsummed()
             local = local.detach().view(self.rows(leaf.shape)) if leaf.shape else local.new_zeros(())
             how: Any = dict(run_check=False, shape=whole.shape, stride=whole.stride())
@@ -146,11 +146,11 @@ class Gathering:
         """
         self.meet_for(f"{asked} {mine.dtype}")
         self.gathers += 1
-        # Training could not use a tensor that is made under `torch.inference_mode`.
+        # Training could not use a tensor that was made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             number = mine.is_floating_point() or mine.is_complex()
             sent = mine if number else mine.view(SENT_AS[mine.element_size()])
-            # A state may lie in host memory.
+            # The tensor of a state may be in host memory.
             _, rows = self.wire.send_parts([sent.to(self.wire.group.device)], [leaf])
             (full,) = self.wire.join_parts(rows, [leaf])
             return full.view(mine.dtype).to(mine.device).view(leaf.shape)
@@ -204,7 +204,7 @@ class Origin(NamedTuple):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The class. Autograd in C++ reaches `__torch_dispatch__`, all else `__torch_function__`.
+# `Face`. Operations of autograd in C++ come to its `__torch_dispatch__`, all others to `__torch_function__`.
 
 
 class Face(DTensor):
@@ -235,10 +235,10 @@ class Face(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is DETACH:
-            # Once for each leaf in each backward.
+            # Autograd does this once for each leaf in each backward, so it is fast.
             (x,) = args
             made: Any = Face(local_of(x).detach(), spec_of(x), requires_grad=False)
-            # A tensor of its own, which may be a leaf: what is computed of it leads to it, and not to the parameter.
+            # The result may be a leaf. A graph from it must not lead to the parameter, so `whole` is left out.
             made.of, made.lent = x.of if x.of.whole is None else x.of._replace(whole=None), x.lent
             return made
         return _by_autograd(func, args, kwargs or {})
@@ -254,7 +254,7 @@ class Face(DTensor):
         """The full tensor as a plain one, gathered and differentiable: every rank must call it."""
         with torch.DisableTorchFunctionSubclass():
             full = _whole(self, "full_tensor")
-            # A parameter is gathered when something is computed with it.
+            # The full tensor of a parameter may be lazy. A copy gathers it.
             return full.clone() if self.lent or (self.of.whole is not None and not is_whole(self)) else full
 
     def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
@@ -267,8 +267,8 @@ class Face(DTensor):
             mine = DTensor.from_local(self.to_local(), self.device_mesh, self.placements, **how)
             return mine.redistribute(device_mesh, placements, **kwargs)
 
-    # torch's DCP asks these three for what a rank saves and loads. It takes no `Partial`, which a number is: the first
-    # rank has it.
+    # torch's DCP calls the next three methods to save and load a rank's part. It does not take `Partial`, the placement
+    # of a 0-d tensor, so there the first rank saves it.
 
     def __create_write_items__(self, fqn: str, object: Any) -> Any:
         if self.dim():
@@ -291,7 +291,7 @@ class Face(DTensor):
         return local_of(self).detach()
 
     def set_(self, *source: Any, **more: Any) -> Tensor:
-        # torch does not call `__torch_function__` for it. To set a parameter to itself (spectral_norm) is allowed.
+        # torch does not call `__torch_function__` for `set_`. Setting a parameter to itself (spectral_norm) is allowed.
         if not source or source[0] is not self:
             refuse_other_memory("x.set_(y)", self)
         return self
@@ -326,7 +326,7 @@ def _of_others(cls: Any) -> bool:
     return not issubclass(cls, DTensor) and getattr(how, "__func__", how) not in PLAIN
 
 
-# What plain tensors, parameters and DTensors have.
+# The `__torch_function__`s of plain tensors, parameters and DTensors.
 PLAIN = (Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__, DTensor.__torch_function__)  # type: ignore[attr-defined]
 
 
@@ -336,7 +336,7 @@ def wrap(local: Tensor, of: Origin, cls: type[Face] = Face, requires_grad: bool 
     if not rows and not local.numel():
         local = local.new_zeros(())
     mine = local if local.shape == rows else local.view(rows)
-    # The rest of torch's constructor only keeps itself out of graphs, which takes longer than the tensor.
+    # torch's constructor does one thing more: it keeps itself out of graphs, which takes longer than making the tensor.
     made: Any = cls.__new__(cls, mine, spec, requires_grad=requires_grad)
     made.of = of
     return made
@@ -377,7 +377,7 @@ def local_shard(x: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Gathers and their derivatives.
+# These functions gather a Face, or take its local rows, each with a derivative.
 
 
 class GatherRows(Function):
@@ -544,7 +544,7 @@ class Handed(NamedTuple):
     hook: Callable[[Tensor], Any]
 
     def __call__(self, g: Tensor | None) -> Any:
-        if g is None:  # its block is in the graph, and this leaf is not: torch runs no hook of a plain one
+        if g is None:  # the leaf's block is in the graph and the leaf is not: torch runs no hook of a plain leaf
             return None
         found = self.hook(g)
         with torch.DisableTorchFunctionSubclass():
@@ -571,7 +571,7 @@ class AfterGradients:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions of Faces.
+# These functions run a torch function that is given Faces.
 
 
 def _call(func: Any, name: str, args: tuple, kwargs: dict, frame: Any) -> Any:
@@ -590,12 +590,12 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict, frame: Any) -> Any:
     if name == "register_post_accumulate_grad_hook":
         return func(args[0], AfterGradients(args[1], args[0]))
     if looks(name):
-        # Of every parameter, before `fully_shard` changes any.
+        # `fully_shard` calls this for every parameter before it changes any.
         if name == "is_contiguous" and asked_by_fully_shard(frame):
             refuse_fully_shard(args[0])
         return func(*args, **kwargs)
     if name == "detach":
-        # Above autograd, so that both count the same writes.
+        # It is detached above autograd, so that both tensors have one count of writes.
         return same(local_of(faces[0]).detach(), faces[0], "x.detach()")
     if name in GIVING_MEMORY:
         return func(_whole(args[0], name), *args[1:], **kwargs) if is_whole(args[0]) else refuse_memory(args[0])
@@ -605,7 +605,7 @@ def _call(func: Any, name: str, args: tuple, kwargs: dict, frame: Any) -> Any:
         return func(*[local_of(x) if isinstance(x, Face) else x for x in args], **kwargs)
     writes = in_place(name) or kwargs.get("out") is not None
     if name.startswith(FOREACH) and kwargs.get("out") is None:
-        # Column by column, so that two full tensors are in memory at a time, and not a model.
+        # Lists run one tensor after the other, so that only two full tensors are in memory, and not a model.
         found = [_call_one(func, name, column, kwargs, writes, frame) for column in _columns(args)]
         return args[0] if writes else tuple([x for (x,) in found])
     return _call_one(func, name, args, kwargs, writes, frame)
@@ -705,7 +705,7 @@ def set_data(x: Any, value: Any, how: str = "x.data = y") -> None:
 
 
 def own_face(x: Any, value: Any, how: str) -> Any:
-    """What the user assigns in the place of a Face, as a Face like it: full tensors, DTensors and Faces are taken."""
+    """A value that the user assigns in the place of a Face, as a Face like it. It may be a full tensor or a DTensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{how} of {x.of}: a tensor is expected, and this is {type(value).__name__}")
     if isinstance(value, DTensor) and not isinstance(value, Face):
@@ -761,7 +761,7 @@ def _elements(func: Any, name: str, args: tuple, kwargs: dict) -> list[Any] | No
     if like is None or not all(_stays(x, like) for x in tensors):
         return None
     out = func(*_map(lambda x: _mine(x, like), args), **_map(lambda x: _mine(x, like), kwargs))
-    # Comparisons are elementwise to torch as well, and give one answer.
+    # torch also calls comparisons such as `equal` elementwise, which return one answer.
     if not isinstance(out, Tensor) and type(out) not in (list, tuple):
         return None
     return [_map(lambda y: _settled(wrap(y.contiguous(), like.of._replace(whole=None))), out)]
@@ -821,7 +821,7 @@ def _converted(func: Any, name: str, args: tuple, kwargs: dict, frame: Any) -> A
     out = func(local, *[local_of(y) if isinstance(y, Face) else y for y in args[1:]], **kwargs)
     nothing = out is local or (name != "clone" and out.dtype == local.dtype and out.device == local.device)
     if _applied(frame):
-        # torch would exchange the parameter object for what is no plain tensor.
+        # torch would replace the parameter object, because the result is no plain tensor.
         if not nothing:
             got, has = (f"{y.dtype} on {y.device}" for y in (out, local))
             right = "opt.detach() before model.to(...) and zf.attach after it; with opt.gathered(): p.copy_(values)"
@@ -875,10 +875,10 @@ def _computed(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     before = {key: _version(x) for key, x in given.items()}
     records = _records(wholes, named)
     if name in BY_VALUE:
-        # Of a parameter that is gathered when something is computed with it.
+        # The full tensor of a parameter may be lazy. A copy gathers it.
         wholes = (wholes[0].clone(), *wholes[1:])
     out = func(*wholes, **named)
-    # Collectives write into their first or second argument, and no version counts it.
+    # Collectives write into their first or second argument, without a change of its version.
     sends = getattr(func, "__module__", None) == COLLECTIVES
     if sends and callable(wait := getattr(out, "wait", None)):
         wait()
@@ -891,7 +891,7 @@ def _computed(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
                 local_of(x).copy_(full if is_whole(x) else rows_of(full.detach(), x.of))
     if records:
         return out
-    # Inside `opt.gathered()` parameters are whole, and what is written into a view of one is stored.
+    # Inside `opt.gathered()` parameters are whole, and a write into a view of one is stored: views are no lent memory.
     shared = {memory(given[id(x)]) for x in faces if x.lent or not is_whole(x)} - {0}
     norm = name in NORMS or all(is_whole(x) for x in faces)
 
@@ -909,7 +909,7 @@ def _version(x: Tensor) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Functions that write.
+# These functions run a torch function that writes into Faces.
 
 
 def _write(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
@@ -944,7 +944,7 @@ def _write_one(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         return target
     others = tensors_in((*args[1:], *kwargs.values()))
     if any(x.requires_grad for x in others) and torch.is_grad_enabled():
-        # As `p.grad` keeps no graph.
+        # The write is not recorded, as torch records none in `p.grad`.
         with torch.no_grad():
             return _write_one(func, name, args, kwargs)
     drawn = name in RANDOM or from_init(func)
@@ -977,7 +977,7 @@ def _write_elements(func: Any, name: str, args: tuple, kwargs: dict, targets: An
         return False
     tensors = [*tensors_in((*args, *kwargs.values()))]
     if len(likes) > 1:
-        # Lists of one length, a Face in each place, and numbers.
+        # The lists must have a Face in each place, beside 0-d tensors.
         if not all(isinstance(x, Face) or not x.dim() for x in tensors):
             return False
     elif not all(_stays(x, likes[0]) for x in tensors):
@@ -985,7 +985,7 @@ def _write_elements(func: Any, name: str, args: tuple, kwargs: dict, targets: An
     with torch.no_grad():
         func(*_map(lambda x: _mine(x, likes[0]), args), **_map(lambda x: _mine(x, likes[0]), kwargs))
         if name in FUSED:
-            # torch counts no write of these kernels, and a gathered copy would be taken for up to date.
+            # torch counts no write of these kernels, so a gathered copy would seem up to date.
             increment_version([local_of(x) for x in likes])
         for x in tensors:
             if isinstance(x, Face):
@@ -1031,10 +1031,10 @@ def _refuse_lent(name: str) -> NoReturn:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What autograd itself does with gradients that are Faces: it adds them, detaches and copies them.
+# Autograd itself adds, detaches and copies gradients that are Faces. These functions run its operators.
 
 
-# Operators of the same elements.
+# Operators whose result has elements in the same places.
 ALIKE = frozenset({"_to_copy", "alias", "clone", "copy_", "detach", "empty_like", "ones_like", "zeros_like"})
 VIEWS = frozenset({"_unsafe_view", "expand", "view"})
 
@@ -1047,7 +1047,7 @@ def _by_autograd(func: Any, args: tuple, kwargs: dict) -> Any:
     if name in VIEWS and tuple(args[1]) == tuple(like.shape):
         return same(local_of(like).view_as(local_of(like)), like)
     if name == "new_empty_strided" and tuple(args[1]) == tuple(like.shape):
-        # To which autograd copies a gradient that somebody else has as well.
+        # Autograd copies a gradient that somebody else holds into such a tensor.
         return same(local_of(like).new_empty(local_of(like).shape, dtype=kwargs.get("dtype")), like)
     if name not in ALIKE and not pointwise(name):
         raise NotImplementedError(

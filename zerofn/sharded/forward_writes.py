@@ -22,7 +22,7 @@ from .._errors import bad_leaves
 from ..core.layout import Leaf, Leaves
 from ..core.rank_agreement import MASK, fingerprint
 
-# Of two units that are gathered at a time; a loop over the blocks frees one after the other.
+# The reason why a write is lost: only two units are gathered at a time, so a loop over all blocks frees earlier ones.
 AFTER = "written after its block was freed; write into the parameters of one block before those of the next"
 WRITTEN = "what the model wrote in forward into its parameters"
 
@@ -70,7 +70,7 @@ class ForwardWrites:
             leaf, view, count = self.freed.pop()
             if version(view) != count:
                 self.lost[leaf.path] = AFTER
-            # Kept until now: user code may drop it between a write and this look.
+            # The tensor was kept until this check, since user code may drop it after a write.
             ref = weakref.ref(view)
             del view
             if (view := ref()) is not None:

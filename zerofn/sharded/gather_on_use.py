@@ -86,7 +86,7 @@ class Units:
         units = [Unit(plans, i, params, scale, forward_writes) for i in range(len(plans.units))]
         data = plans.wire.group
         self.schedule = Schedule(units, forward_writes, control, data, accept, prefetch, update)
-        # By unit and place in it: how often a parameter has changed.
+        # (unit, place in it) -> how often a parameter has changed.
         self.age = self.schedule.age
         self.suspended = self.left = False
 
@@ -102,7 +102,7 @@ class Units:
                 stored = whole.view_as(whole) if self.faces is None else self.faces.local(whole)
             return stored.to(self.pipe.dtypes.of(self.units[i][j]).param_dtype or stored.dtype)
         if functorch_active():
-            # A transform of torch.func in forward takes it for a constant, as it does a plain parameter.
+            # To a transform of torch.func that runs inside of forward it is a constant, as a plain parameter is.
             with beneath_functorch():
                 return self.look(path, keep)
         with self.schedule.lock:
@@ -111,7 +111,7 @@ class Units:
             if keep and unit.seen is not None:
                 self.schedule.use(i)
                 return unit.seen[j]
-            # The same tensor in every mode, as a parameter is.
+            # All grad modes get the same tensor, as of a plain parameter.
             with outside_inference_mode(), torch.enable_grad():
                 found = applied(GatherUnit)(self, i, PARAMETERS, *self.inputs[i])
             unit.give(found)
@@ -150,7 +150,7 @@ class Units:
             fulls = self.schedule.units[i].fulls
             if fulls is None:
                 return self.parameters(i)[j]
-            # Its age told of writes into this one; writes into its neighbours are found where those are used.
+            # `age` has covered writes into this parameter. Writes into its neighbours are found when those are used.
             self.schedule.use(i)
             return fulls[j]
 
@@ -186,13 +186,13 @@ class Units:
                     return False
                 if self.faces is not None and self.faces.node_is_known(p):
                     return False
-        # A leaf that was frozen here alone has no node: others' gradients of it are taken all the same.
+        # A leaf that is frozen on this rank only has no node. Gradients of other ranks for it are still taken.
         wanted = reaches(nodes)
         if wanted is None:
             return False
         with self._sending():
             if not self.schedule.alone():
-                # What another backward adds to the same `p.grad` would come in between.
+                # Another backward could add to the same `p.grad` in between.
                 return False
             self.schedule.reduce_later(node.i, grads, wanted)
         return True
@@ -241,7 +241,7 @@ class GatherUnit(Function):
         if kind == PARAMETERS and i >= units.blocks:
             return tuple(units.lazies(i))
         fulls = units.parameters(i) if kind == PARAMETERS else units.tangents(i, shards)
-        # Not views: torch refuses to use one of several views after a write into another.
+        # `.data` makes no views, of which torch refuses to use one after a write into another.
         return tuple([full.data for full in fulls])
 
     @staticmethod
@@ -249,8 +249,8 @@ class GatherUnit(Function):
         ctx.units, ctx.i, ctx.kind = inputs[:3]
         ctx.set_materialize_grads(False)
         if ctx.kind == PARAMETERS:
-            # Outputs of frozen leaves are marked: backward then computes no gradient of them. It would be dropped here,
-            # and be taken by ranks that only join this backward.
+            # Outputs of frozen leaves are marked, so that backward computes no gradient for them. This rank would drop
+            # it, and ranks that only join this backward would take it.
             trained = ctx.needs_input_grad[3:]
             ctx.mark_non_differentiable(*(x for x, needed in zip(output, trained, strict=True) if not needed))
 
@@ -264,12 +264,12 @@ class GatherUnit(Function):
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
         check_alone(ctx.units.units[ctx.i], gs)
         units: Units = ctx.units
-        # Without a node where nobody would differentiate it.
+        # If nobody differentiates this backward, it needs no node.
         plain = untracked()
         if plain and ctx.kind == PARAMETERS and units.reduced_later(ctx, gs):
             return (None,) * (3 + len(gs))
         found = units.gradients(ctx.i, gs) if plain else ScatterUnit.apply(units, ctx.i, *gs)
-        # What other ranks have of a leaf that was frozen here alone: autograd drops it.
+        # Autograd drops the gradient of a leaf that is frozen on this rank only, so it is taken here.
         for leaf, g, needed in zip(units.units[ctx.i], found, ctx.needs_input_grad[3:], strict=True):
             if g is not None and not needed:
                 late = g if units.faces is None else units.faces.shard(leaf, g)
@@ -296,7 +296,7 @@ class ScatterUnit(Function):
         if ctx.units.faces is None:
             check_alone(ctx.units.units[ctx.i], gs)
         found = GatherUnit.apply(ctx.units, ctx.i, TANGENTS, *gs)
-        # Of a leaf without a cotangent, such as one that the call did not use, there is nothing to differentiate.
+        # A leaf without a cotangent, such as one that the call did not use, gets no derivative.
         return None, None, *[x if needed else None for x, needed in zip(found, ctx.needs_input_grad[2:], strict=True)]
 
 

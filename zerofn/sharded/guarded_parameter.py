@@ -85,7 +85,7 @@ IN_CHAIN = (
     "torch.nn.utils.clip_grad_norm_ (of a Hugging Face Trainer: max_grad_norm=0 as well),\n"
     "zf.clip_by_value(max_value) for clip_grad_value_, one of your own by zf.leafwise for anything else"
 )
-# `scaler.unscale_(optimizer)` reaches a gradient by a kernel alone.
+# The right code if `scaler.unscale_(optimizer)` comes to such a gradient, which it does by a kernel only.
 INSTEAD_OF_SCALER = (
     'zf.scale_loss("dynamic") in the chain for torch.amp.GradScaler: delete scaler.scale, unscale_, step and update;\n'
     "zf.clip_by_global_norm(max_norm) behind it for clip_grad_norm_"
@@ -109,7 +109,7 @@ class GoneGradient(Tensor):
         made.of = of
         return made
 
-    # None: what comes to the dispatcher is enough. Calls of functions in Python are not of interest.
+    # Calls in Python are left alone: all operations come to `__torch_dispatch__`.
     __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @classmethod
@@ -177,10 +177,10 @@ class UnreducedGradient(Tensor):
 class GuardedParameter(nn.Parameter):
     """A parameter whose `.grad` is a part of its gradient, or `None`."""
 
-    # The class it had, and gets again when it is detached or copied.
+    # Its class before, which it gets again when it is detached or copied.
     plain: type[nn.Parameter]
     path: str
-    # Why its gradient is gone, where it is.
+    # Why its gradient is gone, for messages.
     why: str
     # Whether its gradient is reduced later.
     unreduced: bool
@@ -192,10 +192,10 @@ class GuardedParameter(nn.Parameter):
 
     @uncompiled
     def _get(self) -> Tensor | None:
-        # Not traced: what is given is of this package's classes.
+        # The compiler does not trace this: the result may be of a class of this package.
         grad = read_grad(self)
         if grad is None:
-            # The compiler asks for what is in memory.
+            # While the compiler makes a graph, it reads `p.grad` as it is in memory.
             gone = self.asks.gone() and self.requires_grad and graph_under_way() is None
             return GoneGradient(self) if gone else None
         shown = self._shown(grad, "p.grad", sys._getframe(1))
@@ -211,7 +211,7 @@ class GuardedParameter(nn.Parameter):
         return shown
 
     def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
-        """What the caller is given for the stored `x`; `how` it was asked for, for messages."""
+        """The tensor that the caller gets for the stored `x`; `how` is the expression, for messages."""
         return x
 
     @uncompiled
@@ -255,7 +255,7 @@ class GuardedParameter(nn.Parameter):
         value, mine = self._own(value, "p.data = x", frame), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
         kept = value.shape == mine.shape and value.dtype == mine.dtype and value.device == mine.device
         if kept and not is_dynamo_compiling() and frame.f_code is APPLYING:
-            # Into the memory that the optimizer has: `model.to("cpu:0")`, as accelerate calls it.
+            # `model.to("cpu:0")`, as accelerate calls it, copies into the memory that the optimizer has.
             with torch.DisableTorchFunctionSubclass():
                 mine.copy_(value)
         else:
@@ -310,6 +310,6 @@ def tell(undone: list[Callable[[], object]], p: Tensor, cls: type[GuardedParamet
             vars(p).pop(name, None)
 
     undone.append(undo)
-    # Before the class, whose methods look at them.
+    # Attributes are set before the class, whose methods read them.
     vars(p).update(attributes, plain=plain)
     p.__class__ = cls

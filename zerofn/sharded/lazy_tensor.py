@@ -32,7 +32,7 @@ class Source(Protocol):
 class Lazy(Tensor):
     """A full parameter, or a view of one with the sizes and dtype of `like`, gathered on use."""
 
-    # All is done in `__torch_dispatch__`, below autograd, which sees an ordinary tensor.
+    # `__torch_dispatch__` does everything. It is below autograd, which sees an ordinary tensor.
     __torch_function__ = no_torch_function  # type: ignore[assignment]
     blocks: Source
     # The leaf's unit and place in it, and how often it had changed when this was made.

@@ -1,4 +1,4 @@
-"""What autograd saves in place of a full parameter: a note of where it came from, from which backward gathers it again.
+"""Notes, which autograd saves in place of full parameters. A note says which parameter backward has to gather again.
 
 So no full parameter outlives its use. At the end of a block's call its graph is walked, and full parameters among saved
 tensors are exchanged for notes (`Walks`). Saved-tensor hooks around the call would do so at once, but under such hooks
@@ -112,7 +112,7 @@ class Walks:
 
     def begin(self, module: Any) -> None:
         """Record that a call begins."""
-        # Where there are hooks, `noting` has made the notes already.
+        # Under the user's saved-tensor hooks, `noting` has made the notes already.
         self.open.append(_Call(module, next_sequence_nr() if saved_tensors_hooks() is None else NEVER, []))
 
     def end(self, module: Any, outputs: Iterable[Tensor]) -> None:
@@ -133,7 +133,7 @@ class Walks:
         """Make notes at all nodes of a call, beginning at its outputs. Return the older nodes that they lead to."""
         starts = list(map(_FIRST, call.inner))
         older: list[Any] = []
-        # Nodes are kept: the id of one that is gone may be given to another.
+        # Nodes are kept alive, since another node could otherwise get the id of a freed one.
         seen: dict[int, Any] = {}
         passed: set[int] = set()
         while nodes:
@@ -147,7 +147,7 @@ class Walks:
                 continue
             k = bisect_right(starts, number) - 1
             if k >= 0 and number < call.inner[k][1]:
-                # Of a call inside, which was walked.
+                # This node belongs to an inner call, which was walked when it ended.
                 if k not in passed:
                     passed.add(k)
                     nodes += call.inner[k][2]
@@ -159,10 +159,10 @@ class Walks:
 
     def _exchange(self, saved: Any) -> None:
         t = saved.data
-        # What hooks have packed is no tensor. One that was written into since is left to torch, which compares
-        # versions where there are no hooks, and refuses a backward with other numbers than forward's.
+        # Values that hooks have packed are no tensors. A tensor that was written into stays for torch, which compares
+        # versions if there are no hooks, and then refuses the backward.
         if not isinstance(t, Tensor) or (note := note_of(self.source, t)) is None or version(t):
             return
         with contextlib.suppress(RuntimeError):
-            # Torch refuses it where the user's hooks return what they are given.
+            # torch raises if the user's hooks return the tensor that they got.
             saved.register_hooks(lambda _: note, _unpack)

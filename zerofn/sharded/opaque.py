@@ -93,7 +93,7 @@ def call(func: Any, name: str, args: tuple, kwargs: dict, x: Any) -> Any:
     if attribute or looks(name):
         return func(*args, **kwargs)
     if name in CONVERSIONS and func(*args, **kwargs) is x:
-        # `model.to(device)` of what is there changes nothing.
+        # `model.to(device)` changes nothing if parameters are on that device.
         return x
     tensors = [*tensors_in((*args, *kwargs.values()))]
     if (

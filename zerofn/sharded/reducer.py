@@ -133,7 +133,7 @@ def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None
 
 # Buckets under way at once. Each holds one buffer; many would hold as much as the full gradients.
 IN_FLIGHT = 2
-# Read of every gradient in every backward, and so from C.
+# Every backward reads these of every gradient, so they are C functions.
 _NDIM, _REQUIRES_GRAD = attrgetter("ndim"), attrgetter("requires_grad")
 # Gradients of one leaf that may wait before backward waits for other ranks.
 DEPTH = 2
@@ -238,7 +238,7 @@ class Stream:
                 while self.missing[self.next] == 0 and self._may_begin(behind):
                     self._send()
             except KeyboardInterrupt:
-                # A second one.
+                # A second Ctrl-C is not held.
                 self.broken = True
                 raise
 
@@ -268,7 +268,7 @@ class Stream:
         i = self.next
         leaves, numels, dtype = self.buckets[i]
         grads, arrived = self.waiting[i], dict(zip(self.paths[i], self.waiting[i], strict=True))
-        # Nearly always each leaf has one.
+        # Nearly always each leaf has a gradient.
         every = not self.missing[i]
         self.check(arrived if every else {path: g for path, g in arrived.items() if g is not None})  # type: ignore[arg-type]
         if not i and not self.rounds:
@@ -282,7 +282,7 @@ class Stream:
                 buffer = self.wire.pack(flat, leaves, numels, dtype, self.devices[i])
             given = [g is not None for g in grads]
             del grads, flat, arrived
-            # After packing: a wire that raises sends none.
+            # Gradients are forgotten only after packing: if the wire raises there, none was sent.
             self._begin_next_round(i)
             try:
                 work, out = self.wire.send(buffer, async_op=True)
@@ -320,7 +320,7 @@ class Stream:
         leaves, numels = self.buckets[i][:2]
         if not self.dropping:
             with torch.no_grad():
-                # Views of the bucket's buffer.
+                # The gradients are views of the bucket's buffer.
                 self.done(i, self.wire.unpack(out, leaves, numels, given))
 
     def finish_reductions(self, marks: dict[str, int], noticed: bool = False) -> bool:

@@ -36,11 +36,11 @@ ALIVE = 2
 PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
 # Kinds of pass: one that begins in backward, and others by whether a graph is recorded.
 UNRECORDED, RECORDED, IN_BACKWARD = 0, 1, 2
-# Up to which number of reduce-scatters ranks tell each other where they meet.
+# Ranks send their number of reduce-scatters modulo this when they meet.
 COUNTED = 1 << 20
 KEPT = "how much of their gradients has come since they were last cleared"
 
-# A storage is one Python object for as long as anybody has a tensor on it.
+# A storage has one Python object as long as a tensor on it exists, so a weak reference shows whether it was freed.
 StorageRef = weakref.ref[torch.UntypedStorage]
 
 
@@ -132,9 +132,9 @@ class Schedule:
         self.lock = threading.RLock()
         self.recorded = self.gathering = False
         self.current = -1
-        # Weak: a cycle would keep the shards of a dropped state until the garbage collector runs.
+        # The reference is weak: a cycle would keep the shards of a dropped state until a garbage collection.
         this = weakref.ref(self)
-        # Of a group that is closed the process group is gone.
+        # `pg` is read at each call, since a closed group has another one.
         self.protocol = Rounds(
             control,
             lambda kind, i: this()._join(kind, i),  # type: ignore[union-attr]
@@ -207,7 +207,7 @@ class Schedule:
             if unit.given:
                 unit.reshard()
             else:
-                # Forward was given nothing of it, so nothing was written.
+                # Forward got none of its parameters, so nothing was written.
                 unit.fulls = unit.seen = None
         if not keep and self.coming is not None:
             self.finish_prefetched()
@@ -316,7 +316,7 @@ class Schedule:
         with interrupts_held(), self.lock, outside_inference_mode(), torch.no_grad():
             while self.flying:
                 flight = self.flying.popleft()
-                # Hooks on parameters do not run: it began when there were none.
+                # Hooks on parameters do not run: there were none when this reduce-scatter began.
                 self.late += [
                     (leaf, g, False)
                     for leaf, g, wanted in zip(flight.unit.leaves, flight.wait(), flight.wanted, strict=True)
@@ -337,11 +337,11 @@ class Schedule:
         return all(task == mine or alive() is None for task, alive in list(self.unfinished.items()))
 
     def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
-        # Ctrl-C waits: one between two lines of the protocol would leave this rank at another place of it.
+        # Ctrl-C waits: between two lines of the protocol it would leave this rank at another place than the others.
         with interrupts_held(), self.lock:
             if kind == PARAMETERS:
                 self.current, self.gathering = i, True
-                # One that was prefetched and passed over is not expected any more.
+                # A prefetched unit that was passed over is not expected any more.
                 self.finish_prefetched()
             elif kind == GRADIENTS:
                 self.land()
@@ -364,7 +364,7 @@ class Schedule:
         """Begin an all-gather of parameters before they are used. Return whether it was begun."""
         if not self.prefetch or kind != PARAMETERS or i in self.live or self.coming is not None:
             return False
-        # At most two units are full: the one that comes, and one gathered now. What computes has its own tensors.
+        # At most two units are full: the prefetched one, and one gathered now. Running operations hold their tensors.
         self.reshard(keep=ALIVE - 1 - self.gathering)
         with outside_inference_mode(), torch.no_grad():
             self.coming = i, self._unshard(i)
@@ -380,7 +380,7 @@ class Schedule:
             if kind == TANGENTS:
                 return unit.gather(nothing)
             if self._prefetch(kind, i):
-                # What others use now this rank mostly uses soon.
+                # This rank will mostly use soon what others use now, so the result is kept.
                 return lambda: None
             self.reshard(keep=ALIVE - 1)
             return self._unshard(i)
@@ -409,7 +409,7 @@ class Schedule:
     def meet(self, what: str) -> str:
         """Wait until all ranks have come to the same line; see `Rounds.meet`."""
         number = zlib.crc32(what.encode())
-        # Ranks in different backwards have not: their gradients differ.
+        # `kept` is part of the number, since ranks in different backwards have different gradients.
         with interrupts_held(), self.lock:
             return self.protocol.meet(lambda: number * COUNTED + self.kept % COUNTED)
 
@@ -440,9 +440,9 @@ class Schedule:
         def rest() -> None:
             self.unfinished.pop(task, None)
             self.land()
-            # The end of a nested backward is the middle of the outer one.
+            # A nested backward ends in the middle of the outer one, at whose end this runs again.
             if not after_this_node(self.after_backward):
-                # A checkpoint repeats forward, and what forward writes.
+                # A checkpoint repeats forward in backward, and so writes again.
                 self.store_writes()
                 self.rest(BACKWARD, ends=not self.unfinished)
                 self.forward_writes.check()
@@ -462,7 +462,7 @@ class Schedule:
 
     def at_step(self, told: Callable[[], Sequence[int]]) -> list[list[int]]:
         """Join until all ranks are at a step. Return the numbers that each rank sends."""
-        # What forward has written into a copy is looked for when the copy is freed.
+        # Freeing full parameters finds what forward has written into them.
         self.reshard()
         self.unfinished.clear()
         if self.flying or self.late:

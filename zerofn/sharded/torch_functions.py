@@ -1,4 +1,4 @@
-"""What torch's functions do: which are elementwise, which write, which only look at a tensor."""
+"""Tells torch's functions apart: those that are elementwise, that write, or that only look at a tensor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from .._compat.tensors import SHALLOW_COPY_CHECK, tagged_pointwise
 
 # fmt: off
-# Elementwise, and not tagged as such by torch.
+# Elementwise functions that torch does not tag as such.
 POINTWISE = frozenset({
     "copy", "divide", "fill", "floor_divide", "isclose", "masked_fill", "multiply", "not_equal", "square", "subtract",
     "zero",
 })
-# Names of an elementwise function and of a reduction.
+# Names that are both an elementwise function and a reduction.
 REDUCING = frozenset({"max", "min"})
-# Updates of whole lists, element by element.
+# Kernels that update whole lists, element by element.
 FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 # Functions that give the same elements, perhaps in another dtype or on another device.
 CONVERSIONS = frozenset({
@@ -32,7 +32,7 @@ LOOKING = frozenset({
 })
 BEGINNINGS = ("is_", "has_", "register_")
 PRIVATE = frozenset({name for name in dir(Tensor) if name.startswith("_") and not name.startswith("__")})
-# Attributes that are computed.
+# Attributes that are computed from the tensor.
 COMPUTED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # Functions that give out memory: torch.save, safetensors and NumPy read it with these.
 GIVING_MEMORY = frozenset({"__array__", "data_ptr", "numpy", "storage", "untyped_storage"})
@@ -54,7 +54,7 @@ WRITING = frozenset({
     "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imatmul__", "__imod__", "__imul__", "__ior__",
     "__ipow__", "__irshift__", "__isub__", "__itruediv__", "__ixor__", "__setitem__",
 })
-# Names of the first argument of torch's functions. If a function has two of these, the one that is first here is first.
+# Names of the first argument of torch's functions. If a function has two of these, the earlier one here is its first.
 FIRST = ("condition", "sorted_sequence", "input", "tensors", "tensor", "self")
 # fmt: on
 FOREACH = "_foreach_"

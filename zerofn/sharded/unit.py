@@ -38,9 +38,9 @@ class Unit:
         leaves: its leaves.
         shards: this rank's shard of each.
         fulls: the full parameters; `None` while it is sharded.
-        seen: the tensors on them that the model was given in the current call; `None` if it was given none.
-        changes: of each leaf, how often user code has changed its shard.
-        counts: of each shard, the count of writes that was last seen.
+        seen: the tensors on them that the model got in the current call; `None` if it got none.
+        changes: for each leaf, how often user code has changed its shard.
+        counts: for each shard, the count of writes at the last check.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Unit:
         self.seen: tuple[Tensor, ...] | None = None
         self.changes = [0] * len(self.leaves)
         self.counts = writes(self.shards)
-        # Tensors on the full parameters that forward was given, and the autograd nodes that made them.
+        # The tensors on the full parameters that forward got, and the autograd nodes that made them.
         self.given: list[tuple[Tensor, ...]] = []
         self.nodes: list[Any] = []
-        # Of each leaf, how many of the writes into what is given are stored, and how many there were before.
+        # For each leaf, how many writes into the given tensors are stored, and how many came before these tensors.
         self.stored = self.earlier = [0] * len(self.leaves)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Unit:
     def _wait_for_gather(self, plan: Plan, sent: list[tuple[list[Leaf], Any, Tensor]]) -> list[Tensor]:
         out: list[Any] = [None] * len(self.leaves)
         while sent:
-            # From the end, so that each buffer is freed before the next is unpacked.
+            # Buffers are popped, so that each is freed before the next is unpacked.
             bucket, work, rows = sent.pop()
             if work is not None:
                 work.wait()
@@ -121,7 +121,7 @@ class Unit:
                     device = device or g.device
                 flat.append(g)
             with ranged(VIEW, self.plans.name):
-                # A gradient's device if there is one: attributes of a sharded parameter take longer.
+                # The device comes from a gradient if there is one: attributes of a sharded parameter take longer.
                 device = device or self.shards[plan.place[bucket.leaves[0].path]].device
                 rows = wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)
             packed.append((bucket, rows, [g is not None for g in flat]))
@@ -139,7 +139,7 @@ class Unit:
         for bucket, given, work, mine in sent:
             work.wait()
             found = self.plans.wire.unpack(mine, bucket.leaves, bucket.numels, given)
-            # Gradients are views of one buffer, which any of them keeps alive. Copied where the buffer has more.
+            # Gradients are views of one buffer, which any of them keeps alive. They are copied if the buffer has more.
             copy = NOTHING in map(type, found)
             for leaf, g in zip(bucket.leaves, found, strict=True):
                 if g is not None:
@@ -171,7 +171,7 @@ class Unit:
     def give(self, views: tuple[Tensor, ...]) -> None:
         """Record that forward is given these tensors on the full parameters."""
         self.given.append(views)
-        # All were made by one node, if any was.
+        # One node made all of them, if any has a node.
         self.nodes += [v.grad_fn for v in views if v.grad_fn is not None][:1]
 
     def forget_given(self) -> None:
@@ -183,7 +183,7 @@ class Unit:
             self.nodes.clear()
 
     def _written(self) -> list[int]:
-        """How often what forward was given of each leaf was written into, as autograd counts it."""
+        """For each leaf, how often the tensors that forward got were written into, as autograd counts it."""
         counts = [0] * len(self.leaves)
         for views in self.given:
             for j, v in enumerate(views):
@@ -211,7 +211,7 @@ class Unit:
         """Whether the shard of a leaf was written into since this was last asked."""
         (count,) = writes([self.shards[j]])
         before, self.counts[j] = self.counts[j], count
-        # That `.data` was asked for frees the copy too, but is no reason to refuse a graph: it may have been read.
+        # A read of `.data` frees the full parameter too, since it may be a write. It is no reason to refuse a graph.
         self.changes[j] += count[0] != before[0]
         return count != before
 

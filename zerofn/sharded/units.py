@@ -1,4 +1,4 @@
-"""Which leaves travel together, and what their collectives carry."""
+"""Groups leaves into units, which are gathered together, and plans the collectives of each unit."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class UnitPlans:
         stages = road.at_use
         at = next(n for n, stage in enumerate(stages) if stage.wire is not None)
         self.name = stages[at].name
-        # By itself a leaf is gathered as it is stored.
+        # Units of the model may be gathered by another wire, which rounds. A leaf alone is gathered as it is stored.
         of_model = stages[at].model_wire
         self.model_wire = wire if of_model is None else of_model.on(wire.group, wire.reduce_dtype)
-        # From the model to storage, on both sides of the all-gather.
+        # The views before and behind the all-gather, from the model to storage.
         self.full_stages, self.shard_stages = stages[:at], stages[at + 1 :]
         self.pull_stages = [stage for stage in self.shard_stages if stage.dtypes is None]
         self.plans: list[Plan | None] = [None] * len(self.units)
@@ -110,7 +110,7 @@ class UnitPlans:
         return Plan(stages, dtypes, buckets, grad_buckets, grad_dtypes, place)
 
     def to_gather(self, plan: Plan, shards: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What this rank sends of its shards, by bucket."""
+        """The tensors that this rank sends, by bucket."""
         return [
             [_cast(see(plan.stages, shards[plan.place[leaf.path]], leaf), plan.dtypes[leaf.path]) for leaf in bucket]
             for bucket in plan.buckets
@@ -123,7 +123,7 @@ class UnitPlans:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # A call of `to` takes longer than the question.
+    # Comparing takes less time than a call of `to`.
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -134,8 +134,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 # its time even if it moves nearly nothing, so small neighbours travel together.
 
 
-# How many elements neighbours have at most to be one unit; blocks also at most one of so many shares of all blocks, so
-# that two units are a small part of them.
+# Neighbours with at most SMALL elements are one unit. Blocks in one unit also have at most 1 / SHARES of the elements
+# of all blocks, so that two units are a small part of the model.
 SMALL, SHARES = 1 << 18, 8
 
 
