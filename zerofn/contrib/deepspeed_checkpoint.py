@@ -224,7 +224,7 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer, step: int | No
 
 @dataclass
 class Found:
-    """What a directory has for a model.
+    """The contents of a directory that a model can load.
 
     Attributes:
         files: contents by leaf and name of the file.

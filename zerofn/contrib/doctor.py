@@ -106,7 +106,7 @@ def _devices() -> Finding:
 
 
 def _gpu_kernel() -> Finding:
-    """What `low_precision_adam` is updated by on a GPU; where there is one, it is run there."""
+    """The kernel that updates `low_precision_adam` on a GPU. If there is a GPU, the kernel is run there."""
     plain, triton = "eager torch, a dozen launches for each leaf", _version("triton")
     if triton == "not installed":
         remedy = "pip install triton, in the version of this torch" if _gpus() else ""

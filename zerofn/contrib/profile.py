@@ -35,7 +35,7 @@ MAX_MODULES = 24  # lines of modules in a table
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of a step, or the mean over steps; see `zf.profile`.
+    """The measurements of a step, or their means over steps; see `zf.profile`.
 
     Attributes:
         seconds: by phase.
@@ -131,7 +131,7 @@ def lines_of(m: Measured, numbers: Sequence[int]) -> list[str]:
 
 
 def html_of(m: Measured, numbers: Sequence[int]) -> str:
-    """The tables as HTML: of each row one number, as a bar too; all of them stand in the text."""
+    """The tables as HTML. Each row shows one number, as a bar too; the text has all of them."""
     units = {"phase": SECONDS, "operations": COUNTS, "states": BYTES, "collectives": BYTES}
     about = {"phase": "time", "operations": "operations", "states": "bytes read", "collectives": "bytes sent"}
     parts = []
@@ -174,7 +174,7 @@ def _number(n: float) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What `profile` measures with: a clock of phases, hooks on modules, a counter of operations, and bytes sent.
+# `profile` measures with a clock of phases, hooks on modules, a counter of operations, and counts of bytes sent.
 
 
 # The kinds of ranges that a listener gets.

@@ -1,1 +1,1 @@
-"""What a transform is, and how a chain is surveyed and run."""
+"""Transforms, and how a chain of them is surveyed and run."""

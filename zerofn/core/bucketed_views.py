@@ -232,7 +232,7 @@ class Road:
 
     @cached_property
     def sums(self) -> dict[str, tuple[SumBucket, ...]]:
-        """Of each stage, by name, the buckets in which gradients are reduced; none without a wire."""
+        """By the name of a stage, the buckets in which it reduces gradients; none if it has no wire."""
         return {
             stage.name: () if stage.wire is None else _sums(specs, self.trainable, stage.wire)
             for stage, specs in zip(self.stages, self.specs, strict=False)

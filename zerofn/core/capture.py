@@ -1,4 +1,4 @@
-"""Which pipelines can step in a captured CUDA graph: `attach(capturable=True)` and `make_step(capturable=True)`."""
+"""Checks pipelines that step in a captured CUDA graph: `attach(capturable=True)`, `make_step(capturable=True)`."""
 
 from __future__ import annotations
 

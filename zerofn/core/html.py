@@ -1,4 +1,4 @@
-"""What a notebook shows, as HTML and SVG without scripts: a card with a title, a road, tables with bars, a curve."""
+"""Makes HTML and SVG without scripts for notebooks: a card with a title, a road, tables with bars, a curve."""
 
 from __future__ import annotations
 

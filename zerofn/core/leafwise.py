@@ -377,7 +377,7 @@ def _values(x: Any) -> list[Any]:
 
 
 def _kind(x: Any) -> str | None:
-    """What `x` is, in words; `None` for a dense tensor."""
+    """The kind of `x` in words; `None` for a dense tensor."""
     if not isinstance(x, Tensor):
         return kind_of(x)
     return None if x.layout is torch.strided else f"a tensor of layout {x.layout}"

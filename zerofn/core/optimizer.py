@@ -60,7 +60,7 @@ class LeafStep:
     def scalar(self, value: Any, like: Tensor) -> Any:
         """A number to compute with beside `like`: a tensor in its dtype and on its device, anything else as it is.
 
-        A 0-d tensor of the host may stay there: a GPU's operations read it as a number, and a copy would be waited for.
+        A 0-d tensor of the host may stay there: operations of a GPU read it as a number, and a copy would wait.
         """
         if not isinstance(value, Tensor):
             return value
@@ -69,7 +69,7 @@ class LeafStep:
         return value.to(like.device, like.dtype)
 
     def beside(self, like: Tensor) -> LeafStep:
-        """The same with rate, hyperparameters and derived numbers as `scalar` gives them."""
+        """The same update, with rate, hyperparameters and derived numbers passed through `scalar`."""
         numbers, derived = ({k: self.scalar(x, like) for k, x in of.items()} for of in (self.numbers, self.derived))
         rate = self.scalar(self.lr, like)
         return LeafStep(self.count, rate, self.path, self.offset, numbers, self.shared, derived)
@@ -107,7 +107,7 @@ class LeafList:
     comes: Tensor | None = None
 
     def where(self, chosen: list[bool]) -> LeafList:
-        """The leaves for which `chosen` is true; norms are not asked for of a part."""
+        """The leaves for which `chosen` is true, without a request for norms."""
 
         def pick(entries: list) -> list:
             return [x for x, on in zip(entries, chosen, strict=True) if on]
@@ -185,7 +185,7 @@ def one_more(counts: Leaves, paths: Collection[str], ctx: Context) -> Leaves:
 
 
 def _counted_unread(before: list[Tensor], ctx: Context) -> list[Tensor]:
-    """Counts that nobody reads, plus one if the step counts; in their memory if that is donated."""
+    """Counts plus one if the step counts, without reading them; in their memory if that is donated."""
     one: Any = 1 if ctx.choosing is None else ctx.choosing
     together = whole(before)
     if ctx.donate:
@@ -200,7 +200,7 @@ def _counted_unread(before: list[Tensor], ctx: Context) -> list[Tensor]:
 
 
 def next_counts(counts: Leaves, paths: Collection[str]) -> tuple[dict[int, list[str]], list[int], Tensor | None]:
-    """What follows the counts of these leaves, where Python can read them.
+    """The counts of these leaves in this update, which Python can read.
 
     Leaves nearly always step together. Then their counts are all the elements of one tensor, and are read at once.
 
@@ -254,7 +254,7 @@ def each(
 def _unread(
     counts: dict[str, Tensor], rate: Any, numbers: Numbers, derived: Derived | None, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor, Numbers]]:
-    """As `each` where Python cannot read counts, under vmap and in a graph: derived from one tensor of all counts."""
+    """As `each` if Python cannot read counts, under vmap and in a graph: numbers come from one tensor of all counts."""
     if derived is None:
         yield from ((path, count, {}) for path, count in counts.items())
         return
@@ -332,7 +332,7 @@ def updated_by(run: Run, pulled: Pulled, slots: Sequence[str], steps: Sequence[L
 
 
 class _KernelUpdate(Function):
-    """The update of all leaves in one call: a `Function` costs as much as the update of many small leaves."""
+    """The update of all leaves in one call: one call of a `Function` costs as much as many small leaves."""
 
     @staticmethod
     def forward(run: Run, pull: Run, n: int, *given: Tensor) -> tuple[Tensor, ...]:
@@ -751,7 +751,7 @@ class _OptimizerUpdate:
         return new, {**own, "count": dict(zip(paths, torch.tensor(before).add_(1).unbind(), strict=True))}
 
     def _on_device(self, given: Given) -> tuple[Leaves, TransformState]:
-        """The update where nobody reads counts and rates."""
+        """The update in a step that reads no count and no rate in Python."""
         ctx = given.ctx
         if self.device_kernel is None or not given.grads or any(isinstance(x, Tensor) for x in given.numbers.values()):
             return _by_formula(self.formula, self.derived, given, self.of_lists, self.of_norms)
@@ -1026,7 +1026,7 @@ def _of_tensors(rate: Any) -> bool:
 
 
 def _by_number(given: Numbers, known: Numbers) -> dict[str, Any]:
-    """Arguments of a transform as numbers of its formula: `betas` as `beta1` and `beta2`, where it knows those.
+    """Arguments of a transform as numbers of its formula: `betas` as `beta1` and `beta2`, if the formula has these.
 
     >>> _by_number({"betas": (0.9, 0.99), "eps": 1e-8}, {"beta1": 0.9, "beta2": 0.9, "eps": 0.0})
     {'beta1': 0.9, 'beta2': 0.99, 'eps': 1e-08}

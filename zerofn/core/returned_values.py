@@ -335,7 +335,7 @@ def misfit(x: Tensor, like: Tensor, stored: Tensor, what: str = "leaf") -> str |
 
 
 def _right(facts: Facts, rows: list[tuple[str, str]]) -> str:
-    """What to write in place of an update that has these faults."""
+    """The right code, for the message about an update with these faults."""
     reasons = [reason for _, reason in rows]
     recast = any([reason.startswith(RECAST) for reason in reasons])
     right = PAIR.replace("new", "new.to(params[path].dtype)") if recast else PAIR

@@ -134,7 +134,7 @@ class Transform:
         return self.parts if self.in_turn else (self,)
 
     def members_by_key(self, layout: Layout) -> dict[str, tuple[Transform, set[str]]]:
-        """What `members_fn` returns, by the keys of the members' states; empty if leaves are not passed to members.
+        """The result of `members_fn` by the keys of the members' states; empty if leaves are not passed to members.
 
         The prefix of a member's metrics is a name, a dot, the key and a dot.
         """

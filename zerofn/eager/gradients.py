@@ -140,7 +140,7 @@ class GradientHooks:
         return self.left() or (self.in_backward is not None and self.in_backward.under_way is not None)
 
     def local(self, path: str, g: Tensor) -> Tensor:
-        """What this rank has of a gradient, flat if it is sharded."""
+        """This rank's part of a gradient, flat if it is sharded."""
         return g if self.faces is None else self.faces.mine(path, g)
 
     def hand_over(self, path: str, p: Tensor) -> None:

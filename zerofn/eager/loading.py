@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LoadedStates:
-    """What `opt.load_state_dict` has done.
+    """The report of `opt.load_state_dict`.
 
     Attributes:
         by: how parameters were matched: by their `"name"`, or by their `"order"` in the groups.
@@ -84,7 +84,7 @@ class Misfit(ValueError):
 
 
 def on_all_ranks(read: Callable[[], T], control: Group | None) -> list[T]:
-    """What `read` returns on each rank.
+    """The results of `read` on all ranks.
 
     Args:
         read: sends nothing, and returns something small.

@@ -351,7 +351,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What torch.amp.GradScaler asks before a step. On one process it may scale; over ranks it would hang."""
+        """torch.amp.GradScaler reads this before a step. On one process it may scale; over ranks it would hang."""
         _refuse_scaler(self._own)
         return False
 

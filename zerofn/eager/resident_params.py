@@ -252,7 +252,7 @@ class OwnGradients:
         self.trainable = {leaf.path: params[leaf.path] for leaf in pipe.layout.trainable}
 
     def grads(self) -> Leaves:
-        """What this rank has of the gradients in `p.grad`."""
+        """This rank's gradients in `p.grad`, flat if they are shards."""
         with torch.DisableTorchFunctionSubclass():
             found = dict(zip(self.trainable, map(read_grad, self.trainable.values()), strict=True))
         # Nearly always each leaf has a gradient, which C functions find.

@@ -73,7 +73,7 @@ class StateDicts:
             raise ValueError(explain("opt.state_dict() of a model that is itself cut over ranks", why, right))
 
     def to_save(self) -> dict[str, Any]:
-        """What `opt.state_dict()` returns."""
+        """The result of `opt.state_dict()`."""
         state = self.home.state_now()
         if held := open_windows(state):
             wrong = "opt.state_dict() with sums, or errors, of gradients that are each rank's own"
@@ -109,7 +109,7 @@ class StateDicts:
 
     @torch.no_grad()
     def read(self, given: dict[str, Any]) -> ToLoad:
-        """What a state dict of any form has for this rank. Every rank calls it.
+        """This rank's part of a state dict of any form. Every rank calls it.
 
         Raises:
             ValueError: every missing, unexpected or misshapen entry is named, or a group.

@@ -143,7 +143,7 @@ class Names:
         return own.get(self.counts.get(path, STEP))
 
     def listed(self, path: str, kept: LeafTensors) -> LeafTensors:
-        """What `opt.state[p]` lists: the names of a state dict, since torch's functions look for those."""
+        """The entries of `opt.state[p]` under the names of a state dict, since torch's functions look for those."""
         own = self.leaves[path]
         names = {name: x for (name, _), x in zip(own.items(), _in_order(kept, self.optimizer_of(path)), strict=True)}
         first = not self.plain and path == next(iter(self.leaves))

@@ -552,7 +552,7 @@ def _have_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def implementation_for(params: Sequence[Tensor]) -> str:
-    """What `adam_` runs for these parameters: ``"native"``, ``"triton"`` or ``"eager"``.
+    """The implementation that `adam_` runs for these parameters: ``"native"``, ``"triton"`` or ``"eager"``.
 
     ``"native"``: CPU tensors, and a C compiler was found (`zerofn.kernels.native`). The first call with a new
     combination of dtypes builds the kernel, in about half a second, and keeps it on disk. ``"triton"``: tensors of a

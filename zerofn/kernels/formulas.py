@@ -1021,7 +1021,7 @@ def on_stacks(function: Callable[[Tensor], Tensor], factor: Callable[[torch.Size
 
 
 def _stacks(shapes: Sequence[torch.Size]) -> list[tuple[int, list[int]]]:
-    """Which of these wide matrices are stacked, by their places, and with how many columns."""
+    """Groups of these wide matrices that are stacked: the number of columns, and the indices of the matrices."""
     by_rows: dict[torch.Size, dict[int, list[int]]] = {}
     for i, shape in enumerate(shapes):
         by_rows.setdefault(shape[:-1], {}).setdefault(shape[-1], []).append(i)

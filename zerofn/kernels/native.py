@@ -241,14 +241,14 @@ def of_system(path: str | None) -> Command | None:
 
 
 def identity(command: Command, path: str | None) -> tuple:
-    """Whatever of a compiler could change its code: command, programs (``ccache gcc``), flags, processor."""
+    """All that may change the code that a compiler makes: command, programs (``ccache gcc``), flags, processor."""
     programs = [os.stat(where) for word in command if (where := shutil.which(word, path=path))]
     return command, [(s.st_size, s.st_mtime_ns) for s in programs], FLAGS, TUNING, processor()
 
 
 @functools.cache
 def processor() -> str:
-    """What -march=native depends on."""
+    """A text that differs between processors for which -march=native makes different code."""
     name = f"{platform.machine()} {platform.processor()}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -261,7 +261,7 @@ def adam_kernel(
 
 
 class Numbers(NamedTuple):
-    """What changes from step to step: numbers of the host, or tensors of the device, which the host never reads.
+    """Values that change from step to step: numbers of the host, or tensors of the device, which the host never reads.
 
     Attributes:
         step: the number of this update, an int or an int64 tensor of one element; or of one for each leaf, with

@@ -325,7 +325,7 @@ def coded_adam_kernel(
 
 
 class Numbers(NamedTuple):
-    """What changes from step to step.
+    """Values that change from step to step.
 
     Attributes:
         step: the number of this update.

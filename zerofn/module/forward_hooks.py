@@ -458,7 +458,7 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
 
 
 def _compiled_calls(boundary: ModelBoundary, model: nn.Module, paths: dict[int, str]) -> CompiledCalls | None:
-    """What hooks do in compiled calls; `None` where such calls are cut into pieces, and run as without a compiler."""
+    """The hooks' work in compiled calls; `None` if such calls cannot be one graph, and hooks run between graphs."""
     pipe, units = boundary.pipe, boundary.units
     recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
     unknown = any([v.reads for v in pipe.stages]) or (units is None and boundary.views.inexact)

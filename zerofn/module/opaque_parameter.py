@@ -53,7 +53,7 @@ class OpaqueParameter(GuardedParameter):
             return p if out is part else out
 
     def told(self, how: str) -> str:
-        """What a part of it is called in messages."""
+        """The name of a part of it in messages."""
         return f"{how} of the sharded parameter {self.path}"
 
     def to_local(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a loss scale cannot see: tensors that leave the model otherwise than by its return."""
+"""Finds tensors that leave a model under a loss scale in another way than by its return."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ class LeftOutput:
         handle.remove()
 
     def wanted(self, asked: Sequence[Any]) -> tuple[str, str] | None:
-        """Who wants its gradient, in words; `None` if nobody does. `asked` are the inputs of a backward."""
+        """The use that needs its gradient, in words; `None` if there is none. `asked` are the inputs of a backward."""
         outer = self.outer()
         if self.hooks:
             return "a hook on {}", "the hook"

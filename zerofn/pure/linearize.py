@@ -382,7 +382,7 @@ def _collect(found: Leaves, leaf: Leaf, g: Tensor, hooks: bool) -> None:
 
 
 def units_by_prefix(leaves: tuple[Leaf, ...]) -> list[list[Leaf]]:
-    """Which leaves are gathered together: those of an element of an outermost list, and small neighbours elsewhere.
+    """Lists of leaves that are gathered together: those of an element of an outermost list, else small neighbours.
 
     A dict whose keys are numbers counts as a list.
 

@@ -43,7 +43,7 @@ def default_group() -> Any:
 
 
 def not_sent_from(devices: Collection[str]) -> dict[str, str]:
-    """Those kinds of devices whose tensors the backends of the default group do not send, with those they do send."""
+    """The kinds of devices whose tensors the backends of the default group do not send, with those they do send."""
     sent = [kind.partition(":")[0] for kind in str(dist.get_backend_config()).split(",")] if devices else []
     return {kind: " and ".join(sent) for kind in devices if kind not in sent and kind in ("cpu", "cuda")}
 

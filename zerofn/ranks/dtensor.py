@@ -181,7 +181,7 @@ def why_not_of_this_rank(x: Any) -> str | None:
 
 
 def of_this_rank(x: Any, groups: Iterable[Group]) -> Tensor | str:
-    """What a DTensor has for this rank, or why it has nothing.
+    """This rank's part of a DTensor, or the reason why it has none.
 
     Args:
         x: a DTensor.

@@ -13,7 +13,7 @@ import torch
 
 
 class Traffic:
-    """What one rank sent over one group: calls and bytes, by collective.
+    """Counts what one rank has sent over one group: calls and bytes, by collective.
 
     Bytes are those of a ring, which is optimal and what backends use for large buffers: (N-1)/N of the full buffer for
     an all-gather and for a reduce-scatter, twice that for an all-reduce. Collectives of objects and barriers count as

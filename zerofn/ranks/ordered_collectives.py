@@ -67,7 +67,7 @@ TRUSTED = 2
 
 
 class Pass(NamedTuple):
-    """What followed the start of a pass the last time, and how often the same had followed before."""
+    """The requests that followed the start of a pass the last time, and how often the same had followed before."""
 
     followed: tuple[Asked, ...]
     times: int
@@ -77,7 +77,7 @@ NEVER = Pass((), -1)
 
 
 class Habits:
-    """What this rank has asked for, and what it expects.
+    """Remembers what this rank has asked for, to expect it again.
 
     Args:
         by_themselves: the kinds of collectives that are exchanged each time.
@@ -92,7 +92,7 @@ class Habits:
     def __init__(self, by_themselves: Collection[int], kind_of_pass: Callable[[], Hashable]):
         self.by_themselves, self.kind_of_pass = by_themselves, kind_of_pass
         self.known: OrderedDict[Hashable, Pass] = OrderedDict()
-        # What the pass began with, and its kind; `None` between passes.
+        # The first request of the pass, and the kind of the pass; `None` between passes.
         self.start: Hashable = None
         self.done: list[Asked] = []
         self.ahead: deque[Asked] = deque()
@@ -129,7 +129,7 @@ class Habits:
         self.ahead.clear()
 
     def promises(self) -> tuple[tuple[Asked, ...], tuple[Asked, ...]]:
-        """What this rank can promise: first what comes before the next rest; then, if it trusts, what comes behind too.
+        """The requests that this rank can promise: up to the next rest; then, if it trusts, those behind it too.
 
         The second ends at a rest that needs a message.
         """
@@ -192,7 +192,7 @@ class Rounds:
         self.habits = Habits(by_themselves, kind_of_pass)
         # Whether all ranks asked for the same collective in the last exchange.
         self.together = True
-        # What all ranks do next, in this order. A collective that raises before it is sent stays: others wait for it.
+        # The requests that all ranks run next, in order. One that raises before it is sent stays: others wait for it.
         self.promised: deque[Asked] = deque()
         # How often this rank has rested since all were at a step or a meeting, with a message or without.
         self.rests = 0

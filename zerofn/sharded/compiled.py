@@ -111,7 +111,7 @@ WRITTEN = "forward wrote into a parameter in a compiled call, where it is a copy
 
 
 class CompiledCalls:
-    """What the hooks of one attached model do in compiled calls.
+    """The work of the hooks of one attached model in compiled calls.
 
     A compiler is not given the model's parameters where they are gathered, which are DTensors of a class that it does
     not know, but plain tensors over the same memory. Their gradients are handed on to the parameters.

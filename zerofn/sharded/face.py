@@ -185,7 +185,7 @@ class Gathering:
 
 
 class Origin(NamedTuple):
-    """What a `Face` is of.
+    """The leaf that a `Face` shows, and how to gather it.
 
     Attributes:
         how: the expression by which the user got it, for messages.

@@ -37,7 +37,7 @@ _FIRST = itemgetter(0)
 
 
 class Note(NamedTuple):
-    """What is saved in place of a full parameter or of a view of it: which one, its age, the sizes of the view."""
+    """Saved in place of a full parameter or of a view of it: the parameter, its age, and the sizes of the view."""
 
     source: Units
     age: int

@@ -409,7 +409,7 @@ def _flat(g: Tensor) -> Tensor:
 
 
 class UnclearedGradients:
-    """Which gradients of one attached model were used and cleared.
+    """Records which gradients of one attached model were used and cleared.
 
     Args:
         zero: makes the zero gradient of a leaf, from its path.

@@ -89,7 +89,7 @@ class Failed(Exception):
 
 
 def _on_all_ranks(group: Group, step: Callable[[], T]) -> list[T]:
-    """What `step` returns on each rank.
+    """The results of `step` on all ranks.
 
     Raises:
         Failed: on every rank, if it has raised on any.
@@ -187,7 +187,7 @@ def _read_piece(path: Path, key: str, place: Place, dtype: torch.dtype) -> Tenso
 # removes files.
 
 
-# Which checkpoint is there after a save that failed.
+# The ends of messages about a save that failed: they say which checkpoint is in place.
 IN_PLACE = "the new checkpoint is in place"
 AS_IT_WAS = "a checkpoint that was there is as it was"
 UNKNOWN = (

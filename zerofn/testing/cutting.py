@@ -48,7 +48,7 @@ class Case:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What a step is given by keyword: a weight, and what transforms want."""
+        """The keyword arguments of a step: a weight, and the numbers that transforms want."""
         return {**self.weight, **self.of_context["given"]}
 
     @property
@@ -91,7 +91,7 @@ def inner(t: Transform) -> list[Transform]:
 
 
 def innermost(t: Transform) -> list[Transform]:
-    """Those of `inner` that contain no others."""
+    """The transforms in `inner(t)` that contain no others."""
     return [x for x in inner(t) if not x.parts]
 
 

@@ -140,7 +140,7 @@ def _through(spec: Spec) -> Spec:
 
 
 def _sum_dtype(grad: Tensor, weighted: bool) -> torch.dtype:
-    """fp32 for weighted fp16, which may overflow where `scale_loss` no longer looks for it."""
+    """The dtype of a sum: fp32 for weighted fp16, which may overflow behind the check of `scale_loss`."""
     return torch.float32 if weighted and grad.dtype == torch.float16 else grad.dtype
 
 

@@ -100,7 +100,7 @@ def adafactor(
 
 
 def _mean(x: Tensor, dim: int) -> Tensor:
-    """The mean along a dimension, which it keeps; 0 where there is nothing."""
+    """The mean along a dimension, which is kept; 0 if the dimension is empty."""
     return x.sum(dim, keepdim=True) / max(x.shape[dim], 1)
 
 

@@ -144,7 +144,7 @@ def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) 
 
 
 def with_moment_check(built: Transform) -> Transform:
-    """`built`, which refuses moments in fp16 and warns of moments in bf16 when its state is made."""
+    """`built` with a check of its first state: moments in fp16 are refused, and moments in bf16 get a warning."""
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         _check_moments(built.name, leaves)

@@ -97,7 +97,7 @@ def _checked(answer: Any, name: str) -> bool | Tensor:
 
 
 def _chosen(due: Tensor, new: Any, old: Any) -> Any:
-    """Entries of a state; of leaves those that `new` has."""
+    """The entries of a state; entries of a leaf only if `new` has it."""
     if isinstance(new, dict):
         return {key: _chosen(due, x, old[key]) for key, x in new.items()}
     return where(due, new, old)

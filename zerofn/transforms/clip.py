@@ -90,7 +90,7 @@ def _update(grads: Leaves, state: TransformState, params: Leaves, factor: Tensor
 
 
 def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
-    """What `over` returns, after a check that it is not smaller than `squares` and equal on all ranks."""
+    """The result of `over`, checked to be at least `squares` and equal on all ranks."""
     # The number is the same on all ranks. `alike` and `replicated` make its derivative count once, not once per rank.
     total = torch.as_tensor(ctx.replicated(over(ctx.reduction.alike(squares))))
     if total.ndim or not total.is_floating_point():

@@ -139,7 +139,7 @@ def _outer(state: TransformState) -> TransformState:
 
 
 def _inside(ctx: Context) -> Context:
-    """The context of the outer optimizer, whose rate is its own, and is shown in no metric."""
+    """The context of the outer optimizer. Its rate is its own, and no metric shows it."""
     return replace(ctx.inside("every"), metrics={}, norms=None)
 
 

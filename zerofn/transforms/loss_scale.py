@@ -196,7 +196,7 @@ class _Rule:
         return FloatingPointError(_stuck_message(leaf, int(steps), int(ctx.micro_step) + 1, least))
 
     def after(self, state: TransformState, good: Any) -> TransformState:
-        """The next state, in products and sums, so that nobody needs to read `good`."""
+        """The next state. It is made of products and sums, so that Python need not read `good`."""
         bad, now = ~good, state["scale"]
         streak = (state["good_steps"] + 1) * good
         grow = streak >= self.growth_interval
@@ -238,7 +238,7 @@ def _through(spec: Spec) -> Spec:
 
 
 def _first_overflow(grads: Leaves, ctx: Context) -> Tensor:
-    """How many leaves (in layout order) there are from the first on whose gradient is not finite on some rank."""
+    """The number of leaves from the first one that is not finite on some rank to the last, in layout order; else 0."""
     count = len(ctx.layout.leaves)
     if not grads:
         return ctx.reduction.max(torch.zeros((), dtype=torch.float64))

@@ -75,7 +75,7 @@ def offload(
     if inner.in_turn:
 
         def over(part: Transform) -> Transform:
-            """Of a chain, those that are no optimizers keep their state on the host, and run on the device."""
+            """Members of a chain that are no optimizers keep their state on the host, and run on the device."""
             hosted = compute == "host" and (part.facts.optimizes or part.members_fn is not None)
             return offload(part, device, compute, master_dtype) if hosted else offload(part, device)
 

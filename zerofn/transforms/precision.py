@@ -130,7 +130,7 @@ def _two_masters(name: str) -> str:
 
 
 def masters_from(old: State, state: State) -> State:
-    """`state` with the fp32 parameters of another chain, `old`, in bf16 and residuals, where it has residuals.
+    """`state` with the fp32 parameters of another chain, `old`, as bf16 and residuals, for leaves with residuals.
 
     A residual at the owner of a leaf stays as it is, since no rank has the parameter whole.
     """

@@ -232,7 +232,7 @@ class _Narrow:
         return Draws(self.seed, counts[path], leaf_key("/".join(keys)), ctx.offsets.get(path, 0))
 
     def _decoded(self, state: TransformState, ctx: Context, only: Leaves | None = None) -> TransformState:
-        """The state as the transform knows it; with `only` what belongs to other leaves stays as it is."""
+        """The state with codes decoded to numbers; with `only`, the entries of these leaves alone."""
         shapes = {leaf.path: leaf.shape for leaf in ctx.layout.leaves}
 
         pairs: list[tuple[dict[str, Tensor], str]] = []
@@ -317,7 +317,7 @@ def _last(below: str) -> str:
 
 
 def _codes_in(t: Transform, name: str, layout: Layout) -> Iterator[tuple[str, Codes]]:
-    """The codes of each `quantize` in a transform, by what the names of its entries begin with."""
+    """The codes of each `quantize` in a transform, by the prefix of the names of its entries."""
     if t.factory is quantize and not t.in_turn and t.members_fn is None:
         yield f"{name}/", Codes(t.config["bits"], t.config["block"], t.config["code"])
     elif t.members_fn is not None:
@@ -340,7 +340,7 @@ def _over(fn: Callable[..., Any], x: Any, paths: Any, keys: tuple[str, ...], pat
 
 
 def _unpacked(fn: Callable[..., Any], state: TransformState, paths: Any) -> TransformState:
-    """A state as the transform knows it, with `fn(entry, keys, path)` in the place of codes and scales."""
+    """A state with `fn(entry, keys, path)` in the place of each pair of codes and scales."""
     return {slot: _unpack(fn, x, paths, (slot,), None) for slot, x in state.items() if slot != COUNT_OF_ROUNDINGS}
 
 

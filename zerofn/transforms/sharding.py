@@ -238,7 +238,7 @@ def _no_errors(leaves: Leaves, layout: Layout) -> TransformState:
 def _with_errors(
     wire: CodedSharding, given: Callable[[Leaf], Leaf], grads: Leaves, state: TransformState, ctx: Context
 ) -> tuple[Leaves, TransformState]:
-    """Gradients with what was left out of earlier ones, and the state with what will be left out of these."""
+    """Gradients plus the rounding errors of earlier messages, and the state with the errors of this message."""
     sent, errors = {}, dict(state[ERROR])
     for leaf in ctx.layout.leaves:
         if leaf.path in grads:

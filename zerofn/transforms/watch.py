@@ -179,7 +179,7 @@ def _called(
 
 
 def _checked(found: Any, names: tuple[str, ...] | None, what: str) -> Mapping[str, Any]:
-    """What `fn` or `then` returned, in the order of `names`; raises if it is not a dict of numbers by these."""
+    """The result of `fn` or `then` in the order of `names`; raises if it is not a dict of numbers with these names."""
     why = f"{what} returns a dict of 0-d tensors or numbers by name"
     if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) and name for name in found):
         raise TypeError(explain(f"watch({what}=...): {what} returned {found!r}", why, RIGHT))
