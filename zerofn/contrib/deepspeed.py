@@ -353,13 +353,13 @@ class ConfigReader:
         """Fill in the arguments' values, and refuse what contradicts them, as the Trainer does."""
         self.lacking = given.lacking
         for path, (value, name, compared) in given.known.items():
-            here = self.left.get(path)
-            here = list(here) if isinstance(here, tuple) else here
-            if here == "auto":
+            configured = self.left.get(path)
+            configured = list(configured) if isinstance(configured, tuple) else configured
+            if configured == "auto":
                 self.values[path] = value
-            elif compared and here is not None and here != value:
-                told = f"{here!r}, but {name} of the TrainingArguments says {value!r}"
-                self.bad.append((path, f"{told}; write 'auto', or make them equal"))
+            elif compared and configured is not None and configured != value:
+                difference = f"{configured!r}, but {name} of the TrainingArguments says {value!r}"
+                self.bad.append((path, f"{difference}; write 'auto', or make them equal"))
 
     def take(self, path: str, default: Any = None, check: Check | None = None, needed: bool = True) -> Any:
         """Take out the entry at a dotted path; return the default if it is absent, or if `check` refuses it.
@@ -439,10 +439,10 @@ class ConfigReader:
 
     def _advice(self) -> str:
         advice = []
-        told = [p for p in self.unfilled if p not in self.lacking]
-        if told:
-            advice.append(f"from_deepspeed(config, values={{{', '.join(f'{p!r}: ...' for p in told)}}})")
-        if len(self.bad) > len(told):
+        unexplained = [p for p in self.unfilled if p not in self.lacking]
+        if unexplained:
+            advice.append(f"from_deepspeed(config, values={{{', '.join(f'{p!r}: ...' for p in unexplained)}}})")
+        if len(self.bad) > len(unexplained):
             advice.append("each key as its line says, or leave it out")
         return " and ".join(advice)
 

@@ -311,29 +311,29 @@ def _universal(directory: Path, opt: Optimizer, run: Run, step: int | None) -> t
     """The files of trained parameters and of their states, and what does not fit."""
     folder = directory / "zero"
     layout, wanted = opt.state.layout, dict(_wanted(opt))
-    there: dict[str, set[str]] = {x.name: {f.stem for f in x.glob("*.pt")} for x in folder.iterdir() if x.is_dir()}
+    folders: dict[str, set[str]] = {x.name: {f.stem for f in x.glob("*.pt")} for x in folder.iterdir() if x.is_dir()}
     names: dict[str, str] = {}
     for path, name in zip(layout.at, layout.paths, strict=True):
         # A tied parameter is read by the name with moments: the others only have a copy in the compute dtype.
-        if path is not None and name in there and len(there[name]) > len(there.get(names.get(path, ""), ())):
+        if path is not None and name in folders and len(folders[name]) > len(folders.get(names.get(path, ""), ())):
             names[path] = name
     bad = [(p, "has no folder in zero") for p in dict.fromkeys(p for p, _ in wanted) if p not in names]
     buffers = {name for name, _ in buffers_in(opt._own.model)}
-    extra = there.keys() - set(layout.paths) - buffers
+    extra = folders.keys() - set(layout.paths) - buffers
     bad += [(name, "is in the checkpoint and not in the model") for name in sorted(extra)]
     counts = read_counts(directory, run.groups)
     files: Files = {}
     for path in dict.fromkeys(p for p, _ in wanted if p in names):
-        here = there[names[path]]
+        files_of_name = folders[names[path]]
         of_leaf = {name for p, name in wanted if p == path}
-        bad += [(path, f"{name}.pt is missing") for name in sorted(of_leaf - here - {STEP})]
-        bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(here - of_leaf - {STEP})]
+        bad += [(path, f"{name}.pt is missing") for name in sorted(of_leaf - files_of_name - {STEP})]
+        bad += [(path, f"{name}.pt is of another optimizer") for name in sorted(files_of_name - of_leaf - {STEP})]
         # The count of updates is read even if the optimizer keeps none: schedules go on from it.
-        for name in sorted(here & (of_leaf | {STEP})):
+        for name in sorted(files_of_name & (of_leaf | {STEP})):
             x = files[path, name] = _tensor(folder / names[path] / f"{name}.pt")
             if name != STEP and (problem := _misfit(x, *wanted[path, name], name == WEIGHT)):
                 bad.append((path, f"{name}.pt {problem}"))
-        if STEP not in here:
+        if STEP not in files_of_name:
             common = counts.get(None, run.updates)
             count = counts.get(names[path], common) if step is None else step
             if count is not None:
@@ -361,15 +361,15 @@ def _stage_0(opt: Optimizer, run: Run) -> tuple[Files, list[tuple[str, str]]]:
     bad: list[tuple[str, str]] = []
     for place, (number, path) in enumerate(zip(numbers, layout.trained, strict=True)):
         names = [n for p, n in zip(layout.at, layout.paths, strict=True) if p == path and n in run.tensors]
-        here = dict(kept.get(number) or {})
+        own = dict(kept.get(number) or {})
         if names:
-            here[WEIGHT] = masters[place].detach() if masters else run.tensors[names[0]]
+            own[WEIGHT] = masters[place].detach() if masters else run.tensors[names[0]]
         of_leaf = {name for p, name in wanted if p == path}
-        bad += [(path, f"no {name}") for name in sorted(of_leaf - here.keys())]
-        bad += [(path, f"{name} is of another optimizer") for name in sorted(here.keys() - of_leaf - {STEP})]
-        for name in sorted(here.keys() & (of_leaf | {STEP})):
-            files[path, name] = here[name]
-            if name != STEP and (problem := _misfit(here[name], *wanted[path, name], name == WEIGHT)):
+        bad += [(path, f"no {name}") for name in sorted(of_leaf - own.keys())]
+        bad += [(path, f"{name} is of another optimizer") for name in sorted(own.keys() - of_leaf - {STEP})]
+        for name in sorted(own.keys() & (of_leaf | {STEP})):
+            files[path, name] = own[name]
+            if name != STEP and (problem := _misfit(own[name], *wanted[path, name], name == WEIGHT)):
                 bad.append((path, f"{name} {problem}"))
     return files, bad
 

@@ -118,14 +118,14 @@ def _gpu_kernel() -> Finding:
     one = f"triton {triton}, one launch for all leaves"
     if not _gpus():
         return Finding("on a GPU", f"low_precision_adam would run by {one}")
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             _updates(torch.device("cuda"), "auto", 1 << 10)()
         except Exception as error:
             return Finding("on a GPU", f"{type(error).__name__}: {error}".splitlines()[0], "see ZEROFN_NATIVE", True)
-    if said:
-        return Finding("on a GPU", f"low_precision_adam runs {plain}", str(said[0].message))
+    if warned:
+        return Finding("on a GPU", f"low_precision_adam runs {plain}", str(warned[0].message))
     return Finding("on a GPU", f"low_precision_adam runs by {one}, with the bits of eager torch")
 
 
@@ -152,7 +152,7 @@ def _capture() -> Finding:
 
 def _kernel() -> Finding:
     """The update of `low_precision_adam`, timed with the C kernel and without."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             implementation = implementation_for([torch.ones(1)])
@@ -162,9 +162,11 @@ def _kernel() -> Finding:
     slow = _time("eager")
     times = f"takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
     result = f"{implementation}: an update of 2 M bf16 elements {times}"
-    if implementation == "native" and not said:
+    if implementation == "native" and not warned:
         return Finding("kernel", result)
-    why = str(said[0].message) if said else "ZEROFN_NATIVE=0 in the environment: low_precision_adam runs eager torch"
+    why = (
+        str(warned[0].message) if warned else "ZEROFN_NATIVE=0 in the environment: low_precision_adam runs eager torch"
+    )
     return Finding("kernel", result, why)
 
 

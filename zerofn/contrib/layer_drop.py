@@ -80,8 +80,8 @@ class Draws:
         """Whether block `i` is kept, and the probability of that."""
         p = float(self.schedule(step, (i + 1) / blocks))
         if not 0.0 < p <= 1.0:
-            told, why = f"layer_drop: schedule({step}, {(i + 1) / blocks:g}) is {p}", "a probability lies in (0, 1]"
-            raise ValueError(explain(told, why, "layer_drop(blocks, zf.schedules.layer_keep(0.5, 0.001))"))
+            wrong, why = f"layer_drop: schedule({step}, {(i + 1) / blocks:g}) is {p}", "a probability lies in (0, 1]"
+            raise ValueError(explain(wrong, why, "layer_drop(blocks, zf.schedules.layer_keep(0.5, 0.001))"))
         bits = int(random_bits(1, seed=self.seed, step=step, key=leaf_key(f"block {i}"), stream=_STREAM))
         return (bits & 0xFFFFFFFF) < p * 2**32, p
 

@@ -347,10 +347,10 @@ class Context:
 
     def _put_where(self, operation: str, olds: Leaves, given: Any, begun: Mapping[str, Any]) -> Leaves:
         """`put_each` where some of the first arguments do not count, or Python cannot read whether they do."""
-        there = {path: x for path, x in olds.items() if begun[path] is not False}
-        found = self.put_each(operation, there, given)
-        found |= self._copied_each({path: x for path, x in olds.items() if path not in there}, given)
-        for path, old in there.items():
+        counting = {path: x for path, x in olds.items() if begun[path] is not False}
+        found = self.put_each(operation, counting, given)
+        found |= self._copied_each({path: x for path, x in olds.items() if path not in counting}, given)
+        for path, old in counting.items():
             if begun[path] is not True:
                 found[path] = torch.where(begun[path].to(old.device), found[path], self.copied(old, given[path]))
         return {path: found[path] for path in olds}

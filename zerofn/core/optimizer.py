@@ -322,9 +322,9 @@ def updated_by(run: Run, pulled: Pulled, slots: Sequence[str], steps: Sequence[L
         columns = [tensors[i : i + n] for i in range(0, len(tensors), n)]
         found = []
         for at, (dp, *rest) in zip(steps, zip(*columns, strict=True), strict=True):
-            back, here = (dict(zip(slots, x, strict=True)) for x in (rest[: len(slots)], rest[len(slots) + 2 :]))
+            back, of_slots = (dict(zip(slots, x, strict=True)) for x in (rest[: len(slots)], rest[len(slots) + 2 :]))
             param, grad = rest[len(slots) :][:2]
-            p, g, old = pulled(dp, back, param, grad, here, at)
+            p, g, old = pulled(dp, back, param, grad, of_slots, at)
             found.append((p, g, *(old[name] for name in slots)))
         return tuple(x for column in zip(*found, strict=True) for x in column)
 
@@ -724,8 +724,8 @@ class _OptimizerUpdate:
         elif ctx.unread:
             new, own = self._on_device(given)
         elif self.in_graph is not None and (groups := _groups(self.in_graph[0], given)) is not None:
-            there = given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels))
-            new, own = _in_place(self.in_graph[1], groups, there)
+            in_kernels = given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels))
+            new, own = _in_place(self.in_graph[1], groups, in_kernels)
         elif kernel is not None and pulled is not None and _pulled_back(given):
             new, own = _with_derivative(kernel, pulled, derived, given)
         elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
@@ -832,8 +832,8 @@ def _with_derivative(
         n = len(paths)
         columns = [dict(zip(paths, tensors[i : i + n], strict=True)) for i in range(0, len(tensors), n)]
         olds = dict(zip(slots, columns[2:], strict=True))
-        there = given._replace(params=columns[0], grads=columns[1], slots=olds)
-        new, own = _in_place(kernel, by_count(counts).items(), there)
+        copied = given._replace(params=columns[0], grads=columns[1], slots=olds)
+        new, own = _in_place(kernel, by_count(counts).items(), copied)
         return tuple(x for column in (new, *own.values()) for x in (column[p] for p in paths))
 
     tensors = [x[p] for x in (params, grads, *slots.values()) for p in paths]

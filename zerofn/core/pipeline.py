@@ -479,8 +479,8 @@ def check_model_parts(parts: Sequence[Transform], layout: Layout, where: str, at
     def look(t: Transform, paths: Set[str], place: str) -> Transform:
         for leaf in layout.trainable:
             if t.needs not in OF_PIECES and leaf.path in paths & cut.keys():
-                has = f"this rank has {tuple(leaf.shape)} of {tuple(cut[leaf.path].shape)}"
-                bad.append((leaf.path, f"{t.name} needs {NEEDED[t.needs]} (needs={t.needs!r}), and {has}"))
+                share = f"this rank has {tuple(leaf.shape)} of {tuple(cut[leaf.path].shape)}"
+                bad.append((leaf.path, f"{t.name} needs {NEEDED[t.needs]} (needs={t.needs!r}), and {share}"))
         return t
 
     for part in parts:
@@ -756,7 +756,7 @@ def _with_owners(
     from .owners import run_at_owners
 
     found = [run_at_owners(part, layout, cutting) for part in parts]
-    named = [(part.name, where, ranks) for part, there in found for where, ranks in there.items()]
+    named = [(part.name, where, ranks) for part, owners_at in found for where, ranks in owners_at.items()]
     owners = tuple([(name, where, tuple(ranks.items())) for name, where, ranks in named])
     return tuple([part for part, _ in found]), replace(placement, owners=owners)
 

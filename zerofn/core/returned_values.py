@@ -140,7 +140,7 @@ def _distinct(new: Mapping[str, Any], old: Mapping[str, Any], others: Iterable[T
     was = dict(zip(tree_keys(old), flatten(old)[0], strict=True))
     values, spec = flatten(new)
     stays = [not isinstance(x, Tensor) or x is was.get(keys) for keys, x in zip(tree_keys(new), values, strict=True)]
-    at_home = [x for x, here in zip(values, stays, strict=True) if here and isinstance(x, Tensor)]
+    at_home = [x for x, stay in zip(values, stays, strict=True) if stay and isinstance(x, Tensor)]
     used = taken | numbers([*beside, *at_home])
     for i, x in enumerate(values):
         if not stays[i]:

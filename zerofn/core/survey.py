@@ -220,8 +220,8 @@ def _one_of_each_kind(
 
 def at_views(stations: Sequence[Station], views: Sequence[View | None]) -> tuple[Mapping[str, Spec], ...]:
     """By path, the `Spec` of the gradient in front of each view that has an effect, and behind the last one."""
-    there = [station for station, view in zip(stations[1:], views, strict=True) if view is not None]
-    return (*[station.handed for station in there], there[-1].gives if there else stations[0].gives)
+    behind = [station for station, view in zip(stations[1:], views, strict=True) if view is not None]
+    return (*[station.handed for station in behind], behind[-1].gives if behind else stations[0].gives)
 
 
 def _at_model(leaf: Leaf, dtypes: Dtypes, mesh: tuple[int, ...], scaled_by: tuple[str, ...]) -> Spec:
@@ -256,8 +256,8 @@ def _behind(view: View, before: Spec, claimed: Spec, leaf: Leaf, cast: bool) -> 
         return claimed
     assert before.sum_dtype is not None
     summed = summed_in(wire, before.sum_dtype)
-    there = wire.span(leaf) if wire.cuts else before.range
-    found = replace(claimed, sum_dtype=summed, dtype=before.dtype if cast else summed, range=there)
+    span = wire.span(leaf) if wire.cuts else before.range
+    found = replace(claimed, sum_dtype=summed, dtype=before.dtype if cast else summed, range=span)
     unsaid = claimed.placements == before.placements
     return found.placed(Flat() if wire.cuts else Replicate()) if unsaid else found
 
@@ -345,10 +345,10 @@ def check_views(views: Sequence[View | None], layout: Layout) -> None:
         views: of the chain, also those over one rank: a chain that is refused on several ranks is refused on one.
         layout: of the parameters.
     """
-    there = [view for view in views if view is not None]
-    _check_dtypes([view.name for view in there if view.dtypes is not None])
-    asked = next(((view.name, view.dtypes.reduce_dtype) for view in there if view.dtypes is not None), None)
-    for view in there:
+    present = [view for view in views if view is not None]
+    _check_dtypes([view.name for view in present if view.dtypes is not None])
+    asked = next(((view.name, view.dtypes.reduce_dtype) for view in present if view.dtypes is not None), None)
+    for view in present:
         if view.wire is not None and asked is not None:
             _check_sums(view.name, view.wire.reduce_dtype, *asked)
         if view.wire is not None and view.wire.group.size > 1:

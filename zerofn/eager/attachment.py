@@ -530,9 +530,9 @@ class Attachment:
             wrong, why = f"opt.step() through {asking.name}", "it needs the gradient at a second point"
             raise ValueError(explain(wrong, why, CLOSURE))
         rates, numbers = self.groups.given()
-        told = as_text(rates, numbers, self.watch.frozen) if rates or numbers or self.watch.frozen else ""
+        settings = as_text(rates, numbers, self.watch.frozen) if rates or numbers or self.watch.frozen else ""
         with interrupts_held():
-            grads = home.gradients.grads() if home.alone else home.gradients.collect(self.window.forced, told)
+            grads = home.gradients.grads() if home.alone else home.gradients.collect(self.window.forced, settings)
         if home.reduces:
             home.gradients.used()
         loss, state = self.loss, home.current.state

@@ -236,9 +236,9 @@ def _start(
     pipe: Pipeline, params: dict[str, Tensor], model: nn.Module, made: Iterator[Made]
 ) -> Callable[[], dict[str, Tensor]]:
     """As `from_values`, for parameters that are made meanwhile, beside the model."""
-    there = {path: p for path, p in params.items() if is_wrapper(p) or not p.is_meta}
-    check_memory(there)
-    check_finite(there)
+    others_there = {path: p for path, p in params.items() if is_wrapper(p) or not p.is_meta}
+    check_memory(others_there)
+    check_finite(others_there)
     leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves}
     others: list[Made] = []
     resident: dict[str, nn.Parameter] = {}
@@ -251,7 +251,7 @@ def _start(
                 others.append(x)
             # This frees the leaf before the next is made.
             del x
-        yield from ((leaf, params[leaf.path]) for leaf in pipe.layout.leaves if leaf.path in there)
+        yield from ((leaf, params[leaf.path]) for leaf in pipe.layout.leaves if leaf.path in others_there)
 
     def keep(leaf: Leaf, x: Tensor) -> Tensor:
         resident[leaf.path] = new = nn.Parameter(x.detach(), requires_grad=params[leaf.path].requires_grad)

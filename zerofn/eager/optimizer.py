@@ -255,9 +255,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._own.dicts.check_complete()
         given = _run_hooks(self, "load_state_dict", "pre", state_dict)
-        told = self._own.load("load_state_dict", partial(self._own.dicts.read, given))
+        report = self._own.load("load_state_dict", partial(self._own.dicts.read, given))
         _run_hooks(self, "load_state_dict", "post")
-        return told
+        return report
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise: groups are written as `zf.partition`."""

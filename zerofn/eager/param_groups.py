@@ -90,8 +90,8 @@ class _GroupOptimizer:
         fixed = [k for k in group if k in t.config or k in HYPERPARAMETERS]
         if useless := [k for k in fixed if k not in (*OWN, "params", *self.settable)]:
             can = " and ".join(["lr", *self.settable])
-            has = t.factory is not None and useless[0] in inspect.signature(t.factory).parameters
-            right = f"{t.name}({useless[0]}=...)" if has else "an optimizer that has it,"
+            is_argument = t.factory is not None and useless[0] in inspect.signature(t.factory).parameters
+            right = f"{t.name}({useless[0]}=...)" if is_argument else "an optimizer that has it,"
             raise ValueError(
                 explain(
                     f"param_groups with {useless[0]} = {group[useless[0]]!r}",
@@ -223,9 +223,9 @@ class ParamGroups:
 
     def _refuse_params(self) -> NoReturn:
         """Raise for groups with other parameters: the pipeline says which there are, and what updates each."""
-        there = [g.get("params", ()) for g in self.groups]
+        params = [g.get("params", ()) for g in self.groups]
         own = [optimizer.params for optimizer in self.optimizers]
-        has, mine = (", ".join(str(len(x)) for x in xs) or "no" for xs in (there, own))
+        has, mine = (", ".join(str(len(x)) for x in xs) or "no" for xs in (params, own))
         raise ValueError(
             explain(
                 f"param_groups of {has} parameters while the pipeline has {mine}, or others than these",
@@ -245,14 +245,14 @@ def as_text(rates: dict[str, Any], numbers: dict[str, dict[str, Any]], frozen: s
         numbers: by prefix, other hyperparameters.
         frozen: which leaves are frozen, as text.
     """
-    told = []
+    parts = []
     for prefix, rate in rates.items():
-        told.append(f"{prefix}lr={_number(rate)}")
+        parts.append(f"{prefix}lr={_number(rate)}")
     for prefix, own in numbers.items():
-        told += [f"{prefix}{name}={_number(x)}" for name, x in own.items()]
+        parts += [f"{prefix}{name}={_number(x)}" for name, x in own.items()]
     if frozen:
-        told.append(frozen)
-    return ", ".join(told)
+        parts.append(frozen)
+    return ", ".join(parts)
 
 
 def _number(x: Any) -> Any:

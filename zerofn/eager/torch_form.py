@@ -124,14 +124,14 @@ class Names:
                     self.numbers[OWN_ENTRY + "/".join(_of_owner(self.rank, x, owner, keys))] = x
         rates = any(callable(o.transform.facts.rate) for o in self.groups.optimizers)
         holds = any(part.facts.holds for part in self.pipe.parts)
-        told = all(is_counted(name, x) for name, x in self.numbers.items())
+        counted = all(is_counted(name, x) for name, x in self.numbers.items())
         kept = [x for of in self.leaves.values() for x in of.values()]
-        self.plain = told and not rates and not holds and not any(x.of_rank for x in kept)
+        self.plain = counted and not rates and not holds and not any(x.of_rank for x in kept)
 
     def state_of(self) -> dict[str, dict[str, Any]]:
         """By path, what a state dict has of each leaf."""
-        has = {path: {name: x for name, x in own.items() if has_value(x)} for path, own in self.leaves.items()}
-        out = {path: {name: _shown(name, x) for name, x in own.items()} for path, own in has.items()}
+        with_values = {path: {name: x for name, x in own.items() if has_value(x)} for path, own in self.leaves.items()}
+        out = {path: {name: _shown(name, x) for name, x in own.items()} for path, own in with_values.items()}
         most = max([float(x) for path, own in out.items() if (x := self.updates(path, own)) is not None], default=0.0)
         if not self.plain and out:
             more = {name: _copy(x.value) for name, x in self.numbers.items()}
@@ -165,8 +165,8 @@ def open_windows(state: State) -> list[str]:
 
 def torch_names(kept: LeafTensors, optimizer: Transform) -> dict[str, str]:
     """From the names of a state dict to those that transforms have given, the count of updates last."""
-    there = dict(optimizer.facts.torch_names)
-    names = {there.get(name, name): name for name in kept if name != COUNT}
+    torchs = dict(optimizer.facts.torch_names)
+    names = {torchs.get(name, name): name for name in kept if name != COUNT}
     if len(names) < len([name for name in kept if name != COUNT]):
         # torch's names would give two slots of a leaf the same name, so our names stay.
         names = {name: name for name in kept if name != COUNT}
@@ -212,14 +212,14 @@ def _copy(x: Any) -> Any:
 
 def group_form(transform: Transform) -> dict[str, Any]:
     """The keys of a group of torch's counterpart, with the chain's values; without one, the chain's hyperparameters."""
-    told = {k: v for k, v in transform.config.items() if _is_plain(v)}
+    plain = {k: v for k, v in transform.config.items() if _is_plain(v)}
     cls = transform.facts.counterpart
     if cls is None:
-        return told
+        return plain
     needed = [k for k, x in inspect.signature(cls).parameters.items() if x.default is x.empty and k in transform.config]
     options = {k: transform.config[k] for k in needed if k not in ("params", "lr")}
     defaults = cls([torch.zeros(1, 1)], lr=1.0, **options).defaults
-    return {k: told.get(k, v) for k, v in defaults.items()}
+    return {k: plain.get(k, v) for k, v in defaults.items()}
 
 
 def _is_plain(x: Any) -> bool:

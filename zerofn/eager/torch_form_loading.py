@@ -73,30 +73,30 @@ class Loading:
         # This comes before any tensor is sent, and before anything is written.
         counts = on_all_ranks(self._compare, self.control)
         if bad := [(name, x) for name, x in counts[0].items() if any(of.get(name) != x for of in counts)]:
-            told = [(name, ", ".join(f"{of.get(name)} on rank {i}" for i, of in enumerate(counts))) for name, _ in bad]
-            raise Misfit(told, ON_EACH_RANK, "load_state_dict: ranks have state dicts of other steps")
+            rows = [(name, ", ".join(f"{of.get(name)} on rank {i}" for i, of in enumerate(counts))) for name, _ in bad]
+            raise Misfit(rows, ON_EACH_RANK, "load_state_dict: ranks have state dicts of other steps")
         self._fit_all()
         self._make_anew()
         return ToLoad(self.pairs, self.own_groups, LoadedStates(self.by, self.made_anew))
 
     def _compare(self) -> dict[str, float]:
         """Find the new value of each entry, refuse what does not fit, and return counts that must be equal on ranks."""
-        there = self.there = self._by_path()
-        counts = {path: self.names.updates(path, x) for path, x in there.items()}
+        by_path = self.there = self._by_path()
+        counts = {path: self.names.updates(path, x) for path, x in by_path.items()}
         updates = [float(x) for x in counts.values() if _is_number(x)]
-        updates += [1.0 for path, x in there.items() if counts[path] is None and _states(x)]
+        updates += [1.0 for path, x in by_path.items() if counts[path] is None and _states(x)]
         self.most = max(updates, default=0.0)
         self.told = self._told()
         # Other libraries count under the name `step` only. Without such counts, older versions wrote 0 updates.
-        by_step = any(_states(x) and self.names.counts.get(path, STEP) == STEP for path, x in there.items())
+        by_step = any(_states(x) and self.names.counts.get(path, STEP) == STEP for path, x in by_path.items())
         self.stale = by_step and UPDATES in self.told and int(self.told[UPDATES]) != int(self.most)
         self.absent = self._absent()
-        self.made_anew = tuple([path for path, own in self.names.leaves.items() if own and not _states(there[path])])
+        self.made_anew = tuple([path for path, own in self.names.leaves.items() if own and not _states(by_path[path])])
         for path, own in self.names.leaves.items():
             if path in self.made_anew:
                 self.anew += own.values()
             else:
-                self._leaf(path, own, there[path])
+                self._leaf(path, own, by_path[path])
         self._numbers()
         self._params()
         self._refuse()
@@ -229,11 +229,11 @@ class Loading:
             self.bad.append((place, f"{form_of(new)} instead of {form_of(e)}"))
         elif not is_distributed(new):
             self.fits.append((e, new))
-        elif isinstance(here := of_this_rank(new, self.groups), str):
+        elif isinstance(local := of_this_rank(new, self.groups), str):
             self.of_other_ranks = True
-            self.bad.append((place, here))
+            self.bad.append((place, local))
         else:
-            self.fits.append((e, here))
+            self.fits.append((e, local))
 
     def _numbers(self) -> None:
         known = self.names.numbers.keys() | {UPDATES, OWN_ENTRY + STEP, OWN_ENTRY + "micro_step"}

@@ -519,12 +519,12 @@ def write_where(chosen: Tensor, olds: Sequence[Tensor], news: Sequence[Tensor]) 
     for i, old in enumerate(olds):
         kinds.setdefault((old.dtype, old.device), []).append(i)
     for (dtype, device), places in kinds.items():
-        here, flag = [olds[i] for i in places], chosen.to(device)
-        if len(here) == 1 or dtype.itemsize not in _INTEGERS:
+        on_one_device, flag = [olds[i] for i in places], chosen.to(device)
+        if len(on_one_device) == 1 or dtype.itemsize not in _INTEGERS:
             for i in places:
                 olds[i].copy_(torch.where(flag, news[i].to(dtype), olds[i]))
             continue
-        bits = [x.view(_INTEGERS[dtype.itemsize]) for x in here]
+        bits = [x.view(_INTEGERS[dtype.itemsize]) for x in on_one_device]
         foreach("add_", bits, _change(flag, [news[i].to(dtype) for i in places], bits))
 
 

@@ -203,13 +203,13 @@ def required() -> bool:
 
 
 def _switch() -> str:
-    said = os.environ.get(_SWITCH, "")
-    word = said.strip().lower()
+    value = os.environ.get(_SWITCH, "")
+    word = value.strip().lower()
     if not word or word in (*_ON, *_OFF, _REQUIRE):
         return word
     raise ValueError(
         explain(
-            f"{_SWITCH}={said!r} in the environment",
+            f"{_SWITCH}={value!r} in the environment",
             f"to build and use C kernels: {', '.join(_ON)}; not to: {', '.join(_OFF)};\n"
             f"to raise an error if they cannot be built: {_REQUIRE}",
             f"{_SWITCH}=0 for eager torch only, or unset it",
@@ -266,12 +266,12 @@ def compile_to(command: Command, source: Path, defines: Sequence[str], target: s
             `MAX_OUTPUT` bytes.
     """
     end = time.monotonic() + LIMIT
-    code, said = 0, ""
+    code, output = 0, ""
     for tuning in TUNING:
-        code, said = _run([*command, *FLAGS, *tuning, *defines, str(source), "-o", target], end)
+        code, output = _run([*command, *FLAGS, *tuning, *defines, str(source), "-o", target], end)
         if code == 0:
             return
-    raise OSError(f"{shlex.join(command)} failed on {source.name}: {said or f'exit status {code}'}")
+    raise OSError(f"{shlex.join(command)} failed on {source.name}: {output or f'exit status {code}'}")
 
 
 def _run(words: list[str], end: float) -> tuple[int, str]:
@@ -280,20 +280,20 @@ def _run(words: list[str], end: float) -> tuple[int, str]:
     Output goes to a file. A pipe would stay open until every child process has closed it, and some stay on purpose,
     such as the server of a compiler cache.
     """
-    with tempfile.TemporaryFile(dir=Path(words[-1]).parent) as said:
+    with tempfile.TemporaryFile(dir=Path(words[-1]).parent) as output:
         process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = _wait(process, words[0], said.fileno(), end)
+            code = _wait(process, words[0], output.fileno(), end)
         finally:
             if process.poll() is None:
                 # The whole process group: the driver has started the compiler proper.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        said.seek(max(os.fstat(said.fileno()).st_size - 1600, 0))
-        return code, said.read(1600).decode(errors="replace").strip()[-400:]
+        output.seek(max(os.fstat(output.fileno()).st_size - 1600, 0))
+        return code, output.read(1600).decode(errors="replace").strip()[-400:]
 
 
 def _wait(process: subprocess.Popen[bytes], name: str, said: int, end: float) -> int:

@@ -115,8 +115,8 @@ def not_finite_each(leaves: dict[str, Tensor], paths: Sequence[str]) -> Tensor:
 
     On a GPU in one call for all.
     """
-    there = [path for path in paths if path in leaves]
-    tensors = [leaves[path] for path in there]
+    present = [path for path in paths if path in leaves]
+    tensors = [leaves[path] for path in present]
     found: dict[str, Tensor] = {}
     if not recorded(tensors) and _for_kernels(tensors):
         for places, (x,) in batches(tensors):
@@ -125,8 +125,8 @@ def not_finite_each(leaves: dict[str, Tensor], paths: Sequence[str]) -> Tensor:
                 (row,) = sums_of(zeros)
                 if len(places) == len(paths):
                     return row
-                found.update(zip([there[i] for i in places], row.unbind(), strict=True))
-    if missing := {path: leaves[path] for path in there if path not in found}:
+                found.update(zip([present[i] for i in places], row.unbind(), strict=True))
+    if missing := {path: leaves[path] for path in present if path not in found}:
         if recorded() or any(map(_IS_CPU, tensors)) or not all(map(Tensor.numel, missing.values())):
             found |= {path: not_finite({path: t}) for path, t in missing.items()}
         else:

@@ -193,20 +193,20 @@ def rows_to_sum(
         return rows
     rows = torch.empty((size, sum(widths) + len(grads)), dtype=dtype, device=device)
     *blocks, flags = rows.split_with_sizes([*widths, len(grads)], dim=1)
-    here, places = [], []
+    given, places = [], []
     for x, numel, each, block in zip(grads, numels, widths, blocks, strict=True):
         full_rows = numel // each if each else 0
         if x is None:
             block.zero_()
             continue
-        here.append(x[: full_rows * each].reshape(full_rows, each))
+        given.append(x[: full_rows * each].reshape(full_rows, each))
         places.append(block[:full_rows])
         if full_rows < size:
             block[full_rows:] = 0
             rest = numel - full_rows * each
-            here.append(x[full_rows * each :])
+            given.append(x[full_rows * each :])
             places.append(block[full_rows, :rest])
-    _divide_into(here, size, places)
+    _divide_into(given, size, places)
     _write_flags(flags, grads)
     return rows
 
@@ -236,14 +236,14 @@ def flat_to_sum(
         return flat
     flat = torch.empty(sum(numels) + len(grads), dtype=dtype, device=device)
     *blocks, flags = flat.split_with_sizes([*numels, len(grads)])
-    here, places = [], []
+    given, places = [], []
     for x, block in zip(grads, blocks, strict=True):
         if x is None:
             block.zero_()
         else:
-            here.append(x)
+            given.append(x)
             places.append(block)
-    _divide_into(here, size, places)
+    _divide_into(given, size, places)
     _write_flags(flags.unsqueeze(0), grads)
     return flat
 

@@ -188,9 +188,9 @@ def cast_buffers(model: nn.Module, wanted: Mapping[str, torch.dtype], undone: li
 
     @torch.no_grad()
     def undo() -> None:
-        there = {id(x) for x in model.buffers()}
+        ids = {id(x) for x in model.buffers()}
         for old, new in casts:
-            if id(new) in there and old.shape == new.shape:
+            if id(new) in ids and old.shape == new.shape:
                 # An element that was not written keeps its old bits.
                 same = old.to(new.dtype) == new
                 old.copy_(torch.where(same, old, new.to(old.dtype)))

@@ -178,10 +178,10 @@ def hook_containers(boundary: ModelBoundary) -> None:
 
 def _is_view(boundary: ModelBoundary, param: Tensor) -> bool:
     """Whether a new parameter shares its memory with a live view."""
-    here = address(param)
+    region = address(param)
     for view, stored in boundary.local.last_views.values():
         x = view()
-        if x is not None and stored is not param and x is not param and x.shape == param.shape and address(x) == here:
+        if x is not None and stored is not param and x is not param and x.shape == param.shape and address(x) == region:
             return True
     return False
 

@@ -302,8 +302,8 @@ class LeftOutputs:
         upstream = self._upstream(get_gradient_edge(y))
         if not crosses and not upstream:
             return y
-        there = [x for left in upstream if (x := left.outer()) is not None]
-        outer = Exit.apply(y, self.crossing(EdgeMap(multiplied, dtype, y.dtype), False), upstream, *there)
+        outers = [x for left in upstream if (x := left.outer()) is not None]
+        outer = Exit.apply(y, self.crossing(EdgeMap(multiplied, dtype, y.dtype), False), upstream, *outers)
         assert isinstance(outer, Tensor)
         self.add(y, outer)
         return outer

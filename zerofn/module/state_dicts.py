@@ -95,12 +95,12 @@ def hook_state_dicts(
                 _refuse("model.load_state_dict(...)", other)
             if is_distributed(x) and type(x).__module__ != FACES:
                 assert pipe.gathering is not None
-                here = of_this_rank(x, [pipe.gathering.group])  # type: ignore[arg-type]
-                if isinstance(here, str):
+                rows = of_this_rank(x, [pipe.gathering.group])  # type: ignore[arg-type]
+                if isinstance(rows, str):
                     right = "with opt.gathered(): torch.save(model.state_dict(), f) on one rank, and that file on "
                     right += "every\nrank; torch.distributed.checkpoint.save and load; or zf.save(directory, opt)"
-                    raise ValueError(bad_leaves("model.load_state_dict of a sharded model", [(leaf.path, here)], right))
-                state[prefix + name] = here
+                    raise ValueError(bad_leaves("model.load_state_dict of a sharded model", [(leaf.path, rows)], right))
+                state[prefix + name] = rows
 
     for module in model.modules():
         own = {n: leaves[id(p)] for n, p in dict.items(registered(module)[0]) if id(p) in leaves}

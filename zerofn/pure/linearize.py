@@ -367,8 +367,8 @@ class Blocks(Units):
         """Gradients of shards, averaged over the replicas of hybrid sharding too, in the dtype they accumulate in."""
         road = self.pipe.road
         later = () if self.pipe.road.late else tuple(stage for stage in road.after_update if stage.dtypes is None)
-        there = {leaf.path: grads[leaf.path] for leaf in self.pipe.layout.trainable if leaf.path in grads}
-        return road.pull(later, there, self.params)
+        ordered = {leaf.path: grads[leaf.path] for leaf in self.pipe.layout.trainable if leaf.path in grads}
+        return road.pull(later, ordered, self.params)
 
 
 def _plans(pipe: Pipeline) -> UnitPlans:

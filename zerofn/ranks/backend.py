@@ -223,10 +223,12 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 def axes_of_root(mesh: DeviceMesh) -> dict[str, list[int]]:
     """By name, the ranks along each axis through this rank, of the mesh that `mesh` was cut from."""
     root = root_of(mesh)
-    here, names = root.get_coordinate(), root.mesh_dim_names
-    if here is None or names is None:
+    coordinate, names = root.get_coordinate(), root.mesh_dim_names
+    if coordinate is None or names is None:
         return {}
-    return {name: root.mesh[(*here[:i], slice(None), *here[i + 1 :])].tolist() for i, name in enumerate(names)}
+    return {
+        name: root.mesh[(*coordinate[:i], slice(None), *coordinate[i + 1 :])].tolist() for i, name in enumerate(names)
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ RECORDED = explain(
 def available() -> list[str]:
     """The backends that this torch was built with."""
     asked = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available} if dist.is_available() else {}
-    return [name for name, there in asked.items() if there()]
+    return [name for name, is_available in asked.items() if is_available()]
 
 
 def collectives_begun(*but: Any) -> int:

@@ -135,9 +135,9 @@ class Work:
             while not self.work.is_completed():
                 if "timed out" not in str(error).lower():
                     raise error
-                if not announced and (here := presence()) is not None:
+                if not announced and (store := presence()) is not None:
                     mine = Waiting(self.what, self.group.pg.group_name, self.number, True, begun())
-                    _quietly(here.set_waiting, mine)
+                    _quietly(store.set_waiting, mine)
                 announced = True
                 before, reason = reason, self._why_endless()
                 # Only a second check with the same result counts: a message from another rank may be on its way.
@@ -150,15 +150,15 @@ class Work:
             # The collective may have ended between the time limit and the check. `wait` then raises its error, if any.
             self.work.wait()
         finally:
-            if announced and (here := presence()) is not None:
-                _quietly(here.clear_waiting)
+            if announced and (store := presence()) is not None:
+                _quietly(store.clear_waiting)
 
     def _why_endless(self) -> str:
         """Why this wait will not end; empty while it may."""
-        here = presence()
-        if here is None:
+        store = presence()
+        if store is None:
             return ""
-        ended = {r: how for r in self.group.ranks if (how := _quietly(here.how_ended, r))}
+        ended = {r: how for r in self.group.ranks if (how := _quietly(store.how_ended, r))}
         if failed := [str(r) for r, how in ended.items() if how == FAILED]:
             return (
                 f"this rank waits in {self.what} for rank {', '.join(failed)}, which {FAILED}: its own error says why"
@@ -172,7 +172,7 @@ class Work:
             )
         mine, channel = begun(), self.group.pg.group_name
         for rank in self.group.ranks:
-            other: Waiting | None = _quietly(here.waiting, rank) if rank != here.rank else None
+            other: Waiting | None = _quietly(store.waiting, rank) if rank != store.rank else None
             if other is None or not other.bound:
                 continue
             # Crossed: both are at the same number of one group, in different collectives, so neither can end rightly.

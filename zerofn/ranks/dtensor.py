@@ -210,9 +210,9 @@ def of_this_rank(x: Any, groups: Iterable[Group]) -> Tensor | str:
 
 def _is_open(mesh: DeviceMesh, dim: int) -> bool:
     """Whether the process group along a dimension of a mesh exists here, with the ranks of the mesh."""
-    here = mesh.get_coordinate()
-    assert here is not None
-    along = mesh.mesh[(*here[:dim], slice(None), *here[dim + 1 :])].tolist()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    along = mesh.mesh[(*coordinate[:dim], slice(None), *coordinate[dim + 1 :])].tolist()
     try:
         # The order counts: torch's `full_tensor()` is wrong over a mesh with its ranks in another order.
         return dist.get_process_group_ranks(mesh.get_group(dim)) == along

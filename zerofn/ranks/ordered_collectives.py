@@ -313,7 +313,7 @@ class Rounds:
             elif place == STEP:
                 if not meeting and min(resting.values())[0] == STEP:
                     self.rests = 0
-                    return [said[1 : 1 + len(numbers)] for said in resting.values()]
+                    return [entry[1 : 1 + len(numbers)] for entry in resting.values()]
             elif meeting or all(at == STEP or rests >= self.rests for at, rests, *_ in resting.values()):
                 # Other ranks may have come to a meeting, where they wait for this one.
                 self.promised.extend(promise)
@@ -348,7 +348,7 @@ class Rounds:
                 continue
             if len(set(meeting.values())) > 1:
                 return f"ranks {sorted(meeting)} have come to different ones"
-            at_step = sorted(rank for rank, said in resting.items() if said[0] == STEP)
+            at_step = sorted(rank for rank, entry in resting.items() if entry[0] == STEP)
             if at_step:
                 return f"ranks {sorted(meeting)} ask for it, and ranks {at_step} are at opt.step()"
             if not resting:
@@ -379,20 +379,20 @@ class Rounds:
         meeting: dict[int, int] = {}
         if rows[0] is rows[-1]:
             # All messages are equal, as nearly always: one loop less over the ranks.
-            k, u, first, second, *said = rows[0]
-            ranks, place = range(len(rows)), [u, *said]
+            k, u, first, second, *rest_numbers = rows[0]
+            ranks, place = range(len(rows)), [u, *rest_numbers]
             asked = {(k, u)} if k > REST else asked
             resting = dict.fromkeys(ranks, place) if k == REST else resting
             meeting = dict.fromkeys(ranks, u) if k == MEET else meeting
             rows = []
-        for i, (k, u, first, second, *said) in enumerate(rows):
-            together &= k == kind and (u == unit or kind == REST) and said[0] == rows[0][4]
+        for i, (k, u, first, second, *rest_numbers) in enumerate(rows):
+            together &= k == kind and (u == unit or kind == REST) and rest_numbers[0] == rows[0][4]
             alike[0] &= first == expected[0]
             alike[1] &= second == expected[1]
             if k > REST:
                 asked.add((k, u))
             elif k == REST:
-                resting[i] = [u, *said]
+                resting[i] = [u, *rest_numbers]
             elif k == MEET:
                 meeting[i] = u
         promise: Iterable[Asked] = ()

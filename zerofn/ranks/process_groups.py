@@ -122,8 +122,8 @@ class Presence:
 
     def how_ended(self, rank: int) -> str:
         """How a rank has ended that joins no more collectives; empty while it may."""
-        if said := self.read(f"finished/{rank}"):
-            return said
+        if how := self.read(f"finished/{rank}"):
+            return how
         process = self._process(rank)
         # A rank that finishes writes so before its process ends. So a process that ended without has failed.
         return FAILED if process is not None and _cpu_seconds(*process) is None else ""
@@ -745,11 +745,11 @@ def _meet_first() -> None:
 
 def _leave_first() -> None:
     """Delete what ranks wrote before their first group, which all of them have opened."""
-    here = registry.presence
-    if here is not None:
-        here.clear()
-        if here.rank == 0:
-            _delete(here, _every_rank(), here.calls[_channel(_every_rank())])
+    first = registry.presence
+    if first is not None:
+        first.clear()
+        if first.rank == 0:
+            _delete(first, _every_rank(), first.calls[_channel(_every_rank())])
 
 
 def _open(ranks: tuple[int, ...], device: torch.device, purpose: Hashable, name: str = "") -> Group | None:

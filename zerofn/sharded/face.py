@@ -302,8 +302,8 @@ class Face(DTensor):
             if is_whole(self):
                 return repr(mine)
             low, high = self.of.by.wire.span(self.of.leaf)
-            has = f"elements {low} to {high - 1}" if high > low else "none"
-            where = f"shape={tuple(self.shape)}, {self.placements[0]}, of which this rank has {has}"
+            mine_in_words = f"elements {low} to {high - 1}" if high > low else "none"
+            where = f"shape={tuple(self.shape)}, {self.placements[0]}, of which this rank has {mine_in_words}"
             return f"Face({self.of}, {where}:\n{mine!r})"
 
     def __deepcopy__(self, memo: dict) -> Any:

@@ -304,7 +304,7 @@ def check_alone(unit: list[Leaf], gs: tuple[Tensor | None, ...]) -> None:
     """Refuse cotangents that no collective can send: batches of `vmap`, and sparse tensors."""
     if all_plain(gs):
         return
-    there = {leaf.path: g for leaf, g in zip(unit, gs, strict=True) if g is not None}
-    if any(map(is_batch, there.values())):
+    present = {leaf.path: g for leaf, g in zip(unit, gs, strict=True) if g is not None}
+    if any(map(is_batch, present.values())):
         raise RuntimeError(BATCHED)
-    check_dense(there)
+    check_dense(present)

@@ -93,9 +93,9 @@ class RoundAgreement:
         work.wait()
         self.sent = None
         rows = as_rows(every, mine)
-        said = reduce(or_, {row[0] for row in rows})
-        self.allowed += said & MORE
-        return rows, bool(said & NOTICED)
+        bits = reduce(or_, {row[0] for row in rows})
+        self.allowed += bits & MORE
+        return rows, bool(bits & NOTICED)
 
 
 def _gather(numbers: list[int], control: Group) -> tuple[Any, Tensor, Tensor]:

@@ -258,10 +258,10 @@ def _read_all(
     try:
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(file, "pt")) for file in _files(Path(path))]
-            here = {name: file.get_slice(name) for file in files for name in file.keys() if only is None or only(name)}  # noqa: SIM118
-            names = _names(state, wanted, buffers, here, path)
-            leaves = {p: _read(here[name], wanted[p]) for p, name in names.items() if p in wanted}
-            others = {p: _read(here[name], buffers[p]) for p, name in names.items() if p in buffers}
+            rows = {name: file.get_slice(name) for file in files for name in file.keys() if only is None or only(name)}  # noqa: SIM118
+            names = _names(state, wanted, buffers, rows, path)
+            leaves = {p: _read(rows[name], wanted[p]) for p, name in names.items() if p in wanted}
+            others = {p: _read(rows[name], buffers[p]) for p, name in names.items() if p in buffers}
     except (ValueError, OSError) as error:
         failure = error
     except Exception as error:

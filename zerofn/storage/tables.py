@@ -176,9 +176,9 @@ def stations_table(pipe: Pipeline, world: int = 1) -> StationsTable:
         for handed in [station.handed[path]]
     ]
     mesh = next((spec.mesh for spec in pipe.stations[0].gives.values()), ())
-    there = pipe.road.specs[len(pipe.road.pulled)]
+    specs = pipe.road.specs[len(pipe.road.pulled)]
     dtypes = pipe.road.grad_dtypes
-    gradients = sum(there[p].numel * dtypes[p].itemsize for p in pipe.layout.trained)
+    gradients = sum(specs[p].numel * dtypes[p].itemsize for p in pipe.layout.trained)
     return StationsTable(tuple(rows), mesh, _zero(pipe), gradients, _sent(pipe), world, not unreduced(pipe))
 
 

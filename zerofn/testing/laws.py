@@ -137,8 +137,8 @@ def _window(run: _Run) -> str:
 def _parameters(run: _Run) -> str:
     if not run.t.facts.optimizes:
         return ""
-    here, there = run.last()[0], run.last(shift=SHIFT)[0]
-    moved = [(there[p].double() - x.double()).flatten() for p, x in here.items() if x.is_floating_point()]
+    unshifted, shifted = run.last()[0], run.last(shift=SHIFT)[0]
+    moved = [(shifted[p].double() - x.double()).flatten() for p, x in unshifted.items() if x.is_floating_point()]
     if not moved or not (all_of := torch.cat(moved)).numel() or all_of.mean() > SHIFT / 2:
         return ""
     return "optimizes=True says that it gives new parameters. Those would move with the old ones: it gives gradients."
@@ -299,7 +299,11 @@ def check_dtypes(tx: Transform, params: Tree, gradients: Sequence[Leaves], step_
 
 def _wrong_dtypes(says: Mapping[str, Spec], out: Leaves) -> dict[str, str]:
     dtypes = {path: (says[path].dtype, x.dtype) for path, x in out.items()}
-    return {path: f"in {got}, where its station says {said}" for path, (said, got) in dtypes.items() if said != got}
+    return {
+        path: f"in {got}, where its station says {expected}"
+        for path, (expected, got) in dtypes.items()
+        if expected != got
+    }
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -97,12 +97,12 @@ def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context
         raise _no_sum(squares, f"{tuple(total.shape)} {total.dtype}")
     total = total.to(squares)
     # A maximum over ranks may drop NaN, so NaN and infinity are sent as -1, which no sum of squares is.
-    here = total.detach().nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0)
+    comparable = total.detach().nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0)
     # The tolerance 1e-6 covers rounding to fp32, which may lose 2**-24 of the sum.
     least = squares.detach() * (1 - 1e-6)
-    here, least = ctx.on_host(here, least)
-    ctx.agreed(here, lambda most: _other_sums(float(here), float(most)))
-    ctx.check(here, lambda x: not 0 <= x < least, lambda: _no_sum(squares, f"{float(here):g}"))
+    comparable, least = ctx.on_host(comparable, least)
+    ctx.agreed(comparable, lambda most: _other_sums(float(comparable), float(most)))
+    ctx.check(comparable, lambda x: not 0 <= x < least, lambda: _no_sum(squares, f"{float(comparable):g}"))
     return total
 
 

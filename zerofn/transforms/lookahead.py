@@ -68,8 +68,8 @@ def lookahead(transform: Transform, sync_period: int = 5, slow_step_size: float 
                 old, due = state[AVERAGE][path], read[path] % sync_period == 0
                 # The result is chosen before anything is written: if Python cannot read the count, both are computed.
                 now = where(due, lambda old=old, x=x: towards(old, x, part), old)
-                there = where(due, lambda now=now, x=x: now.to(x.dtype), x)
-                back[path] = x if there is x else ctx.into(x, there.to(x.dtype, copy=there is now))
+                cast = where(due, lambda now=now, x=x: now.to(x.dtype), x)
+                back[path] = x if cast is x else ctx.into(x, cast.to(x.dtype, copy=cast is now))
                 slow[path] = old if now is old else ctx.into(old, now)
             return back, {**new, AVERAGE: slow, COUNT_OF_UPDATES: counts}
 

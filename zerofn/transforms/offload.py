@@ -118,10 +118,10 @@ def _on_host(plain: Transform, master_dtype: torch.dtype | None) -> Transform:
     inner, cpu = Conveyor.guarded(plain), torch.device("cpu")
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
-        here = {p: x if x.is_meta else x.to(cpu) for p, x in leaves.items()}
+        on_host = {p: x if x.is_meta else x.to(cpu) for p, x in leaves.items()}
         if master_dtype is None:
-            return inner.init_fn(here, layout)
-        wide = {p: x.to(master_dtype, copy=True) for p, x in here.items()}
+            return inner.init_fn(on_host, layout)
+        wide = {p: x.to(master_dtype, copy=True) for p, x in on_host.items()}
         return {**inner.init_fn(wide, layout), MASTERS: wide}
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):

@@ -62,8 +62,8 @@ def qk_clip(pairs: Sequence[tuple[str, str]], heads: int, threshold: float = 100
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         shapes = {leaf.path: tuple(leaf.shape) for leaf in layout.leaves}
-        there = {path.rpartition(".")[0] for path in shapes}
-        bad = [(name, "no module of this name has a parameter") for name in places if name not in there]
+        modules = {path.rpartition(".")[0] for path in shapes}
+        bad = [(name, "no module of this name has a parameter") for name in places if name not in modules]
         for path, shape in shapes.items():
             if path.rpartition(".")[0] in places and (not shape or shape[0] % heads):
                 bad.append((path, f"of shape {shape}, whose rows are not those of {heads} heads"))

@@ -140,9 +140,9 @@ def _added(rows: Leaves, groups: Mapping[str, list[str]], count: int, device: to
     """The sums of each group, concatenated; zeros for a group without elements on this rank."""
     found = []
     for paths in groups.values():
-        here = [rows[path].to(device) for path in paths if path in rows and rows[path].numel()]
+        own = [rows[path].to(device) for path in paths if path in rows and rows[path].numel()]
         wide = torch.float32 if device.type == "mps" else torch.float64
-        found.append(torch.stack(here).sum(0) if here else torch.zeros(count, dtype=wide, device=device))
+        found.append(torch.stack(own).sum(0) if own else torch.zeros(count, dtype=wide, device=device))
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=device)
 
 
@@ -171,8 +171,8 @@ def _called(
     try:
         found = fn(*given, **named)
     except Exception as error:
-        told = f"tensors of shape {tuple(given[0].shape)}" if given else f"the sums {', '.join(named)}"
-        wrong = f"watch({what}=...): {what} of {told} raised {type(error).__name__}: {error}"
+        arguments = f"tensors of shape {tuple(given[0].shape)}" if given else f"the sums {', '.join(named)}"
+        wrong = f"watch({what}=...): {what} of {arguments} raised {type(error).__name__}: {error}"
         why = "fn is called with (old, new), a leaf or a flat shard of it; then is called with the sums of fn by name"
         raise ValueError(explain(wrong, why, RIGHT)) from error
     return _checked(found, None, what)
@@ -186,8 +186,8 @@ def _checked(found: Any, names: tuple[str, ...] | None, what: str) -> Mapping[st
     for name, x in found.items():
         plain = isinstance(x, int | float | LeafSums)
         if not (x.ndim == 0 and not x.is_complex() if isinstance(x, Tensor) else plain):
-            told = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else repr(x)
-            raise TypeError(explain(f"watch({what}=...): {what} returned {told} for {name!r}", why, RIGHT))
+            shown = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else repr(x)
+            raise TypeError(explain(f"watch({what}=...): {what} returned {shown} for {name!r}", why, RIGHT))
     if names is None:
         return found
     if set(found) != set(names):
