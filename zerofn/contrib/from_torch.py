@@ -43,12 +43,12 @@ def from_torch(
 ) -> Transform:
     """Use a class of `torch.optim` as a transform: `zf.from_torch(torch.optim.NAdam, lr=2e-3)`.
 
-    For classes whose update is elementwise: it computes each element from that element's gradient, parameter and state
-    alone. In torch these are `NAdam`, `RAdam`, `Adagrad`, `Adadelta`, `Adamax`, `RMSprop`, `Rprop`, `ASGD`, `SGD`,
-    `Adam` and `AdamW`. At every ZeRO stage the class gets this rank's shards.
+    The update of the class must be elementwise: it computes each element from this element's gradient, parameter and
+    state alone. The classes of torch with such an update are `NAdam`, `RAdam`, `Adagrad`, `Adadelta`, `Adamax`,
+    `RMSprop`, `Rprop`, `ASGD`, `SGD`, `Adam` and `AdamW`. At every ZeRO stage the class gets this rank's shards.
 
-    State entries have the class's names, so `opt.load_state_dict` takes a checkpoint of the class. Before a leaf's
-    first update they are zero.
+    State entries have the class's names, so `opt.load_state_dict` takes a checkpoint of the class. Before the first
+    update of a leaf its entries are zero.
 
     In each step an optimizer of the class is made for one bucket of leaves, and its `step` is called in the
     single-tensor form. That costs a copy of a bucket of gradients, about 4 MB. The class writes in place, so its step

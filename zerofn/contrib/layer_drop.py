@@ -16,10 +16,10 @@ _STREAM = 78
 def layer_drop(blocks: Any, schedule: Callable[..., Any], *, step: Any = None, seed: int = 0) -> Any:
     """Skip blocks at random in each step, deeper ones more often (progressive layer drop, Zhang & He, 2020).
 
-    Block `i` of `L` is kept with probability `p = schedule(step, i / L)`, counting `i` from 1. A kept block returns
-    `x + (block(x) - x) / p`, so that the expected change of `x` is that without drops. A skipped block returns `x`: it
-    is not run, and under `shard` not gathered. Draws depend on seed, step and block alone, so they are the same on all
-    ranks, in a recomputation by activation checkpointing, and after a resumed run.
+    Block `i` of `L` is kept with probability `p = schedule(step, i / L)`, counting `i` from 1. A kept block returns `x
+    + (block(x) - x) / p`, so that the expected change of `x` is the change without drops. A skipped block is not run,
+    and under `shard` not gathered: it returns `x`. Draws depend on seed, step and block alone, so they are the same on
+    all ranks, in a recomputation by activation checkpointing, and after a resumed run.
 
     Args:
         blocks: functions `x -> x`, called one after the other; or a module, attached or not, whose outermost

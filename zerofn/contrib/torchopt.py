@@ -14,10 +14,10 @@ Tree = Any
 def as_torchopt(tx: Transform) -> Any:
     """A transform, or a chain, as a `torchopt.base.GradientTransformation`.
 
-    For `torchopt.chain`, `torchopt.FuncOptimizer`, `torchopt.Optimizer`, `torchopt.MetaOptimizer` and
-    `posteriors.vi.diag`. Its `update` returns what to add to the parameters: zeros while `accumulate` holds them back.
-    It writes none of its arguments, whatever `inplace` is, and can be differentiated. For the other direction, a chain
-    takes torchopt's transformations as they are, or `zf.guest(torchopt.adam(1e-3))`.
+    It can be passed to `torchopt.chain`, `torchopt.FuncOptimizer`, `torchopt.Optimizer`, `torchopt.MetaOptimizer` and
+    `posteriors.vi.diag`. Its `update` returns what to add to the parameters: zeros while `accumulate` holds gradients
+    back. `update` writes into none of its arguments, whatever `inplace` is, and can be differentiated. For the other
+    direction, a chain takes a transformation of torchopt itself, or `zf.guest(torchopt.adam(1e-3))`.
 
     Args:
         tx: transforms of gradients only: not `shard`, `precision` or `scale_loss`, which change what the model sees.

@@ -26,8 +26,8 @@ from .view import no_view
 def chain(*transforms: Transform | GradientTransformation) -> Transform:
     """Compose transforms, in the order in which a gradient passes from the model to storage.
 
-    Associative: a chain inside a chain is the same as its members. An order without meaning is refused here. Members
-    with the same name get a number, so that each has a state of its own: members of inner chains are numbered anew, and
+    A chain inside a chain is equal to its members in its place. `chain` refuses an order that has no meaning. Members
+    of equal names get a number, so that each has a state of its own. Members of inner chains are numbered again, and
     names given by `named` stay.
 
     Args:
@@ -36,7 +36,7 @@ def chain(*transforms: Transform | GradientTransformation) -> Transform:
 
     Raises:
         TypeError: an argument is not a transform.
-        ValueError: the order has no meaning; names both transforms, the reason and a right order.
+        ValueError: the order has no meaning. The error names both transforms, the reason and a right order.
 
     Examples:
         >>> import zerofn as zf
@@ -150,11 +150,11 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
     """Give each leaf to the transform of its label.
 
     Args:
-        transforms: label to transform, or chain. `None` leaves the leaves of that label alone: among
-            optimizers it freezes them; among transforms of gradients their gradients pass by unchanged, to
-            an optimizer that trains them.
-        labels: a function `path -> label`, or a tree of labels that may stop above the leaves. A label is a str, a
-            number, a member of an Enum, a tuple of these, `None`: what hashes. In names of metrics and states it is
+        transforms: a dict from label to transform, or chain. `None` does not change the leaves of this label. Among
+            optimizers `None` freezes these leaves. Among transforms of gradients it passes their gradients on
+            unchanged.
+        labels: a function `path -> label`, or a tree of labels that may stop above the leaves. A label is hashable: a
+            str, a number, a member of an Enum, a tuple of these, or `None`. Names of metrics and states contain
             `str(label)`.
 
     Raises:

@@ -58,17 +58,18 @@ def check_guest(t: Any, where: str, right: str) -> None:
 def guest(transformation: GradientTransformation, needs: str = "tree") -> Transform:
     """A transformation of another library, such as torchopt's. A chain takes one without this call too.
 
-    It gets the tree as a dict from path to tensor. If it ends a chain without an optimizer, its result is added to the
-    parameters. If it keeps state of shards in lists, as torchopt does, these are each rank's own: `opt.state_dict()`
-    keeps them for the same number of ranks, and `zf.save`, which is for any number, refuses them.
+    The transformation gets the tree as a dict from path to tensor. If it ends a chain that has no optimizer, its result
+    is added to the parameters. If the transformation keeps the state of shards in lists, as torchopt does, each rank
+    has its own lists. `opt.state_dict()` keeps such lists, for the same number of ranks. `zf.save` refuses them,
+    because a checkpoint is for any number of ranks.
 
     Args:
         transformation: an object with `init(params)` and `update(updates, state, params)`.
-        needs: how much of the tree an update must see to be right. `"element"`: element i of the result depends
-            only on element i of gradient, parameter and state, as in Adam. Then under `shard` and `reduce_scatter`
-            it gets flat shards of leaves, some of them empty. Otherwise (`"row"`, `"leaf"`, `"tree"`: a norm, a
-            trust ratio, a matrix product) it is refused there on more than one rank. On one rank, and under
-            `all_reduce` on any number, it is right.
+        needs: how much of the tree an update must see to be right. `"element"`: element i of the result depends only on
+            element i of gradient, parameter and state, as in Adam. Then under `shard` and `reduce_scatter` it gets flat
+            shards of leaves, some of them empty. With another `needs` (`"row"`, `"leaf"`, `"tree"`: a norm, a trust
+            ratio, a matrix product) zerofn refuses the transformation under `shard` and `reduce_scatter` on several
+            ranks. It works on one rank, and under `all_reduce` on any number of ranks.
 
     Raises:
         TypeError: no such object, or its `update` takes other arguments. Its state has tensors in an object that is no

@@ -180,17 +180,17 @@ def materialize(
 ) -> Optimizer:
     """`zf.attach` for a model on the meta device: makes it leaf by leaf. Under `shard` each rank keeps its shards.
 
-    So a model may be larger than the memory of any rank: meanwhile a rank holds its shards and one full leaf. Random
-    numbers depend on `seed` and path alone: they are the same on any number of ranks, and the same as those of
+    So a model may be larger than the memory of any rank: a rank holds at most its shards and one full leaf. Random
+    numbers depend on `seed` and path alone. So they are equal on any number of ranks, and equal to those of
     `zf.init(tx, params, init=init)`. They differ between kinds of device.
 
     Args:
         model: made by `with torch.device("meta"): model = Model()`. Tensors on other devices stay as they are.
         tx: as for `zf.attach`.
         init: `init(path, x)` writes the first values of a parameter or buffer into `x`, which has its shape and dtype.
-            By default the modules' own `reset_parameters` are called, as their constructors do. A rank then holds its
-            shards and one such module, with all modules below it, at a time. A tied parameter is made by the module
-            where it comes first.
+            By default the modules' own `reset_parameters` are called, as their constructors do. Then a rank holds its
+            shards and one such module, with its submodules, at a time. The first module that has a tied parameter makes
+            this parameter.
         seed: of the random numbers. torch's generators are seeded by it and the path, for each leaf or module, and
             restored afterwards.
         device: the model's new device; by default torch's default device.

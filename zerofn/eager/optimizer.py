@@ -477,21 +477,22 @@ def attach(
 ) -> Optimizer:
     """Attach a pipeline to a model that is trained by `loss.backward()`.
 
-    The model stays the same object and is called as before. Any backward of PyTorch's own is right, on any output, any
-    number of times. Gradients are true: no loss scale shows in `p.grad`, in an input's, or in a second derivative.
+    The model stays the same object, and you call it as before. Every backward of PyTorch works, on any output, any
+    number of times. Gradients do not contain a loss scale: neither `p.grad`, nor the gradient of an input, nor a second
+    derivative.
 
     Args:
         model: its parameters become the stored ones, in `precision`'s `store_dtype`.
         tx: a transform, or a chain, with an optimizer in it.
-        in_backward: update each leaf as soon as its gradient has arrived, and free the gradient, so that
-            the gradients of all leaves never exist at once. `step()` then only closes the step. It needs a
-            pipeline that treats leaves alone (groups of `partition` and `masked` too), and one backward per step.
-        hold_frozen: make states for parameters that are frozen now, too, as `torch.optim` does, so that they can be
-            unfrozen later. Without it they cost no memory, and stay frozen.
-        check: make in every step the checks that otherwise the first steps make, for a program that changes as it runs.
-            Under `scale_loss` the graph of every backward, and not of the first ten, is searched for tensors that left
-            the model otherwise than by its return. The addresses of what transforms of one's own return are compared
-            in every step, and not in the first three.
+        in_backward: update each leaf as soon as backward has computed its gradient, and free the gradient, so that the
+            gradients of all leaves never exist at once. `step()` then only ends the step. The chain must treat each
+            leaf independently of the others, and each step must have one backward.
+        hold_frozen: also make states for parameters that are frozen now, as `torch.optim` does, so that you can
+            unfreeze them later. By default frozen parameters have no state, and stay frozen.
+        check: make the checks of the first steps in every step, for a program that changes as it runs. Under
+            `scale_loss` zerofn searches the graphs of the first ten backwards for tensors that left the model otherwise
+            than by `return`, and with `check` the graph of every backward. zerofn compares the memory addresses of the
+            results of your own transforms in the first three steps, and with `check` in every step.
         capturable: let `opt.step()` be captured in a CUDA graph, as in `torch.optim`: counts of updates, rates of
             schedules and scales are kept on the device, and each replay is a step. See docs/how-to/cuda-graphs.md.
 
@@ -509,20 +510,20 @@ def attach(
     `zero_grad()`       `None`, or zeros with `set_to_none=False`
     ==================  =======================================================================
 
-    Under `shard` on several ranks a parameter and its gradient are DTensors, `Shard(0)` in torch's chunks of rows, and
-    the model has other parameter objects until `opt.detach()`, as after `fully_shard`: take them from the model. A
-    computation with them, inside the model or outside, gathers the full tensor on every rank: `p.grad.norm()`,
-    `loss + model.head.weight.norm()`. A write into them keeps this rank's rows. torch's functions that clip gradients
-    raise if `p.grad` is not the full gradient. Gradients of a block may be views of one buffer: keeping one of them
-    longer than a step keeps the memory of all, unless it is a clone.
+    Under `shard` on several ranks a parameter and its gradient are DTensors with the placement `Shard(0)`. As after
+    `fully_shard`, the model has other parameter objects until `opt.detach()`: take them from the model. A computation
+    with them, inside the model or outside, gathers the full tensor on every rank: `p.grad.norm()`, `loss +
+    model.head.weight.norm()`. A write into them keeps this rank's rows. torch's functions that clip gradients raise if
+    `p.grad` is not the full gradient. Gradients of a block may be views of one buffer. To keep one gradient longer than
+    a step, clone it: otherwise the memory of all of them is kept.
 
     Between steps `p.requires_grad_(False)` freezes a parameter that has a state, and `p.requires_grad_(True)` unfreezes
     it. All ranks must do the same. A frozen parameter keeps its value, its state and its count of updates.
 
-    A hook on a parameter gets the value for `p.grad`: under `shard` this rank's shard of the mean, as under FSDP2, else
-    the gradient of this rank. A linear hook makes the same step in both cases; one that is not linear (a clamp) does
-    not. Where `p.grad` has no numbers after backward, since the gradient has left to be reduced or used, call
-    `p.register_post_accumulate_grad_hook` before `attach`.
+    A hook on a parameter gets the value for `p.grad`: under `shard` this rank's shard of the mean gradient, as under
+    FSDP2, otherwise the gradient of this rank. So a linear hook makes the same step with and without `shard`, and a
+    hook that is not linear (a clamp) does not. If `p.grad` has no values after backward, because a reduction or an
+    update has taken them, call `p.register_post_accumulate_grad_hook` before `attach`.
 
     Raises:
         TypeError: `model` is no module.

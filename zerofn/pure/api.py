@@ -151,13 +151,13 @@ def init(
     Args:
         tx: a transform or chain that contains an optimizer.
         params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses registered with
-            optree (globally or in the namespace ``"zerofn"``). A tensor at several places is tied: one parameter,
-            updated once. Meta tensors give a state of meta tensors.
+            optree (globally or in the namespace ``"zerofn"``). A tensor at several places of the tree is one tied
+            parameter, which is updated once. From meta tensors `init` makes a state of meta tensors.
         create_graph: whether autograd records the state as a function of `params`. Inside of torch.func it always is.
         init: `init(path, x)` writes the first values of a meta tensor into `x`, which has its shape and dtype. Leaves
             are made one at a time, and each rank keeps its shard, so the peak of memory is a state and one leaf. For
-            each leaf torch's generators are seeded by `seed` and the path (and restored), so that values are the same
-            on any number of ranks. Another kind of device draws other values.
+            each leaf zerofn seeds torch's generators by `seed` and the path, and restores them afterwards. So the
+            values are equal on any number of ranks. On another kind of device the values differ.
         seed: of the draws of `init`.
         device: where `init` writes and the state lives; by default torch's default device.
 
@@ -221,8 +221,8 @@ def _own(x: Tensor) -> Tensor:
 def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
     """The full parameters as a tree, in the structure they were given in and in the stored dtype.
 
-    With a view of your own, they are what the model sees, while `state.params` is what is stored. All ranks call it:
-    shards are gathered.
+    With a view of your own, these are the parameters that the model sees, and `state.params` are the stored ones. Every
+    rank must call `full_params`, because it gathers shards.
 
     Args:
         tx: the pipeline.
@@ -289,8 +289,8 @@ def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
 def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., Any]:
     """`fn` as a function of *stored* parameters, which any torch.func transform can differentiate.
 
-    Derivatives are true to any order: unscaled, reduced over ranks, in the stored layout. A vector for a
-    Hessian-vector product is sharded as the parameters are.
+    Derivatives of any order contain no loss scale, are reduced over ranks, and have the shapes of the stored
+    parameters. A vector for a Hessian-vector product is sharded as the parameters are.
 
     Args:
         fn: `fn(params, *inputs)` on full parameters as the model sees them (gathered, in the compute dtype), in the
@@ -300,8 +300,8 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
 
     Returns:
         `fn_stored(stored_params, *inputs)`, for `state.params` or any tree of its structure and shapes. With a loss
-        scale or an `output_dtype` its outputs are copies: if `fn` returns both `h` and a `y` computed from `h`, the
-        gradient of the returned `y` does not pass the returned `h`.
+        scale or an `output_dtype` its outputs are copies. So if `fn` returns `h` and a `y` that is computed from `h`,
+        the returned `y` has no derivative by the returned `h`.
 
     Raises:
         TypeError: `fn` cannot be called, or inputs are given by keyword.
@@ -520,9 +520,9 @@ def lost_graphs(pipe: Pipeline, record: bool, create_graph: bool | None, weight:
 
 @kept_out_of_graphs(RESOLVES, "zf.gather(tx, state, tree), outside of what is compiled")
 def gather(tx: Transform, state: State, tree: Tree) -> Tree:
-    """Unshard a tree that is laid out as `state.params`: gradients of a bound function, moments, a vector.
+    """Unshard a tree that is sharded as `state.params` is: gradients of a function of `zf.bind`, moments, a vector.
 
-    It cannot be differentiated. All ranks call it.
+    `gather` has no derivative. Every rank must call it.
 
     Args:
         tx: the pipeline.

@@ -268,9 +268,9 @@ def launch(
     A single rank is a process of its own too. Output of ranks goes where this process prints. `atexit` handlers do not
     run in ranks, as in `multiprocessing`.
 
-    However the call ends, also after an interrupt or a kill of this process, all ranks have ended, and so have the
-    processes that they started, even in sessions of their own. (Outside of Linux, processes that have left their rank's
-    process group stay.)
+    When the call ends, also by an interrupt or a kill of this process, all ranks have ended. The processes that ranks
+    started have ended too, even those in sessions of their own. (Outside of Linux, processes that have left their
+    rank's process group stay.)
 
     Args:
         fn: a function of a module, which is sent by name; or, if `cloudpickle` is installed, a function of a script, a

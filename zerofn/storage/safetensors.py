@@ -42,13 +42,14 @@ def export_safetensors(
 ) -> None:
     """Write the full model under its own names, in the dtype in which it is stored, in the `safetensors` format.
 
-    Numbers are those of `zf.full_params`: what the model computes with, before any cast. With a view of your own they
-    may differ from the stored numbers (weights on a grid), which `zf.save` keeps. fp32 masters are written unchanged.
+    The numbers are those of `zf.full_params`: what the model computes with, before any cast. With a view of your own
+    they may differ from the stored numbers (for example weights on a grid); `zf.save` keeps the stored numbers. fp32
+    masters are written unchanged.
 
-    Of tied names the first is written. The metadata maps each other name to the one that it is tied to, and
+    Of tied parameters only the first name is written. The metadata maps each other name to this first name, and
     `safetensors.torch.load_model` ties them again. The file appears in one step when it is complete; a process that is
-    killed before leaves a hidden one beside it, `.model.safetensors.<12 digits>.tmp`.
-    Buffers of a module, such as running means, are no parameters and not in a state.
+    killed before leaves a hidden one beside it, `.model.safetensors.<12 digits>.tmp`. Buffers of a module, such as
+    running means, are not written: they are not parameters.
 
     With a sharded state every rank must call it. The first rank writes, and needs memory for the whole model.
 

@@ -490,9 +490,9 @@ def _shape(shape: tuple[int, ...]) -> str:
 def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int = 0) -> Table:
     """The table of a state before anything is allocated, exactly as `describe` will show it, and its `road`.
 
-    The road, printed below the table, shows the stations of the chain: behind each transform the dtype of gradients,
-    their placement along each mesh axis, and the factors that scale them; the ZeRO stage; the bytes of gradients that
-    this rank keeps until a step, and the bytes that it sends for one. For a transform of your own it shows what its
+    The road, printed below the table, shows after each transform the dtype of gradients, their placement along each
+    mesh axis, and the loss scales that they contain. It also shows the ZeRO stage, the bytes of gradients that this
+    rank keeps until a step, and the bytes that this rank sends in a step. For a transform of your own it shows what its
     `through` and its view say.
 
     Args:

@@ -37,9 +37,9 @@ from ..extend import (
 def accumulate(every: int, weighted: bool = False) -> Transform:
     """Average the gradients of `every` micro-steps, and update at the last of them.
 
-    `g = (g_1 + ... + g_n) / n`, where `n` is the number of micro-steps that arrived; so closing a window early with
-    `opt.set_boundary(True)` also gives the true mean. The first `every - 1` micro-steps are held: no transform after
-    this one runs. Do not divide the loss by the number of micro-batches yourself; `scale_loss` does not either.
+    `g = (g_1 + ... + g_n) / n`, where `n` is the number of micro-steps whose gradients were added. So an early update
+    by `opt.set_boundary(True)` also gets the true mean. In the first `every - 1` micro-steps no transform after this
+    one runs. Do not divide the loss by the number of micro-batches.
 
     `accumulate(1)` is the identity and has no buffer. The buffer has the gradient's dtype: write
     `precision(grad_dtype=torch.float32)` before it to sum in fp32.

@@ -28,7 +28,7 @@ def adabelief(
     eps: float = 1e-16,
     weight_decay: float = 0.0,
 ) -> Transform:
-    """AdaBelief (Zhuang et al., 2020, algorithm 2): large steps where gradients are as their average foretells.
+    """AdaBelief (Zhuang et al., 2020, algorithm 2): larger steps where a gradient is close to its running average.
 
     `m = b1 m + (1 - b1) g`; `s = b2 s + (1 - b2) (g - m)^2 + eps`; `p *= 1 - lr * weight_decay`; `p -= lr / (1 - b1^t)
     * m / (sqrt(s / (1 - b2^t)) + eps)`. The moments have the stored dtype of the parameters.

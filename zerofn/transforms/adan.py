@@ -37,7 +37,7 @@ def adan(
 
     `d = g - g_before`, 0 at first; `m = b1 m + (1 - b1) g`; `w = b2 w + (1 - b2) d`; `n = b3 n + (1 - b3) (g + b2
     d)^2`; `u = (m / (1 - b1^t) + b2 w / (1 - b2^t)) / (sqrt(n / (1 - b3^t)) + eps)`; `p = (p - lr * u) / (1 + lr *
-    weight_decay)`. The state has four tensors of a leaf, in the stored dtype of the parameters.
+    weight_decay)`. The state has four tensors for each leaf, in the stored dtype of the parameters.
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).

@@ -34,13 +34,14 @@ COUNT_OF_CALLS = "apply_if_count"
 def apply_if(transform: Transform, fn: Callable[[Any], Any]) -> Transform:
     """Apply a transform in the updates in which `fn(step)` is true.
 
-    In the others gradients pass unchanged, parameters of an optimizer stay, and the state of the transform stays.
-    Metrics are those of the transform in any case.
+    In the other updates gradients pass unchanged, an optimizer does not change parameters, and the state of the
+    transform does not change. The metrics of the transform are reported in every update.
 
     Args:
-        transform: of gradients, or an optimizer; no chain, and nothing that holds gradients back or has a view.
-        fn: of the number of updates before this one, 0 at first. It returns a bool; in a compiled graph and under
-            `torch.func.vmap` the number is a 0-d tensor, and so is the result.
+        transform: a transform of gradients, or an optimizer. It must not be a chain, hold gradients back, or have a
+            view.
+        fn: gets the number of updates before this one (0 at first), and returns a bool. In a compiled graph and under
+            `torch.func.vmap` the number and the result are 0-d tensors.
 
     Raises:
         TypeError: `fn` cannot be called; at an update, it returned no bool.

@@ -35,8 +35,8 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
 
     `g * min(1, max_norm / (norm + 1e-6))`, the formula of `torch.nn.utils.clip_grad_norm_`. The norm is that of the
     true gradient over all leaves and all ranks. The metric `grad_norm` shows it before clipping; with several clips in
-    a chain it is the first clip's. A NaN or infinite norm makes every gradient NaN or zero, as in torch: put
-    `scale_loss` or `skip_nonfinite` before the clip to skip such steps.
+    a chain `grad_norm` is the norm before the first clip. A NaN or infinite norm makes every gradient NaN or zero, as
+    in torch: put `scale_loss` or `skip_nonfinite` before the clip to skip such steps.
 
     Args:
         max_norm: positive.

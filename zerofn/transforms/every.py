@@ -47,16 +47,16 @@ WIRES = (torch.bfloat16, torch.float16, torch.float32)
 def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | str | None = None) -> Transform:
     """Run an outer optimizer once in so many updates, on the mean over ranks of what these have changed (DiLoCo).
 
-    It stands behind the optimizer, whose updates are local to each rank, or group of ranks, along `mesh`. After each
-    `updates` of them `d = mean over ranks of (anchor - p)`, `anchor = outer(anchor, d)` and `p = anchor` (Douillard et
-    al., 2023, algorithm 1, with `outer=sgd(0.7, momentum=0.9, nesterov=True)`). The state of the optimizer goes on. The
-    anchor starts as the parameters, which are equal on all ranks, and is kept in fp32 or wider.
+    Put it after the optimizer, whose updates are local to each rank, or to each group of ranks along `mesh`. After
+    every `updates` updates `d = mean over ranks of (anchor - p)`, `anchor = outer(anchor, d)` and `p = anchor`
+    (Douillard et al., 2023, algorithm 1, with `outer=sgd(0.7, momentum=0.9, nesterov=True)`). The state of the
+    optimizer goes on. The anchor starts as the parameters, which are equal on all ranks, and is kept in fp32 or wider.
 
-    In between nothing is sent along `mesh`. Then each rank sends what it has stored of the parameters, in one
-    all-reduce for each 32 MiB.
+    Between two outer updates nothing is sent along `mesh`. In an outer update each rank sends its stored parameters (or
+    its shards), in one all-reduce for each 32 MiB.
 
     Args:
-        updates: of the optimizer, for one of the outer one.
+        updates: the number of updates of the optimizer for one update of `outer`.
         outer: an optimizer that treats elements alone.
         mesh: a one-dimensional `DeviceMesh` along which gradients are not reduced; by default all ranks.
         wire: the dtype in which differences are sent; by default the anchor's. With `"int8"` they are sent as codes of

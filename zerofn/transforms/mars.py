@@ -13,11 +13,12 @@ from ..extend import LeafStep, Transform, check_number, direction, like, plus, t
 
 @transform
 def mars(gamma: float = 0.025, beta1: float = 0.95) -> Transform:
-    """Variance reduction as in MARS (Yuan et al., 2024), by the gradient before in place of a second one.
+    """Variance reduction as in MARS (Yuan et al., 2024), by the previous gradient instead of a second gradient.
 
-    `c = g + gamma * beta1 / (1 - beta1) * (g - g_before)`, where `g_before` is `g` at first; `c /= max(1, norm(c))`, by
-    the norm of the whole leaf. MARS-AdamW is `chain(mars(), adamw(3e-3, betas=(0.95, 0.99)))`. Where leaves are
-    sharded, ranks send one number for each leaf. The gradient before is kept in the stored dtype of the parameters.
+    `c = g + gamma * beta1 / (1 - beta1) * (g - g_before)`, where `g_before` is the gradient of the previous update (in
+    the first update `g`); `c /= max(1, norm(c))`, by the norm of the whole leaf. MARS-AdamW is `chain(mars(),
+    adamw(3e-3, betas=(0.95, 0.99)))`. Where leaves are sharded, ranks send one number for each leaf. The previous
+    gradient is kept in the stored dtype of the parameters.
 
     Args:
         gamma: how much of the change is added.

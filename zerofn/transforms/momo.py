@@ -31,8 +31,8 @@ def scale_by_momo(beta: float = 0.9, lower_bound: float = 0.0, max_learning_rate
     models of all losses so far, at the parameters `p`. The result is `d` times `max(f - lower_bound + <d, p> - c, 0) /
     norm(d)^2`, or times `max_learning_rate`, if that is less.
 
-    `chain(scale_by_momo(), sgd(1.0))` is the authors' MoMo. The loss is that of the step: its mean over ranks, and over
-    the window behind `accumulate`. A step of `zf.make_step` knows it. Otherwise write `opt.backward(loss)`,
+    `chain(scale_by_momo(), sgd(1.0))` is the authors' MoMo. The loss is the mean over ranks and over the micro-batches
+    of `accumulate`. A step of `zf.make_step` passes its own loss. Otherwise write `opt.backward(loss)`,
     `opt.step(loss=loss)` or `zf.update(tx, grads, state, loss=loss)`. `d` is kept in fp32 or wider.
 
     Args:

@@ -55,14 +55,14 @@ def muon(
 
     `m += (1 - momentum) * (g - m)`; `u = g + momentum * (m - g) if nesterov else m`; `x = u / norm(u)`; then `steps`
     times `x = a x + (b y + c y y) x` with `y = x x^T` and (a, b, c) = (3.4445, -4.7750, 2.0315); finally `p *= 1 - lr *
-    weight_decay`, `p -= lr * sqrt(max(1, rows / columns)) * x`. The same as `torch.optim.Muon`, except for `dtype`.
-    Moonlight's (Liu et al., 2025) is `adjust_lr_fn="match_rms_adamw"`, for rates and decays of AdamW: `p -= lr * 0.2 *
-    sqrt(max(rows, columns)) * x`.
+    weight_decay`, `p -= lr * sqrt(max(1, rows / columns)) * x`. This is `torch.optim.Muon`, except for `dtype`. The
+    Muon of Moonlight (Liu et al., 2025), for learning rates and decays of AdamW, is `adjust_lr_fn="match_rms_adamw"`:
+    `p -= lr * 0.2 * sqrt(max(rows, columns)) * x`.
 
-    It is for matrices, and for stacks of matrices such as the experts of a layer, (experts, rows, columns): each is
-    treated as a leaf of its own. Give other leaves another optimizer by `zf.partition`. It needs whole leaves
-    (`needs="leaf"`): a sharded leaf is gathered on one rank, its owner, and computed once. Under `all_reduce` every
-    rank computes all leaves.
+    `muon` updates matrices, and stacks of matrices such as the experts of a layer, (experts, rows, columns). Each
+    matrix of a stack is treated as a leaf of its own. Give other leaves another optimizer by `zf.partition`. It needs
+    whole leaves (`needs="leaf"`): a sharded leaf is gathered on one rank, its owner, and computed once. Under
+    `all_reduce` every rank computes all leaves.
 
     Args:
         lr: a non-negative number, or a function of the optimizer step (0 before the first update).
@@ -72,7 +72,7 @@ def muon(
         weight_decay: decoupled from the gradient, multiplied by `lr`.
         dtype: of the iteration; by default the gradient's. The paper and torch use bfloat16, which is fast on a GPU.
         ns_coefficients: (a, b, c).
-        adjust_lr_fn: `"original"`, or `"match_rms_adamw"`, by which an update is as large as one of AdamW.
+        adjust_lr_fn: `"original"`, or `"match_rms_adamw"`, which makes an update as large as an update of AdamW.
 
     Raises:
         ValueError: an argument is out of range; when the state is made, a leaf is neither a matrix nor a stack of

@@ -39,24 +39,24 @@ def offload(
 ) -> Transform:
     """Keep a transform's state on another device, and bring it to the parameters bucket by bucket.
 
-    The arithmetic still runs where the parameters are, so the numbers do not change. If the parameters are on a GPU,
-    host memory is pinned, and while one bucket is updated the next arrives and the last one leaves; with `attach(...,
-    in_backward=True)` that happens during backward. The host waits for none of them: `opt.state`, `state.transforms`
-    and a save wait when they are asked for, so ask anew after each step. If the parameters are already on `device`,
-    nothing is moved and nothing allocated. The state of an optimizer of another library (`zf.guest`) sees the whole
-    tree, and is brought all at once.
+    The arithmetic still runs on the device of the parameters, so the numbers do not change. If the parameters are on a
+    GPU, host memory is pinned. While the GPU updates one bucket, the next bucket is copied to the GPU and the last
+    bucket is copied back; with `attach(..., in_backward=True)` this happens during backward. The host does not wait for
+    these copies in a step. `opt.state`, `state.transforms` and a save wait for them when you ask, so ask again after
+    each step. If the parameters are already on `device`, nothing is moved and nothing allocated. The state of another
+    library's optimizer (`zf.guest`) is copied all at once.
 
     With `compute="host"` optimizers run on the host, as in ZeRO-Offload (Ren et al., 2021): gradients go there bucket
-    by bucket, and new parameters come back. The host waits for each bucket, and the bus carries fewer bytes: of a bf16
-    parameter 6, and not 16 or 32. Clipping before it still runs on the device.
+    by bucket, and new parameters come back. The host waits for each bucket. For each bf16 parameter 6 bytes are copied
+    instead of 16 or 32. A clip before `offload` in the chain still runs on the device.
 
     Args:
         transform: an optimizer, an `accumulate`, an `ema`, or a chain of such.
         device: where the state lives; `"cuda"` is any GPU that a parameter is on, `"cuda:1"` is that one.
         compute: where optimizers run: `"device"`, that of the parameters, or `"host"`.
         master_dtype: with `compute="host"`, the dtype of parameters that are kept and updated there, such as
-            `torch.float32` for bf16 parameters. The device then has no fp32 numbers, and sees the same parameters as
-            behind `precision(param_dtype=torch.bfloat16)`. What you write into a parameter counts, and replaces its
+            `torch.float32` for bf16 parameters. The device then has no fp32 numbers, and the same parameters as with
+            `precision(param_dtype=torch.bfloat16)`. If you write into a parameter, the written number replaces the
             master.
 
     Raises:

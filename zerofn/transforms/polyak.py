@@ -24,8 +24,8 @@ from ..extend import (
 def scale_by_polyak(f_min: float = 0.0, max_learning_rate: float = 1.0, eps: float = 0.0) -> Transform:
     """Multiply gradients by `min((loss - f_min) / (norm(g)^2 + eps), max_learning_rate)` (Loizou et al., 2021).
 
-    `chain(scale_by_polyak(), sgd(1.0))` is gradient descent with Polyak's step. The loss is that of the step: its mean
-    over ranks, and over the window behind `accumulate`. A step of `zf.make_step` knows it. Otherwise write
+    `chain(scale_by_polyak(), sgd(1.0))` is gradient descent with Polyak's step. The loss is the mean over ranks and
+    over the micro-batches of `accumulate`. A step of `zf.make_step` passes its own loss. Otherwise write
     `opt.backward(loss)`, `opt.step(loss=loss)` or `zf.update(tx, grads, state, loss=loss)`.
 
     Args:
