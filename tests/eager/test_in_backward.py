@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 
 import pytest
@@ -12,51 +11,12 @@ from gone_gradients import is_gone
 from time_limits import limit
 from torch import nn
 from torch.profiler import ProfilerActivity
+from transforms_table import ROWS, TIED, WITHIN, row_params
 from trees import flat
 
 import zerofn as zf
 
 BF16 = torch.bfloat16
-
-PIPELINES = {
-    "adamw": lambda: zf.adamw(1e-2, weight_decay=0.1),
-    "adam": lambda: zf.adam(1e-2),
-    "sgd with momentum": lambda: zf.sgd(1e-1, momentum=0.9, nesterov=True),
-    "clip_by_value, sgd": lambda: zf.chain(zf.clip_by_value(0.01), zf.sgd(1e-1)),
-    "schedule": lambda: zf.adamw(zf.schedules.warmup_cosine(1e-2, 2, 6)),
-    "accumulate(1)": lambda: zf.chain(zf.accumulate(1), zf.adamw(1e-2)),
-    **{
-        f"bf16, {r}": functools.partial(
-            lambda r: zf.chain(zf.precision(store_dtype=BF16), zf.low_precision_adam(1e-2, rounding=r, seed=3)), r
-        )
-        for r in ("nearest", "stochastic", "kahan")
-    },
-    "partition": lambda: zf.partition(
-        {
-            "matrices": zf.chain(zf.clip_by_value(0.02), zf.adamw(zf.schedules.warmup_cosine(1e-2, 2, 6))),
-            "vectors": zf.adamw(3e-2, weight_decay=0.0),
-        },
-        lambda path: "matrices" if path.endswith("weight") and "norm" not in path else "vectors",
-    ),
-    "masked": lambda: zf.chain(
-        zf.masked(zf.clip_by_value(0.001), lambda path: "layer" in path), zf.adamw(1e-2), zf.ema(0.9)
-    ),
-    "partition in partition, bf16": lambda: zf.chain(
-        zf.precision(store_dtype=BF16),
-        zf.partition(
-            {
-                "embed": zf.low_precision_adam(1e-2, weight_decay=0.3),
-                "rest": zf.partition(
-                    {"a.b": zf.adamw(1e-2), "c": zf.sgd(1e-1)}, lambda p: "c" if "bias" in p else "a.b"
-                ),
-            },
-            lambda path: "embed" if "embed" in path else "rest",
-        ),
-    ),
-    "bf16 all over": lambda: zf.chain(
-        zf.precision(store_dtype=BF16, param_dtype=BF16, output_dtype=torch.float32), zf.low_precision_adam(1e-2)
-    ),
-}
 
 
 class TiedAndUsedTwice(nn.Module):
@@ -81,7 +41,7 @@ def batch(i):
     return torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(i))
 
 
-def train(model, opt, steps=5):
+def train(model, opt, steps=3):
     """Losses of a few steps."""
     losses = []
     for i in range(steps):
@@ -98,18 +58,24 @@ def values(model):
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+# Rows that train `layer` alone.
+STILL = ("masked, optimizer", "partition, frozen")
+
+
+@pytest.mark.parametrize("name", row_params("pieces", [name for name, row in ROWS.items() if not row.within]))
 def test_equals_the_update_after_backward_bit_for_bit(name):
     after, during = TiedAndUsedTwice(), TiedAndUsedTwice()
-    begun = values(TiedAndUsedTwice().to(BF16) if "bf16" in name else TiedAndUsedTwice())
-    a, b = zf.attach(after, PIPELINES[name]()), zf.attach(during, PIPELINES[name](), in_backward=True)
+    tx = ROWS[name].trained(TIED)
+    a, b = zf.attach(after, tx), zf.attach(during, tx, in_backward=True)
+    begun = values(during)
     assert train(after, a) == train(during, b)
     now, other = values(after), values(during)
     assert now.keys() == other.keys()
     for path, value in now.items():
         assert torch.equal(value, other[path]), path
-        assert torch.equal(value, begun[path].to(value)) == path.startswith("frozen"), f"{path} is the wrong way round"
-    assert torch.equal(a.state.step, b.state.step) and int(b.state.step) == 5
+        still = path.startswith("frozen") or (name in STILL and not path.startswith("layer"))
+        assert torch.equal(value, begun[path]) == still, f"{path} is the wrong way round"
+    assert torch.equal(a.state.step, b.state.step) and int(b.state.step) == 3
     mine, theirs = flat(a.state.transforms), flat(b.state.transforms)
     assert mine.keys() == theirs.keys()
     for key, value in mine.items():
@@ -180,33 +146,21 @@ def test_peak_gradient_bytes_are_those_of_one_leaf(tmp_path, capfd):
     assert leaf <= peaks[True] <= 2.2 * leaf
 
 
-REFUSED = {
-    "partition(clip_by_global_norm)": (
-        lambda: zf.partition(
-            {"a": zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-2)), "b": zf.sgd(1e-1)},
-            lambda path: "a" if "layer" in path else "b",
-        ),
-        "clip_by_global_norm needs a number of the whole",
-    ),
-    "clip_by_global_norm": (lambda: zf.chain(zf.clip_by_global_norm(1.0), zf.adamw(1e-2)), "a number of the whole"),
-    "accumulate": (lambda: zf.chain(zf.accumulate(2), zf.adamw(1e-2)), "keeps gradients for a later step"),
-    "scale_loss": (lambda: zf.chain(zf.scale_loss("dynamic"), zf.adamw(1e-2)), "look at every gradient for overflow"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.within])
 def test_refused_with_the_reason_and_the_model_left_alone(name):
-    make, reason = REFUSED[name]
-    model = TiedAndUsedTwice()
-    twin = copy.deepcopy(model)
-    with pytest.raises(ValueError, match=reason) as error:
-        zf.attach(model, make(), in_backward=True)
-    assert name in str(error.value) and "attach without in_backward" in str(error.value)
-    opt = zf.attach(model, zf.adamw(1e-2))
-    train(model, opt, 1)
-    train(twin, torch.optim.AdamW(twin.parameters(), 1e-2, fused=True), 1)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.allclose(p, q, atol=1e-6)
+    tx, model = ROWS[name].trained(TIED), TiedAndUsedTwice()
+    before = values(model)
+    with pytest.raises(ValueError, match=WITHIN[ROWS[name].within]) as error:
+        zf.attach(model, tx, in_backward=True)
+    assert "attach without in_backward" in str(error.value)
+    assert all(torch.equal(x, before[path]) for path, x in values(model).items())
+    # The model is nobody's.
+    zf.attach(model, tx)
+
+
+def test_the_member_of_a_group_is_named():
+    with pytest.raises(ValueError, match=r"partition\(clip_by_global_norm\)(.|\n)*clip_by_global_norm needs a number"):
+        zf.attach(TiedAndUsedTwice(), ROWS["partition, clip"].trained(TIED), in_backward=True)
 
 
 def test_a_second_backward_before_the_step_is_refused():

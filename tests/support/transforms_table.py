@@ -2,7 +2,7 @@
 
 A new transform is one row: it stands in every test that takes its rows from here: `transforms/test_transforms.py`,
 `transforms/test_optimizers.py`, `laws/test_law_11_cutting.py`, `core/test_capture.py`, `storage/test_every_row.py`,
-`test_waits_and_launches.py`.
+`eager/test_in_backward.py`, `test_waits_and_launches.py`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,14 @@ def _block_half(path: str) -> bool:
     return path < "p005"
 
 
+def _layers(path: str) -> bool:
+    return path.startswith("layer")
+
+
+def _tied_matrix(path: str) -> bool:
+    return path.endswith("weight") and "norm" not in path
+
+
 def _two_layers(path: str) -> bool:
     return path.startswith("0")
 
@@ -90,6 +98,8 @@ SAMPLE = At(0.1, _sample_matrix, _sample_half)
 FORMULAS = At(formulas.LR, _formula_matrix, _sample_half)
 # `virtual_steps.Many`.
 BLOCK = At(1e-3, _block_matrix, _block_half, "cuda")
+# `TiedAndUsedTwice` of `eager/test_in_backward.py`.
+TIED = At(1e-2, _tied_matrix, _layers)
 # A model of two linear layers.
 LAYERS = At(1e-2, _weight, _two_layers)
 
@@ -140,6 +150,15 @@ def normalised(grad, param, *, eps=1e-6):
 
 # ---- rows ----
 
+# What an update within backward is refused with.
+WITHIN = {
+    "number": "needs a number of the whole gradient",
+    "tree": "treats the tree as a whole",
+    "window": "keeps gradients for a later step",
+    "overflow": "must look at every gradient for overflow",
+    "loss": "computes with the loss of the step",
+}
+
 # Tests that run a row by default, where it does not say which.
 OFTEN = "laws pieces capture launches waits bits verdict"
 
@@ -155,6 +174,7 @@ class Row:
         laws: whether `check_transform` runs on its sample; False with the reason in a comment.
         cut: whether flat pieces of leaves have the bits of whole ones.
         host: why a step of it cannot be captured: what the refusal says. "" where it can be.
+        within: why it cannot update within backward, a key of `WITHIN`; "" where it can.
         loss: whether it reads the loss of its step.
         weighted: whether a step has a weight.
         launches: of one step of an attached model with 148 leaves, none of which may grow. A second number is the aim,
@@ -175,6 +195,7 @@ class Row:
     laws: bool = True
     cut: bool = False
     host: str = ""
+    within: str = ""
     loss: bool = False
     weighted: bool = False
     launches: int | tuple[int, int] | str = "a row like it is counted"
@@ -291,6 +312,7 @@ ROWS: dict[str, Row] = {
         launches=6,
         near=1e-2,
         often="capture launches",
+        within="number",
     ),
     "scale, clip, low precision": Row(
         lambda at: _low(
@@ -303,6 +325,7 @@ ROWS: dict[str, Row] = {
         launches=(170, 12),
         near=1e-2,
         often="launches",
+        within="overflow",
         by_leaf=True,
     ),
     "rmsprop": Row(
@@ -321,6 +344,7 @@ ROWS: dict[str, Row] = {
         formula=formulas.lamb,
         verdict="near",
         often="laws capture bits verdict waits graph",
+        within="tree",
         launches=(4888, 40),
         by_leaf=True,
     ),
@@ -329,6 +353,7 @@ ROWS: dict[str, Row] = {
         formula=formulas.lars,
         verdict="near",
         often="capture bits verdict waits",
+        within="tree",
         launches=(4148, 40),
         by_leaf=True,
     ),
@@ -336,6 +361,7 @@ ROWS: dict[str, Row] = {
         lambda at: zf.lars(at.rate, weight_decay=0.1, trust_coefficient=0.3, nesterov=True),
         formula=partial(formulas.lars, nesterov=True),
         often="",
+        within="tree",
     ),
     "adabelief": Row(
         lambda at: zf.adabelief(**_adam(at), weight_decay=0.1),
@@ -527,25 +553,30 @@ ROWS: dict[str, Row] = {
         by_leaf=True,
         verdict="near",
         often="capture bits verdict waits",
+        within="number",
     ),
     "mars": Row(
         lambda at: zf.chain(zf.mars(0.5, 0.9), zf.adamw(**_adam(at), weight_decay=0.0)),
         formula=formulas.mars,
         often="capture bits verdict waits",
+        within="tree",
         launches=(1638, 40),
         by_leaf=True,
         verdict="near",
     ),
     "adaptive_clip, mars, lamb": Row(
-        lambda at: zf.chain(zf.adaptive_clip(0.1), zf.mars(), zf.lamb(at.rate)), often="capture"
+        lambda at: zf.chain(zf.adaptive_clip(0.1), zf.mars(), zf.lamb(at.rate)), often="capture", within="number"
     ),
     "adaptive_clip, mars, scale_by_adam": Row(
         lambda at: zf.chain(zf.adaptive_clip(0.1), zf.mars(), zf.scale_by_adam(), zf.scale_by_lr(at.rate)),
         verdict="near",
         often="verdict",
+        within="number",
     ),
     "adaptive_clip, mars, add_noise": Row(
-        lambda at: zf.chain(zf.adaptive_clip(0.5), zf.mars(), zf.add_noise(0.1), zf.sgd(at.rate)), often="laws"
+        lambda at: zf.chain(zf.adaptive_clip(0.5), zf.mars(), zf.add_noise(0.1), zf.sgd(at.rate)),
+        often="laws",
+        within="number",
     ),
     "add_noise": Row(
         lambda at: zf.add_noise(0.1),
@@ -562,21 +593,26 @@ ROWS: dict[str, Row] = {
         launches=(1338, 40),
         by_leaf=True,
         often="laws capture bits verdict waits",
+        within="tree",
     ),
     "cautious, adamw": Row(
         lambda at: zf.cautious(zf.adamw(**_adam(at), weight_decay=0.1)),
         formula=partial(formulas.cautious_adamw, by_parts=False),
         often="",
+        within="tree",
     ),
-    "cautious, adafactor": Row(lambda at: zf.cautious(zf.adafactor(at.rate)), often=""),
+    "cautious, adafactor": Row(lambda at: zf.cautious(zf.adafactor(at.rate)), often="", within="tree"),
     "scale_by_polyak": Row(
         lambda at: zf.chain(
             zf.accumulate(2), zf.scale_by_polyak(), zf.reduce_on_plateau(zf.adamw(at.rate), 0.5, patience=1)
         ),
         loss=True,
         often="capture",
+        within="window",
     ),
-    "scale_by_momo": Row(lambda at: zf.chain(zf.scale_by_momo(0.5), zf.sgd(1.0)), loss=True, often="capture"),
+    "scale_by_momo": Row(
+        lambda at: zf.chain(zf.scale_by_momo(0.5), zf.sgd(1.0)), loss=True, often="capture", within="loss"
+    ),
     # ---- before optimizers ----
     "clip_by_value": Row(lambda at: zf.clip_by_value(0.1), place="before", cut=True, launches=11, verdict="bits"),
     "clip_by_global_norm": Row(
@@ -586,10 +622,12 @@ ROWS: dict[str, Row] = {
         launches=11,
         near=1e-2,
         verdict="near",
+        within="number",
     ),
     "clip_by_global_norm, schedule": Row(
         lambda at: zf.chain(zf.clip_by_global_norm(0.1), zf.adamw(zf.schedules.warmup_cosine(at.rate, 2, 9))),
         often="capture",
+        within="number",
     ),
     "clip_by_global_norm, over pipelines": Row(
         lambda at: zf.clip_by_global_norm(1.0, over=plus_one),
@@ -599,16 +637,22 @@ ROWS: dict[str, Row] = {
         waits=(1, "what a function of the user's returns is checked before it is used"),
         near=1e-2,
         often="capture launches bits verdict",
+        within="number",
     ),
     "accumulate, 1": Row(lambda at: zf.accumulate(1), place="before", often=""),
-    "accumulate": Row(lambda at: zf.accumulate(3), place="before", launches=1, verdict="bits", often=f"{OFTEN} graph"),
+    "accumulate": Row(
+        lambda at: zf.accumulate(3), place="before", launches=1, verdict="bits", often=f"{OFTEN} graph", within="window"
+    ),
     "accumulate, clip, ema": Row(
         lambda at: zf.chain(zf.accumulate(3), zf.clip_by_value(0.3), zf.sgd(at.rate), zf.ema(0.9)),
         cut=True,
         often="pieces",
+        within="window",
     ),
     "accumulate, clip_by_global_norm": Row(
-        lambda at: zf.chain(zf.accumulate(3), zf.clip_by_global_norm(0.1), zf.adamw(at.rate)), often="capture"
+        lambda at: zf.chain(zf.accumulate(3), zf.clip_by_global_norm(0.1), zf.adamw(at.rate)),
+        often="capture",
+        within="window",
     ),
     "accumulate, weighted": Row(
         lambda at: zf.accumulate(2, weighted=True),
@@ -620,34 +664,50 @@ ROWS: dict[str, Row] = {
         verdict="bits",
         read=(3, "the weights of a window are checked, and are the host's"),
         often="pieces capture launches bits verdict",
+        within="window",
     ),
-    "accumulate, twice": Row(lambda at: zf.chain(zf.accumulate(2), zf.accumulate(2), zf.adamw(at.rate)), often=""),
-    "scale_loss": Row(lambda at: zf.scale_loss(), place="before", cut=True, often="laws pieces"),
-    "scale_loss, static": Row(lambda at: zf.scale_loss(64.0), place="before", often=""),
+    "accumulate, twice": Row(
+        lambda at: zf.chain(zf.accumulate(2), zf.accumulate(2), zf.adamw(at.rate)), often="", within="window"
+    ),
+    "scale_loss": Row(lambda at: zf.scale_loss(), place="before", cut=True, often="laws pieces", within="overflow"),
+    "scale_loss, static": Row(lambda at: zf.scale_loss(64.0), place="before", often="", within="overflow"),
     # As of "scale, clip, low precision".
     "scale_loss, overflow": Row(
-        lambda at: _overflows(zf.adamw(at.rate)), launches=(168, 12), often="launches bits", by_leaf=True
+        lambda at: _overflows(zf.adamw(at.rate)),
+        launches=(168, 12),
+        often="launches bits",
+        within="overflow",
+        by_leaf=True,
     ),
-    "scale_loss, clip": Row(lambda at: _overflows(zf.clip_by_global_norm(0.1), zf.adamw(at.rate)), often="graph"),
-    "scale_loss, ema": Row(lambda at: _overflows(zf.adamw(at.rate), zf.ema(0.9)), often="capture"),
+    "scale_loss, clip": Row(
+        lambda at: _overflows(zf.clip_by_global_norm(0.1), zf.adamw(at.rate)), often="graph", within="overflow"
+    ),
+    "scale_loss, ema": Row(lambda at: _overflows(zf.adamw(at.rate), zf.ema(0.9)), often="capture", within="overflow"),
     "scale_loss, accumulate": Row(
-        lambda at: _overflows(zf.accumulate(2), zf.sgd(at.rate, momentum=0.9)), often="graph"
+        lambda at: _overflows(zf.accumulate(2), zf.sgd(at.rate, momentum=0.9)), often="graph", within="overflow"
     ),
     "scale_loss, low precision": Row(
-        lambda at: _overflows(zf.accumulate(2), zf.low_precision_adam(at.rate)), often="capture"
+        lambda at: _overflows(zf.accumulate(2), zf.low_precision_adam(at.rate)), often="capture", within="overflow"
     ),
     "skip_nonfinite": Row(
-        lambda at: zf.skip_nonfinite(), place="before", launches=16, verdict="bits", often=f"{OFTEN} graph"
+        lambda at: zf.skip_nonfinite(),
+        place="before",
+        launches=16,
+        verdict="bits",
+        often=f"{OFTEN} graph",
+        within="number",
     ),
     "skip_nonfinite, of a window": Row(
         lambda at: zf.chain(zf.accumulate(2), zf.skip_nonfinite(), zf.sgd(at.rate, momentum=0.9)),
         verdict="bits",
         often="verdict",
+        within="window",
     ),
     "skip_nonfinite, behind a clip": Row(
         lambda at: zf.chain(zf.clip_by_global_norm(0.1), zf.skip_nonfinite(), zf.sgd(at.rate)),
         verdict="near",
         often="verdict",
+        within="number",
     ),
     "precision": Row(lambda at: zf.precision(param_dtype=BF16), place="before", cut=True, often="pieces"),
     "precision, stored bf16": Row(
@@ -664,7 +724,7 @@ ROWS: dict[str, Row] = {
     # ---- behind optimizers ----
     "ema": Row(lambda at: zf.ema(0.9), place="behind", cut=True, launches=11, verdict="bits"),
     "clip_by_global_norm, ema": Row(
-        lambda at: zf.chain(zf.clip_by_global_norm(0.1), zf.adamw(at.rate), zf.ema(0.9)), often="graph"
+        lambda at: zf.chain(zf.clip_by_global_norm(0.1), zf.adamw(at.rate), zf.ema(0.9)), often="graph", within="number"
     ),
     "watch": Row(lambda at: zf.watch(moved), place="behind", launches=20, verdict="bits", often=f"{OFTEN} graph"),
     # ---- around others ----
@@ -687,6 +747,20 @@ ROWS: dict[str, Row] = {
         ),
         cut=True,
         often="laws pieces",
+        within="number",
+    ),
+    "partition, of partitions": Row(
+        lambda at: _low(
+            zf.partition(
+                {
+                    "a": zf.low_precision_adam(at.rate, weight_decay=0.3),
+                    "b": zf.partition({"a.b": zf.adamw(at.rate), "c": zf.sgd(at.rate)}, Either(at.matrix, "a.b", "c")),
+                },
+                Either(at.half, "a", "b"),
+            )
+        ),
+        laws=False,
+        often="",
     ),
     "partition, frozen": Row(
         lambda at: zf.partition({"a": zf.adamw(at.rate), "b": None}, Either(at.half, "a", "b")), often=""
@@ -716,12 +790,14 @@ ROWS: dict[str, Row] = {
         launches=13,
         near=1e-2,
         often="launches bits",
+        within="number",
     ),
     "offload, window": Row(
         lambda at: zf.offload(zf.chain(zf.accumulate(2), zf.low_precision_adam(at.rate), zf.ema(0.5))),
         cut=True,
         host="offload",
         often="laws pieces",
+        within="window",
     ),
     "clip, on the host": Row(
         lambda at: zf.chain(zf.clip_by_global_norm(1.0), zf.offload(zf.adamw(at.rate), compute="host")),
@@ -730,6 +806,7 @@ ROWS: dict[str, Row] = {
         waits=(1, "the host computes, so it waits for each bucket of gradients"),
         near=1e-2,
         often="launches bits",
+        within="number",
         by_leaf=True,
     ),
     "on the host, masters": Row(
@@ -764,7 +841,10 @@ ROWS: dict[str, Row] = {
         lambda at: zf.quantize(zf.adamw(at.rate), block=4), host="quantize", often="laws capture"
     ),
     "quantize, 4 bits": Row(
-        lambda at: zf.quantize(zf.chain(zf.accumulate(2), zf.lion(at.rate)), bits=4), often="", host="quantize"
+        lambda at: zf.quantize(zf.chain(zf.accumulate(2), zf.lion(at.rate)), bits=4),
+        often="",
+        within="window",
+        host="quantize",
     ),
     "named": Row(lambda at: zf.sgd(at.rate).named("descent"), often=""),
     "every": Row(
@@ -773,6 +853,7 @@ ROWS: dict[str, Row] = {
         laws=False,
         host="every",
         often="capture launches",
+        within="tree",
         launches=(306, 40),
         by_leaf=True,
     ),
@@ -783,13 +864,14 @@ ROWS: dict[str, Row] = {
     "user's own, with a state": Row(lambda at: smooth(keep=0.5), place="before", often="laws launches", launches=10),
     "user's own, an optimizer": Row(lambda at: descend(lr=0.5), often="laws"),
     "user's own, of whole leaves": Row(lambda at: normalised(eps=1e-3), place="before", often="laws"),
-    "torchopt": Row(lambda at: torchopt.adam(at.rate), host="Gradient", often=""),
+    "torchopt": Row(lambda at: torchopt.adam(at.rate), host="Gradient", often="", within="tree"),
     "guest": Row(
         lambda at: zf.guest(torchopt.adam(at.rate), needs="element"),
         host="Gradient",
         # torchopt's own operations.
         launches=2964,
         often="laws capture launches bits",
+        within="tree",
         by_leaf=True,
     ),
     "from_torch": Row(
@@ -810,6 +892,7 @@ ROWS: dict[str, Row] = {
             zf.ema(0.9),
         ),
         often="laws",
+        within="overflow",
     ),
     # ---- stages, here of one process ----
     "all_reduce": Row(lambda at: zf.all_reduce(), place="before", often="laws launches", launches=9),
