@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import zerofn as zf
-from zerofn.extend import Context, may, towards, where
+from zerofn.extend import Context, like, may, optimizer, towards, where
 
 PACKAGE = Path(zf.__file__).parent
 # Transforms, and the wires that the built-in ones are made of.
@@ -109,3 +109,31 @@ def test_a_choice_computes_what_may_be_chosen():
     batch = torch.vmap(lambda c: where(c, torch.tensor(1), torch.tensor(2)))(torch.tensor([True, False]))
     assert batch.tolist() == [1, 2]
     assert may(True) and may(torch.tensor(False)) and not may(False)
+
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+# What a formula is given for a parameter in bf16, a gradient in fp32, a rate in fp64 and a number in fp32.
+GIVEN = [
+    ({}, [HALF, SINGLE, HALF, torch.float64, SINGLE], 1 + 2**-10),
+    ({"rounds_grads": True}, [HALF] * 5, 1.0),
+    ({"in_fp32": True}, [SINGLE] * 5, 1 + 2**-10),
+    ({"in_fp32": True, "rounds_grads": True}, [SINGLE] * 5, 1.0),
+]
+
+
+@pytest.mark.parametrize(("how", "dtypes", "gradient"), GIVEN, ids=str)
+def test_a_formula_is_given_tensors_and_numbers_in_one_dtype(how, dtypes, gradient):
+    found = []
+
+    def formula(p, g, slots, at):
+        found.append([x.dtype for x in (p, g, slots["m"], at.lr, at.numbers["beta"])])
+        assert g.double().item() == gradient
+        return p - (at.lr * g).to(p.dtype), {"m": slots["m"] + p}
+
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    tx = optimizer("mine", rate, {"m": like}, formula, numbers={"beta": torch.tensor(0.9)}, **how)
+    state = zf.init(tx, {"w": torch.ones(1, dtype=HALF)})
+    state, _ = zf.update(tx, {"w": torch.full((1,), 1 + 2**-10)}, state)
+    assert found == [dtypes]
+    # Whatever it computes in, what is stored keeps its dtype.
+    assert state.params["w"].dtype == state.transforms["mine"]["m"]["w"].dtype == HALF

@@ -17,9 +17,9 @@ from torch.autograd import Function
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach, foreach_add, viewed
 from .._errors import explain
-from ..kernels.formulas import NotOnLists, batches, computed, on_lists, once
+from ..kernels.formulas import NotOnLists, batches, beside, computed, on_lists, once
 from ..kernels.norms import squared_norm
-from ..kernels.recording import concrete, number, only_compiled, recorded, root
+from ..kernels.recording import concrete, number, only_compiled, root
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .facts import Facts, Scope
@@ -60,16 +60,14 @@ class LeafStep:
     def scalar(self, value: Any, like: Tensor) -> Any:
         """A number to compute with beside `like`: a tensor in its dtype and on its device, anything else as it is.
 
-        A 0-d tensor of the host may stay there: operations of a GPU read it as a number, and a copy would wait.
+        For a formula that has numbers in another dtype than that of `optimizer(in_fp32=, rounds_grads=)`.
         """
-        if not isinstance(value, Tensor):
-            return value
-        if value.is_cpu and not value.ndim and like.device.type == "cuda" and not recorded((value,)):
-            return value.to(like.dtype)
-        return value.to(like.device, like.dtype)
+        return beside(value, like, like.dtype) if isinstance(value, Tensor) else value
 
     def beside(self, like: Tensor) -> LeafStep:
         """The same update, with rate, hyperparameters and derived numbers passed through `scalar`."""
+        if not any(isinstance(x, Tensor) for x in (self.lr, *self.numbers.values(), *self.derived.values())):
+            return self
         numbers, derived = ({k: self.scalar(x, like) for k, x in of.items()} for of in (self.numbers, self.derived))
         rate = self.scalar(self.lr, like)
         return LeafStep(self.count, rate, self.path, self.offset, numbers, self.shared, derived)
@@ -500,7 +498,16 @@ class UpdateOfCodes(partial):
         return made
 
 
-def wide_formula(formula: Any, slots: Slots, rounds_grads: bool, directs: bool = False) -> Any:
+def in_one_dtype(formula: Any, slots: Slots, in_fp32: bool, rounds_grads: bool, directs: bool = False) -> Any:
+    """A formula for tensors in their dtypes, from one for those of `optimizer(in_fp32=, rounds_grads=)`."""
+    if in_fp32:
+        return wide_formula(formula, slots, rounds_grads, directs)
+    if not rounds_grads:
+        return formula
+    return lambda p, g, old, at: formula(p, g.to(p.dtype), old, at.beside(p))
+
+
+def wide_formula(formula: Any, slots: Slots, rounds_grads: bool, directs: bool) -> Any:
     """A formula for tensors in their dtypes, from one for tensors in fp32 at least (`in_fp32` of `optimizer`).
 
     Args:
@@ -598,21 +605,20 @@ def optimizer(
             and encoding; and what says for each leaf of a list whether it can be used.
         in_fp32: whether the formula is given parameter, gradient and `like` slots in fp32 at least, and its numbers in
             that dtype too. What it returns becomes the parameter's dtype again.
-        rounds_grads: with `in_fp32`, whether gradients are rounded to the parameter's dtype first, as torch's
-            kernels do.
+        rounds_grads: whether gradients are rounded to the parameter's dtype first, as torch's kernels do. Without
+            `in_fp32` the formula computes in that dtype, and is given its numbers in it.
 
     Examples:
         >>> import torch, zerofn as zf
         >>> def formula(p, g, slots, at):
-        ...     m = at.scalar(at.numbers["beta"], p) * slots["m"] + g
-        ...     return p - at.scalar(at.lr, p) * m, {"m": m}
-        >>> tx = optimizer("heavy_ball", 0.5, {"m": like}, formula, numbers={"beta": 0.9})
+        ...     m = at.numbers["beta"] * slots["m"] + g
+        ...     return p - at.lr * m, {"m": m}
+        >>> tx = optimizer("heavy_ball", 0.5, {"m": like}, formula, numbers={"beta": 0.9}, in_fp32=True)
         >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))
         >>> state.params["w"]
         tensor([0.5000])
     """
-    if in_fp32:
-        formula = wide_formula(formula, slots, rounds_grads)
+    formula = in_one_dtype(formula, slots, in_fp32, rounds_grads)
     kernel_of_graph = graph_kernel or kernel
     in_graph = None if operator is None or kernel_of_graph is None else (operator, kernel_of_graph)
     update = _OptimizerUpdate(
@@ -958,16 +964,15 @@ def direction(
     Examples:
         >>> import torch, zerofn as zf
         >>> def formula(p, g, slots, at):
-        ...     m = at.scalar(at.numbers["beta"], p) * slots["m"] + g
+        ...     m = at.numbers["beta"] * slots["m"] + g
         ...     return m.sign(), {"m": m}
-        >>> tx = zf.chain(direction("sign", {"m": like}, formula, numbers={"beta": 0.9}), zf.scale_by_lr(0.5))
+        >>> sign = direction("sign", {"m": like}, formula, numbers={"beta": 0.9}, in_fp32=True)
+        >>> tx = zf.chain(sign, zf.scale_by_lr(0.5))
         >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))
         >>> state.params["w"]
         tensor([0.5000])
     """
-
-    if in_fp32:
-        formula = wide_formula(formula, slots, rounds_grads, directs=True)
+    formula = in_one_dtype(formula, slots, in_fp32, rounds_grads, directs=True)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"count": counters(leaves)}

@@ -47,6 +47,16 @@ def once(*numbers: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def beside(number: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A number to compute with beside `like`, in this dtype: on its device.
+
+    A 0-d tensor of the host may stay there: operations of a GPU read it as a number, and a copy would wait.
+    """
+    if number.is_cpu and not number.ndim and like.device.type == "cuda" and not recorded((number,)):
+        return number.to(dtype)
+    return number.to(like.device, dtype)
+
+
 def times(x: Tensor, factor: Any) -> Tensor:
     """`factor * x` in the dtype of `x`; the factor is a number, or a 0-d tensor on any device.
 
@@ -54,7 +64,7 @@ def times(x: Tensor, factor: Any) -> Tensor:
         >>> times(torch.ones(2, dtype=torch.bfloat16), torch.tensor(3.0))
         tensor([3., 3.], dtype=torch.bfloat16)
     """
-    return (x * factor.to(x.device)).to(x.dtype) if isinstance(factor, Tensor) else x * factor
+    return (x * beside(factor, x, factor.dtype)).to(x.dtype) if isinstance(factor, Tensor) else x * factor
 
 
 def plus(x: Tensor, factor: Any, y: Tensor) -> Tensor:

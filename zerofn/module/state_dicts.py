@@ -23,6 +23,13 @@ from .forward_hooks import Hook
 # In a file that one rank writes they are useless, and who finds that out has lost the model, so pickling them is
 # refused. Gathering instead would hang the many programs that save on one rank alone. The functions of
 # `torch.distributed.checkpoint.state_dict`, which every rank calls, get DTensors of torch's own class.
+#
+# There are two forms because each of them alone loses a program. If all got torch's class,
+# `if rank == 0: torch.save(model.state_dict(), file)` would write the rows of one rank, and the error would come when
+# the file is loaded; and `model.state_dict()[name].norm().item()` would be another number on each rank. If all got
+# Faces, `dcp.async_save` would fail, which asks each tensor for its memory and copies its attributes, with them the
+# process group of a Face; so would `torch.save(get_model_state_dict(model), file_of_the_rank)`, which pickles. torch
+# calls `model.state_dict()` for its own function without an argument that says so: only the caller's name tells.
 
 
 # The module of `get_model_state_dict`, which may not be loaded.

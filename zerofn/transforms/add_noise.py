@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..extend import LeafStep, Transform, check_number, check_seed, direction, leaf_key, random_bits, transform
+from ..extend import LeafStep, Transform, check_number, check_seed, direction, leaf_key, random_bits, times, transform
 
 # Streams of random bits that stochastic rounding does not use.
 RADIUS, ANGLE = 2, 3
@@ -51,7 +51,7 @@ def add_noise(eta: float, gamma: float = 0.55, seed: int = 0) -> Transform:
         radius, angle = (((x >> 8) & 0xFFFFFF).float().add(0.5).mul(2.0**-24) for x in bits)
         normal = (-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()
         wide = g.to(torch.promote_types(g.dtype, torch.float32))
-        noise = at.scalar(at.derived["spread"], wide) * normal.to(wide.dtype).view(g.shape)
-        return (wide + noise).to(g.dtype), {}
+        noise = times(normal.to(wide.dtype), at.derived["spread"])
+        return (wide + noise.view(g.shape)).to(g.dtype), {}
 
     return direction("add_noise", {}, formula, {"eta": eta, "gamma": gamma}, spread)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -61,10 +62,13 @@ def adopt(
     check_adam("adopt", lr, betas, eps, weight_decay)
     check_flag("adopt", "use_clipping", use_clipping)
 
+    def most_allowed(count: Any, rate: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        return {"most": (count - 1) ** 0.25}
+
     def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         beta1, beta2, small, decay, rate = *at.numbers.values(), at.lr
         m, v = slots["exp_avg"], slots["exp_avg_sq"]
-        first, most = at.count == 1, at.scalar((at.count - 1) ** 0.25, x)
+        first, most = at.count == 1, at.derived["most"]
 
         def later() -> tuple[Tensor, Tensor]:
             u = g / moment_root(v).clamp(min=small)
@@ -79,4 +83,5 @@ def adopt(
     slots = {"exp_avg": like, "exp_avg_sq": like}
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     settable: Any = {"betas": tuple(betas), "weight_decay": weight_decay}
-    return with_moment_check(optimizer("adopt", lr, slots, formula, numbers=numbers, settable=settable, in_fp32=True))
+    more: Any = dict(settable=settable, derived=most_allowed, in_fp32=True)
+    return with_moment_check(optimizer("adopt", lr, slots, formula, numbers=numbers, **more))

@@ -100,11 +100,11 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     check_flag("trace", "nesterov", nesterov)
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        beta, g = at.scalar(at.numbers["decay"], p), g.to(p.dtype)
+        beta = at.numbers["decay"]
         m = slots["momentum"] * beta + g
         return plus(g, beta, m) if nesterov else m, {"momentum": m}
 
-    return direction("trace", {"momentum": like}, formula, {"decay": decay}, of_lists=True)
+    return direction("trace", {"momentum": like}, formula, {"decay": decay}, of_lists=True, rounds_grads=True)
 
 
 @transform

@@ -96,8 +96,8 @@ def muon(
     scale_of = SCALES[adjust_lr_fn]
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        m, g = slots["momentum"], g.to(p.dtype)
-        beta, decay, rate = (at.scalar(x, p) for x in (at.numbers["momentum"], at.numbers["weight_decay"], at.lr))
+        beta, decay, rate = *at.numbers.values(), at.lr
+        m = slots["momentum"]
         # This is `lerp`, written out since torch.func.vmap has no rule for it.
         m = m + (g - m) * (1 - beta)
         kept, inner = p.dtype, dtype or g.dtype
@@ -112,8 +112,9 @@ def muon(
         return p * (1 - rate * decay) - on_stacks(direction, factor, u), {"momentum": m}
 
     numbers, decays = {"momentum": momentum, "weight_decay": weight_decay}, {"weight_decay": weight_decay}
-    torch_form: Any = dict(of_lists=True, counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
-    built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, settable=decays, **torch_form)
+    torch_form: Any = dict(counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
+    more: Any = dict(settable=decays, of_lists=True, rounds_grads=True, **torch_form)
+    built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, **more)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         # This is checked before the first step, where only the owner of a leaf would raise while other ranks wait.

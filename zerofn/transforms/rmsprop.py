@@ -72,8 +72,7 @@ def rmsprop(
     check_flag("rmsprop", "centered", centered)
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        keep, small, decay, beta, rate = (at.scalar(number, p) for number in (*at.numbers.values(), at.lr))
-        g = g.to(p.dtype)
+        keep, small, decay, beta, rate = *at.numbers.values(), at.lr
         if given(decay):
             g = plus(g, decay, p)
         v = plus_product(slots["square_avg"] * keep, 1 - keep, g, g)
@@ -94,5 +93,6 @@ def rmsprop(
     numbers = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
     # `momentum` can be set later only if the state has a buffer for it.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
-    torch_form: Any = dict(of_lists=True, counterpart=torch.optim.RMSprop, torch_names={"momentum": "momentum_buffer"})
-    return optimizer("rmsprop", lr, slots, formula, numbers=numbers, settable=settable, **torch_form)
+    torch_form: Any = dict(counterpart=torch.optim.RMSprop, torch_names={"momentum": "momentum_buffer"})
+    more: Any = dict(settable=settable, of_lists=True, rounds_grads=True, **torch_form)
+    return optimizer("rmsprop", lr, slots, formula, numbers=numbers, **more)

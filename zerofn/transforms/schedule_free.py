@@ -140,13 +140,13 @@ def schedule_free_adamw(
     check_number("schedule_free_adamw", "weight_lr_power", weight_lr_power)
 
     def formula(z: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        beta2, small, rate = (at.scalar(n, z) for n in (at.numbers["beta2"], at.numbers["eps"], at.lr))
+        _, beta2, small, _ = at.numbers.values()
         v = plus_product(slots["exp_avg_sq"] * beta2, 1 - beta2, g, g)
-        return z - rate * (g / (moment_root(v) / at.scalar(at.derived["spread"], z) + small)), {"exp_avg_sq": v}
+        return z - at.lr * (g / (moment_root(v) / at.derived["spread"] + small)), {"exp_avg_sq": v}
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
-    more: Any = dict(numbers=numbers, settable=settable, derived=unbiased)
+    more: Any = dict(numbers=numbers, settable=settable, derived=unbiased, in_fp32=True)
     core = optimizer("schedule_free_adamw", lr, {"exp_avg_sq": like}, formula, **more)
 
     def told(carry: Any, state: TransformState, ctx: Context):

@@ -73,8 +73,8 @@ def sgd(
         raise ValueError(explain(wrong, why, "sgd(lr, momentum=0.9, nesterov=True)"))
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        decay, beta, damping = (at.scalar(at.numbers[x], p) for x in ("weight_decay", "momentum", "dampening"))
-        g, m = g.to(p.dtype), slots["momentum"]
+        decay, beta, damping = at.numbers.values()
+        m = slots["momentum"]
         if given(decay):
             g = plus(g, decay, p)
         if given(momentum):
@@ -85,14 +85,15 @@ def sgd(
                 first = False
             m = _momentum(first, m, beta, 1 - damping, g)
             g = plus(g, beta, m) if nesterov else m
-        return plus(p, -at.scalar(at.lr, p), g), {"momentum": m}
+        return plus(p, -at.lr, g), {"momentum": m}
 
     start, kernel = like if given(momentum) else without_elements, partial(_in_place, nesterov)
     numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
     # `momentum` can be set later only if the state has a buffer for it.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
-    torch_form: Any = dict(of_lists=True, counterpart=torch.optim.SGD, torch_names={"momentum": "momentum_buffer"})
-    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, settable=settable, **torch_form)
+    torch_form: Any = dict(counterpart=torch.optim.SGD, torch_names={"momentum": "momentum_buffer"})
+    more: Any = dict(settable=settable, of_lists=True, rounds_grads=True, **torch_form)
+    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, **more)
 
 
 def _momentum(first: Any, m: Tensor, beta: Any, share: Any, g: Tensor) -> Tensor:
