@@ -84,7 +84,8 @@ def names_of_others() -> str:
 
     rows = [f"| `{name}` | {write} |" for name, write in sorted(OTHER_NAMES.items(), key=lambda row: row[0].lower())]
     about = (
-        "Names of optax, torch, FSDP2 and DeepSpeed that zerofn has not. `zf.scale` raises an error that says the same."
+        "The first column has names of optax, torch, FSDP2 and DeepSpeed that zerofn lacks. The second column says "
+        "what to write instead. If you write `zf.` before such a name, the error says the same."
     )
     return "\n".join(["# Names of other libraries", "", about, "", "| name | write |", "|---|---|", *rows, ""])
 
@@ -97,8 +98,8 @@ def errors() -> str:
     lines = [
         "# Errors",
         "",
-        "Every message says what was wrong, why, and what to write. This page is made from the sources. `{...}` stands",
-        "for what a message fills in. Search for a few words of yours.",
+        "Every message says which code was wrong, why, and what to write instead. This page is made from the sources.",
+        "`{...}` stands for the names and numbers that a message fills in. Search this page for words of your message.",
     ]
     for path in sorted((ROOT / "zerofn").rglob("*.py")):
         found = sorted(set(_messages(ast.parse(path.read_text()))))
@@ -181,7 +182,7 @@ def chart(page: str) -> str:
     lines.append(
         f'<line x1="{one:.0f}" y1="0" x2="{one:.0f}" y2="{bottom}" stroke="currentColor" stroke-dasharray="3"/>'
     )
-    lines.append(f'<text x="{one:.0f}" y="{bottom + 15}" text-anchor="middle" {text}>the other, 1</text>')
+    lines.append(f'<text x="{one:.0f}" y="{bottom + 15}" text-anchor="middle" {text}>the compared figure: 1</text>')
     about = "<p>Each bar is the figure of zerofn divided by the figure that it is compared with; less is better.</p>"
     size = f'width="{left + wide + 60}" viewBox="0 0 {left + wide + 60} {bottom + 20}" style="max-width:100%"'
     return f'{about}\n<svg {size} role="img">{"".join(lines)}</svg>'
