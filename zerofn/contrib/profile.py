@@ -511,9 +511,9 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
 
     For an attached model write `with profile:` around a step. A step of `zf.make_step` is called through the profile:
     `state, metrics = profile(state, *batch)`. Print the profile for tables; in notebooks it shows as one.
-    `profile.mean` has the numbers of an average step, `profile.measured[i]` those of step i. Each rank measures itself;
-    all ranks must make the same calls. Results of the step do not change. On a GPU the host waits for the device at
-    each end of a range.
+    `profile.mean` has the numbers of an average step, `profile.measured[i]` those of step i. Each rank measures its own
+    step; all ranks must make the same calls. The results of the step do not change. On a GPU the host waits for the
+    device at each end of a measured range.
 
     Args:
         target: an attached model's `opt`, or a step: any function that calls zerofn.

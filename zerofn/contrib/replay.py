@@ -45,8 +45,8 @@ class Difference(NamedTuple):
 def replay(step: Callable[..., tuple[State, Any]], state: State, *batch: Tree, **keywords: Any) -> Difference | None:
     """Run a step twice from copies of one state and one batch, and find the first number whose bits differ.
 
-    A step of zerofn is deterministic. A difference comes from the loss (dropout, a kernel that adds in any order), from
-    a schedule with a memory, or from a machine that computes wrongly.
+    A step of zerofn is deterministic. A difference comes from the loss (dropout, or a kernel that adds in any order),
+    from a schedule that keeps a state of its own, or from a machine that computes wrongly.
 
     Args:
         step: from `zf.make_step`. torch's random generators are restored after each run, so that a loss that draws from

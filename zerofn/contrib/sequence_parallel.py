@@ -142,10 +142,10 @@ def sequence_mean(losses: Tensor, mesh: Any = None, weights: Tensor | None = Non
     """The mean loss over the tokens of whole sequences that ranks share, and the number of tokens.
 
     `sum(weights * losses) / sum(weights)`, with sums over this rank's tokens and the ranks of `mesh`. Under sequence
-    parallelism each rank's gradient contains pieces of all ranks' losses, so a mean over this rank's tokens, weighted
-    afterwards, is wrong if ranks have different numbers of tokens. This mean is the same number on all ranks of `mesh`,
-    and its gradients, averaged over ranks as transforms do it, are those of one process. If there are several groups
-    with different sequences, weight each by its tokens: `zf.accumulate(k, weighted=True)` and
+    parallelism each rank's gradient contains pieces of all ranks' losses. So a mean over this rank's tokens, weighted
+    afterwards, is wrong if ranks have different numbers of tokens. The result is equal on all ranks of `mesh`. Its
+    gradients, averaged over ranks by `shard` or `all_reduce`, are those of one process. If there are several groups of
+    ranks with different sequences, weight each group by its tokens: `zf.accumulate(k, weighted=True)` and
     `opt.step(weight=tokens)`.
 
     Args:
@@ -193,18 +193,19 @@ def sequence_parallel(attention: Any, mesh: Any = None, *, heads: int = -3, sequ
     """Run attention over whole sequences of which each rank has a chunk (DeepSpeed-Ulysses, Jacobs et al., 2023).
 
     Before attention an all-to-all exchanges (all heads, this rank's positions) for (this rank's heads, all positions);
-    after it another one takes the result back. Everything else in a model works on a rank's own positions, so
-    activations shrink by the number of ranks N. Chunks are in the order of ranks; heads and lengths need not divide by
-    N. Each rank sends (N - 1) / N of its queries, keys, values and outputs, and the same in backward.
+    after it another one takes the result back. Everything else in a model works on a rank's own positions, so each rank
+    has 1 / N of the activations, where N is the number of ranks. Chunks are in the order of ranks. N need not divide
+    the number of heads or the length. Each rank sends (N - 1) / N of its queries, keys, values and outputs in forward,
+    and as much in backward.
 
-    Gradients are of this rank's loss, as in data parallelism: average them over all ranks (`zf.shard()`,
-    `zf.all_reduce()`), with the loss of `zf.sequence_mean`. A mean over a rank's own tokens is right only if all ranks
-    have equally many; weights of steps do not mend it.
+    Gradients are those of this rank's loss, as in data parallelism: average them over all ranks (`zf.shard()`,
+    `zf.all_reduce()`), and compute the loss by `zf.sequence_mean`. A mean over a rank's own tokens is right only if all
+    ranks have equally many tokens; weights of steps cannot correct it.
 
     Cut the inputs yourself: rank `r` of `n` gets `x.tensor_split(n, dim=1)[r]`, and the same chunk of position ids.
-    `is_causal=True` sees whole sequences. A mask may cover whole sequences (queries, keys), own queries and all keys,
-    or, with a single row, own keys, as a padding mask does. Keys and values with fewer heads than queries are repeated
-    before they are sent, unless N divides both numbers.
+    `is_causal=True` refers to whole sequences. A mask may have the shape (all queries, all keys), (this rank's queries,
+    all keys), or (1, this rank's keys), as a padding mask has. Keys and values with fewer heads than queries are
+    repeated before they are sent, unless N divides both numbers.
 
     Args:
         attention: a function of queries, keys and values, of the mask as fourth argument or `attn_mask`, and of

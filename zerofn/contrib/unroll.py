@@ -83,8 +83,9 @@ def unroll(
     Forward keeps each `every`-th state and nothing in between. Backward runs the steps again, `every` at a time, from
     the last to the first (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). The peak is n / every
     states plus the activations of `every` steps; the cost is one more forward of each step. The best `every` is about
-    the square root of n. Steps that run again draw the same random numbers of torch's generators, under the same
-    autocast, as in `torch.utils.checkpoint`; a generator of your own goes on from where it is.
+    the square root of n. When backward runs a step again, the step draws the random numbers of its first run from
+    torch's generators, under the autocast of its first run, as in `torch.utils.checkpoint`. A generator of your own is
+    not reset.
 
     Args:
         step: `step(state, *batch, *args) -> (state, metrics)` with a 0-d tensor `metrics["loss"]`, from `zf.make_step`

@@ -62,13 +62,13 @@ def leafwise(
 
     The function takes `(grad, param)` and returns the new gradient; with `init` it takes `(grad, param, state)` and
     returns `(grad, state)`. All tensors, also the result, have the stored shape of the leaf. The function must not
-    write into its arguments. It may keep them: a state that is the gradient or the parameter itself is copied.
+    write into its arguments. It may return them: zerofn copies a state that is the gradient or the parameter itself.
 
-    Keyword-only arguments become the transform's own. `lr` of an optimizer is its learning rate: a number, or a
-    schedule, and then the function gets the schedule's number. `opt.param_groups` shows the rate, a
-    `torch.optim.lr_scheduler` can set it there, and metrics have it. The library passes `step` and `path` if they are
-    arguments without a default: the updates before this one, 0 at first (a 0-d tensor in a compiled graph and under
-    `vmap`), and the leaf's path.
+    Keyword-only arguments of the function become arguments of the transform. The argument `lr` of an optimizer is its
+    learning rate. If the user passes a schedule, the function gets the schedule's number. `opt.param_groups` and the
+    metrics show the rate, and a `torch.optim.lr_scheduler` can set it. If `step` or `path` is a keyword-only argument
+    without a default, zerofn passes it: `step` is the number of earlier updates (a 0-d tensor in a compiled graph and
+    under `vmap`), and `path` is the leaf's path.
 
     Args:
         function: of tensors of one leaf; left out if `leafwise` is a decorator with arguments.
@@ -77,14 +77,14 @@ def leafwise(
         optimizer: whether the function returns the new *parameter*, which is stored in its old dtype.
         needs: how much of a leaf an update must see to be right; `zerofn.testing.check_transform` finds a function that
             says too little. `"element"`: element i of the result depends only on element i of gradient, parameter and
-            state. Where leaves are sharded the function gets flat shards, of shape `(n,)`, some of them empty. `"row"`:
-            a row depends on its own row only. There the function gets this rank's rows, `(rows, ...)`, maybe none.
-            `"leaf"` (a norm, a sort, a matrix product, the place in the leaf): there each leaf is gathered on one rank,
-            its owner, which updates it and keeps its state. `zf.save` keeps that for any number of ranks,
-            `opt.state_dict()` the owner's. With `"row"` a leaf has an owner too if it is a number, or if
-            its state has another shape than the leaf.
-            With `"element"` and without `path` a GPU computes many leaves in one call of the function, if this asks for
-            nothing but arithmetic of the tensors that it is given.
+            state. If leaves are sharded, the function gets flat shards of shape `(n,)`, some of them empty. `"row"`: a
+            row of the result depends on the same row only. If leaves are sharded, the function gets this rank's rows,
+            `(rows, ...)`, maybe none. `"leaf"`: the function computes a norm, a sort or a matrix product, or uses the
+            place in the leaf. If leaves are sharded, one rank, the owner, gathers the leaf, updates it and keeps its
+            state. `zf.save` saves this state for any number of ranks; `opt.state_dict()` has it on the owner only. With
+            `"row"` a 0-d leaf has an owner too, and so has a leaf whose state has another shape than the leaf. With
+            `"element"` and without `path`, a GPU computes many leaves in one call if the function consists of
+            arithmetic of its tensors.
 
     Raises:
         TypeError: the function, or `init`, cannot be called, or takes other arguments: a `state` without `init`, too

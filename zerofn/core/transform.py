@@ -68,8 +68,8 @@ def pass_through(
 class Transform:
     """A pair of pure functions: how the model sees parameters, and how their gradients become updates.
 
-    Functions such as `zf.adamw` build one; build your own by `zf.leafwise`. It compares, prints and pickles by the
-    function that built it and that function's arguments.
+    Functions such as `zf.adamw` build one; build your own by `zf.leafwise`. zerofn compares, prints and pickles a
+    transform by the function that built it and the arguments of this function.
 
     Attributes:
         name: unique in a chain; the key of its state.

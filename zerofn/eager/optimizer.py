@@ -124,12 +124,12 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             closure: evaluates the loss and runs backward, as in torch.optim. A transform that asks for a second
-                gradient (`sam`) needs it: it is called twice, and gradients are cleared between the calls.
+                gradient (`sam`) needs a closure: `step` calls it twice, and clears gradients between the calls.
             weight: of this micro-batch, for `accumulate(weighted=True)`.
             lr_kwargs: for `lr_scheduler.step`, as in DeepSpeed. If `opt.lr_scheduler` is a torch scheduler, it is
                 stepped after each applied update, and only then.
-            given: by keyword, the numbers that a transform wants: `loss=` for `scale_by_polyak`. The loss is known
-                after `opt.backward(loss)`, and from a closure.
+            given: by keyword, the numbers that a transform wants, such as `loss=` for `scale_by_polyak`. You need not
+                pass the loss after `opt.backward(loss)`, nor with a closure.
 
         Raises:
             RuntimeError: the model is detached, in the middle of a backward, or has changed since it was attached; or
@@ -178,7 +178,7 @@ class Optimizer(torch.optim.Optimizer):
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """DeepSpeed's spelling of `loss.backward()`.
 
-        Like DeepSpeed's, it needs no `zero_grad`: gradients that the last `step` has used are dropped first.
+        As with DeepSpeed, you need no `zero_grad`: `backward` first drops the gradients that the last `step` has used.
 
         Args:
             loss: a tensor of one element.
@@ -190,8 +190,8 @@ class Optimizer(torch.optim.Optimizer):
             The loss divided by the number of accumulated micro-batches; with `scale_wrt_gas=False` as it is.
 
         Raises:
-            RuntimeError: steps of `loss.backward()` were made, and gradients are there that one may have used: such are
-                known from the first `opt.backward` on. Call `opt.zero_grad()` after each of those steps.
+            RuntimeError: there are gradients of an earlier `loss.backward()`, which a `step` may have used already.
+                Call `opt.zero_grad()` after each step with `loss.backward()`.
         """
         self._own.check("backward", inside=True)
         check_flag("opt.backward", "scale_wrt_gas", scale_wrt_gas)
@@ -207,9 +207,9 @@ class Optimizer(torch.optim.Optimizer):
         `state` and `param_groups` have the keys of torch's counterpart. Entries that belong to no parameter (a loss
         scale, the count of a window) are among those of the first parameter, under names that begin with `zerofn/`.
         Parameters, counters and names are under the key `"zerofn"`, which torch's optimizers ignore. Shards are
-        DTensors of the full shapes, sharded by rows. A number, and a leaf that has an owner, is gathered
-        for this. `zf.save` keeps the module's buffers too. Every rank must call it where leaves are sharded: one
-        rank has a part of the state there.
+        DTensors of the full shapes, sharded by rows. A number is gathered, and so is a leaf that has an owner.
+        `zf.save` keeps the module's buffers too. If leaves are sharded, every rank must call `state_dict`, because each
+        rank has only a part of the state.
 
         Raises:
             RuntimeError: in the middle of a step, or of a window whose sums differ between ranks; or only some ranks
@@ -357,10 +357,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Inside, the model has full parameters: `with opt.gathered(): torch.save(model.state_dict(), f)`.
+        """Inside the block the model has full parameters: `with opt.gathered(): torch.save(model.state_dict(), f)`.
 
-        Under `shard` every rank must enter it; inside, each rank may do what it likes. Writes inside are stored at
-        every stage, also if an exception leaves the block, as by FSDP and DeepSpeed.
+        Under `shard` every rank must enter the block; inside, ranks may run different code. What you write into
+        parameters inside the block is stored, at every ZeRO stage, and also if an exception leaves the block, as with
+        FSDP and DeepSpeed.
 
         Raises:
             RuntimeError: only some ranks came, as for `zf.save`. Inside, where parameters were gathered: a step,
@@ -386,8 +387,9 @@ class Optimizer(torch.optim.Optimizer):
     def averaged(self, of: str | None = None) -> Iterator[nn.Module]:
         """The model computes with averages of its parameters: `with opt.averaged(): evaluate(model)`.
 
-        Averages replace the parameters, which are copied and restored bit for bit at the end. Each rank copies its own
-        shards. Where parameters are sharded, every rank must enter it. `opt.gathered()` may be entered inside.
+        Inside the block averages replace the parameters. The parameters are copied before, and restored bit for bit at
+        the end. Each rank copies its own shards. If parameters are sharded, every rank must enter the block. You may
+        enter `opt.gathered()` inside.
 
         Args:
             of: the name of an `ema`, or of the `masked` or `partition` that holds one; by default the only one.
@@ -423,7 +425,8 @@ class Optimizer(torch.optim.Optimizer):
     def detach(self) -> nn.Module:
         """Make the model a plain module again, with full parameters. The optimizer cannot be used afterwards.
 
-        Process groups that were opened for this model alone are closed. Gradients that are being reduced are lost.
+        `detach` closes the process groups that zerofn opened for this model alone. Gradients that are still being
+        reduced are lost.
 
         Raises:
             RuntimeError: on several ranks, only some of them came, as for `zf.save`.

@@ -374,15 +374,15 @@ def vjp(
         tx: the pipeline.
         state: its state.
         inputs: trees; their floating-point and complex tensors get a cotangent.
-        create_graph: whether autograd records all of it, so that `out` and gradients can be differentiated. Inside of
-            torch.func they always can.
+        create_graph: whether autograd records the computation of `out` and of the gradients, so that both can be
+            differentiated. Inside of torch.func they always can.
 
     Returns:
-        `(out, pullback)`. `pullback(out_cotangents)` returns `(grads, *input_cotangents)`: true gradients, unscaled and
-        reduced, in the stored layout, for `zf.update`. If a holding `accumulate` comes before the reduction (ZeRO-1),
-        the reduction is made by `zf.update`: here gradients are this rank's own, and under `reduce_scatter` have the
-        parameter's full shape. `None` means that `out` does not depend on a leaf. The gradient of a tied tensor is at
-        its first place, with `None` at the others. The pullback may be called several times.
+        `(out, pullback)`. `pullback(out_cotangents)` returns `(grads, *input_cotangents)`. `grads` are for `zf.update`:
+        without a loss scale, reduced over ranks, and with the shapes of the stored parameters. If `accumulate(k)` comes
+        before the reduction (ZeRO-1), `zf.update` makes the reduction: then `grads` are this rank's own, and under
+        `reduce_scatter` they have the full shapes. `None` means that `out` does not depend on a leaf. The gradient of a
+        tied tensor is at its first place, with `None` at the others. The pullback may be called several times.
 
     Raises:
         TypeError: `fn` cannot be called.
@@ -428,24 +428,25 @@ def update(
 
     Args:
         tx: the pipeline.
-        grads: true gradients, from `vjp`'s pullback or `torch.func.grad` of a bound function; `None` for a leaf without
-            one. Gradients at the places of a tied tensor add up. On several ranks, with a holding `accumulate` before
-            the reduction, only `vjp`'s are right: those of a bound function are reduced already. Where leaves are
-            sharded, a gradient by `state.params` without `bind` has the same shape, and is that of a loss of this
-            rank's rows: no check can tell the two apart.
+        grads: gradients without a loss scale, from the pullback of `vjp` or from `torch.func.grad` of a function of
+            `bind`; `None` for a leaf without a gradient. Gradients at the places of a tied tensor add up. On several
+            ranks with `accumulate(k)` before the reduction, only the gradients of `vjp` are right, because those of a
+            function of `bind` are already reduced. If leaves are sharded, do not differentiate by `state.params`
+            without `bind`: such a gradient has the right shape, so no check finds it, but it is the gradient of a loss
+            of this rank's rows.
         state: its state, which is not written.
         weight: of this micro-batch, for `accumulate(weighted=True)`. Not under `torch.func.vmap` on several ranks.
         create_graph: whether autograd records the update, so that the new state is a function of gradients, state and
-            rates. By default it does if a gradient or a tensor of the state requires grad. If only a rate does (or a
-            weight, another number of a transform, a schedule's result), say what you mean: `True` keeps the graph from
-            step to step, `False` takes the number as a constant.
+            rates. By default it does if a gradient or a tensor of the state requires grad. If only a learning rate
+            requires grad (or a weight, another number of a transform, a schedule's result), you must pass it: `True`
+            keeps the graph from step to step, `False` treats the number as a constant.
         given: by keyword, the numbers that a transform wants: `loss=` for `scale_by_polyak`.
 
     Returns:
         `(state, metrics)`. Metrics are 0-d tensors: `updated` (whether parameters changed), `step`, `grad_norm` (of the
         optimizer's gradients, before clipping), `lr`, `skipped`, and with `scale_loss` `loss_scale` and
-        `skipped_steps`. Their names are the same in every step. In a held or skipped step `grad_norm` is 0 and `lr` is
-        that of the next update.
+        `skipped_steps`. Their names are the same in every step. In a step that only accumulates or is skipped,
+        `grad_norm` is 0, and `lr` is the learning rate of the next update.
 
     Raises:
         RuntimeError: a derivative through a transform that has none on several ranks; only a number requires grad, and
@@ -466,10 +467,11 @@ def update(
     Notes:
         torch.func differentiates an update, to any order, and maps it over batches: by gradients, state, rates and
         other numbers that are tensors. Derivatives are those of the formula in the optimizer's docstring, which is then
-        computed instead of a fused kernel; each optimizer says how close the two are. The new state of a held or
-        skipped step depends on the old state only. On several ranks derivatives are those of the mean over ranks of
-        what each rank computes from the new state with `zf.bind` or `zf.full_params`: by rates and by the first
-        parameters the full derivative on every rank, by the state this rank's shard of it.
+        computed instead of a fused kernel; each optimizer says how close the two are. The new parameters of a step that
+        only accumulates or is skipped depend on the old state only. On several ranks the derivatives are those of the
+        mean over ranks of what each rank computes from the new state with `zf.bind` or `zf.full_params`. By learning
+        rates and by the first parameters every rank gets the full derivative. By the state every rank gets its shard of
+        the derivative.
     """
     pipe = pipe_of(tx, state, "zf.update")
     state.check_data("zf.update")

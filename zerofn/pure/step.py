@@ -48,11 +48,12 @@ def make_step(
         loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`; `aux` is returned as `metrics["aux"]`.
         tx: the pipeline.
         donate: let the step reuse the memory of the state it is given, which saves a copy of parameters and optimizer
-            states. That state must not be used again; an uncompiled step raises if it is. Tensors that a step passes on
-            unchanged, such as the parameters of a held step, belong to both states: donating the new state overwrites
-            them in the old one too. Under `torch.func.vmap` the state must be batched; optimizers with a kernel then
-            reuse its memory, except after a transform that skips the step for some members only (`scale_loss`,
-            `skip_nonfinite`). A differentiated step refuses `donate`, since it needs its first state.
+            states. You must not use this state again; an uncompiled step raises if you do. A tensor that a step does
+            not change, such as a parameter in a micro-step that only accumulates, belongs to the old and the new state:
+            donating the new state overwrites it in the old state too. Under `torch.func.vmap` the state must be
+            batched; optimizers with a kernel then reuse its memory, except after a transform that skips the step for
+            some members only (`scale_loss`, `skip_nonfinite`). A differentiated step refuses `donate`, since it needs
+            its first state.
         create_graph: whether autograd records steps, as in `zf.update`, so that their results can be differentiated,
             also by the batch. By default they are recorded if a tensor of the state requires grad.
         capturable: let the step be captured in a CUDA graph: counts of updates, rates of schedules and scales are kept
@@ -60,10 +61,10 @@ def make_step(
             docs/how-to/cuda-graphs.md.
 
     Returns:
-        The step. It takes its batch by position, `weight=` for `accumulate(weighted=True)`, and by keyword what a
-        transform wants, such as another `loss=` than its own. Metrics are those of `zf.update`, and `loss`, unscaled.
-        torch.func can differentiate it, like `zf.update`: by tensors of the state,
-        by the batch, and by tensors that `loss_fn` and `tx` were made with.
+        The step. It takes its batch by position, and by keyword `weight=` for `accumulate(weighted=True)` and numbers
+        that a transform wants, such as a `loss=` other than its own. Metrics are those of `zf.update`, and the `loss`
+        without a loss scale. torch.func can differentiate it, like `zf.update`: by tensors of the state, by the batch,
+        and by tensors that `loss_fn` and `tx` were made with.
 
     Raises:
         TypeError: `loss_fn` cannot be called, or a step gets its batch by keyword.
@@ -81,7 +82,7 @@ def make_step(
 
     Notes:
         Inside of torch.func a leaf that the loss does not use has a gradient of zeros instead of none. On several ranks
-        the derivative by this rank's batch is that of this rank's loss, as `x.grad` would be.
+        the derivative by this rank's batch is the derivative of this rank's own loss, as in `x.grad`.
     """
     check_function("zf.make_step", loss_fn)
     check_flag("make_step", "donate", donate)

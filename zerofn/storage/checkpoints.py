@@ -30,8 +30,8 @@ NAME = re.compile(r"step_(\d{9,})")
 class Checkpoints:
     """The saves of a run, one directory for each step, `root/step_000001000`.
 
-    Only the newest `last` and the `best` are kept; older ones are removed once a new one is whole on disk. Every rank
-    calls the same methods. Files of others are never removed.
+    Only the newest `last` saves and the `best` saves are kept. Other saves are removed once a new save is complete on
+    disk. Every rank must call the same methods. Files that are not saves of this class are never removed.
 
     Args:
         root: the directory of all saves; it is made if it does not exist.
@@ -83,7 +83,7 @@ class Checkpoints:
 
         Args:
             state: as for `zf.save`.
-            score: a number, the same on all ranks, for `best`; one that is NaN is never the best.
+            score: a number for `best`, equal on all ranks; a NaN is never the best.
             wait: as for `zf.save`.
 
         Raises:

@@ -147,13 +147,15 @@ def load(
     Args:
         directory: the directory of `zf.save`.
         like: a state of the same pipeline and model, `zf.init(tx, params)`, on any number of ranks. It gives structure,
-            devices and dtypes, and is not written: with `strict` it may be a donated one. Or an attached model's `opt`.
-            That is written in place, once everything has been read, with its param_groups and the module's buffers. If
-            the checkpoint has no buffers (it is of a state, or of an older version), they stay, with a warning.
-        strict: whether the checkpoint must be of exactly this pipeline and model. `False` loads entries with the same
-            path, shape and dtype, for instance after a clip or an average was added. The pipeline makes the rest anew
-            for the loaded parameters, so that an average begins at them. If one tensor of a transform is missing for a
-            leaf, all its tensors for that leaf are made anew, its count too.
+            devices and dtypes, and is not written: with `strict` it may be a state that was donated. Or an attached
+            model's `opt`: once everything has been read, `load` writes into its state, its param_groups and the
+            module's buffers. If the checkpoint has no buffers (it was saved from a state, or by an older version),
+            `load` warns and does not change the buffers.
+        strict: whether the checkpoint must be of exactly this pipeline and model. With `False`, `load` loads the
+            entries whose path, shape and dtype agree, for instance after you have added a clip or an average. The
+            pipeline makes all other entries from the loaded parameters, so that an average begins at the loaded
+            parameters. If one tensor of a transform is missing for a leaf, all tensors of this transform for this leaf
+            are made again, the count of updates too.
         tx: with `strict=False` and a state, its pipeline.
 
     Returns:

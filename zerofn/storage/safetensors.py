@@ -184,11 +184,11 @@ def load_safetensors(
 
     This reads files of `export_safetensors` and weights that others have trained: names are those of
     `model.state_dict()`. A rank reads only the rows that it keeps, so it needs no memory for the whole model; `like`
-    may be a state of meta tensors. Numbers are cast to the stored dtype. They are what the model will compute with:
-    with a view of your own, its `store` computes the stored numbers from them.
+    may be a state of meta tensors. Numbers are cast to the stored dtype. The numbers of the file are those that the
+    model will compute with: with a view of your own, `store` of the view converts them to stored numbers.
 
-    At step 0 the states of transforms begin anew from the new parameters (an `ema` averages from there). Later they
-    stay.
+    At step 0 `load_safetensors` makes the states of transforms again, from the new parameters (an `ema` begins at
+    them). At later steps it does not change the states of transforms.
 
     Args:
         path: a file, or the `.json` index that says in which of several files beside it each tensor is.

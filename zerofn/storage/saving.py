@@ -420,12 +420,14 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: Litera
 def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool = True) -> Saving | None:
     """Write a checkpoint, which replaces an old one in the same directory.
 
-    Every tensor is saved by its path (`params/blocks.0.weight`, `adamw/exp_avg/blocks.0.weight`), in full or in
-    the shards that ranks have, so any number of ranks can load it. If a save fails or dies at any moment, the old
-    checkpoint stays: the new one replaces it in a single step, at the end. The disk needs room for both until then.
+    Every tensor is saved by its path (`params/blocks.0.weight`, `adamw/exp_avg/blocks.0.weight`), in full or in the
+    shards that ranks have, so any number of ranks can load it. If a save fails or is killed at any moment, the old
+    checkpoint stays, because the new checkpoint replaces it in a single step at the end. Until then the disk needs room
+    for both.
 
-    With a sharded state every rank must call it, and all must see the same file system. If groups of ranks train
-    a model each (a pipeline over one axis of a mesh), all call it together, each group with its own directory.
+    With a sharded state every rank must call `save`, and all ranks must see the same file system. If several groups of
+    ranks train a model each (a chain over one axis of a mesh), all groups call `save` together, each with its own
+    directory.
 
     Args:
         directory: the checkpoint's directory; it is made if it does not exist.
@@ -448,8 +450,8 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
                                            place in the data, gradients, `get_extra_state` of modules
     =====================================  ===========================================================
 
-    Buffers are the first rank's, as if it alone saved a `state_dict()`; loading gives them to all ranks. In the pure
-    route a checkpoint has no buffers of the model: save them yourself.
+    `save` writes the buffers of the first rank, and `load` gives them to all ranks. In the pure route a checkpoint has
+    no buffers of the model: save them yourself.
 
     Raises:
         ValueError: `directory` is "".

@@ -22,8 +22,8 @@ def lion(lr: ScalarOrSchedule = 1e-4, betas: tuple[float, float] = (0.9, 0.99), 
     """Lion (Chen et al., 2023): step by the sign of an interpolation between momentum and gradient.
 
     `p *= 1 - lr * weight_decay`, `p -= lr * sign(b1 m + (1 - b1) g)`, `m = b2 m + (1 - b2) g`. The momentum is kept in
-    the stored dtype of the parameters and computed in fp32 or wider. Choose a rate three to ten times smaller than
-    AdamW's, and a decay that much larger.
+    the stored dtype of the parameters and computed in fp32 or wider. Choose a learning rate three to ten times smaller
+    than for AdamW, and a weight decay larger by the same factor.
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).

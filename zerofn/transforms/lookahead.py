@@ -35,8 +35,8 @@ def lookahead(transform: Transform, sync_period: int = 5, slow_step_size: float 
 
     Args:
         transform: an optimizer, or a `partition` of optimizers.
-        sync_period: updates of the optimizer for one of the slow weights.
-        slow_step_size: the part of the way that these go, in (0, 1].
+        sync_period: the number of updates of the optimizer for one update of the slow weights.
+        slow_step_size: the part of the way to `p` that the slow weights go in their update, in (0, 1].
 
     Raises:
         ValueError: an argument is out of range, or the transform is no optimizer; when the state is made, it keeps an

@@ -56,23 +56,25 @@ def scale_loss(
 ) -> Transform:
     """Scale the loss so that small gradients survive fp16, without a call in user code. bf16 needs no loss scale.
 
-    Gradients of parameters and inputs are true outside of the model, to any order. A micro-step with an infinite or NaN
-    gradient on any rank is skipped: it changes nothing but this transform's counters. Nothing here divides by the
-    number of micro-batches; `accumulate` does.
+    Outside of the model, gradients of parameters and inputs do not contain the scale, to any order. A micro-step with
+    an infinite or NaN gradient on any rank is skipped: it changes nothing but the counters of `scale_loss`.
+    `scale_loss` does not divide by the number of micro-batches; `accumulate` does.
 
     The dynamic rule is that of `torch.amp.GradScaler` (Micikevicius et al., 2018). After an overflow
     `scale = max(scale * backoff_factor, min_scale)`; after `growth_interval` good micro-steps in a row
     `scale *= growth_factor`. With `hysteresis=n`, as in DeepSpeed, only the n-th overflow lowers the scale; growth
     restores the count.
 
-    Metrics: `loss_scale`, `skipped`, `skipped_steps`, and `overflow_leaf`, the first leaf whose gradient overflowed on
-    any rank, as an index into `state.layout.leaves`, or -1. `opt.overflow_leaf` is its path.
+    The metrics are `loss_scale`, `skipped`, `skipped_steps` and `overflow_leaf`. `overflow_leaf` is the index into
+    `state.layout.leaves` of the first leaf whose gradient overflowed on any rank, or -1. `opt.overflow_leaf` is the
+    path of this leaf.
 
-    Inside of an attached model cotangents are multiplied by the scale, and outputs are copies
-    (docs/how-to/loss-scale.md). So with a loss scale, unlike with `precision(param_dtype=torch.bfloat16)` alone:
+    Inside of an attached model gradients are multiplied by the scale, and outputs are copies
+    (docs/how-to/loss-scale.md). This has three consequences that `precision(param_dtype=torch.bfloat16)` alone does not
+    have:
 
-    * Backward hooks on submodules are refused. A tensor hook or `retain_grad()` inside, and an `autograd.Function`,
-      cannot be noticed: they get scaled cotangents, so a backward that is not linear is wrong.
+    * zerofn refuses backward hooks on submodules. zerofn cannot notice a tensor hook, `retain_grad()` or an
+        `autograd.Function` inside the model: they get scaled gradients, so a backward that is not linear is wrong.
     * If the model returns `y, h` and computes `y` from `h`, then a hook on `h`, `h.retain_grad()` and
       `torch.autograd.grad(y, h)` raise in backward, as the returned `h` is not on the path of `y`.
     * A tensor that enters or leaves the model by an attribute, a forward hook, a closure or a list raises in backward.
@@ -90,7 +92,8 @@ def scale_loss(
         ValueError: an argument is out of range, or is infinite in float32, the dtype of the scale; an argument of the
             dynamic rule is given with a static scale.
         FloatingPointError: at an update, after 50 overflows in a row at the smallest scale; names the leaf. On a GPU
-            this is looked at in one micro-step of 50, so that the others wait for nothing, and never in a CUDA graph.
+            zerofn checks this in one of 50 micro-steps, so that the other 49 wait for nothing, and never in a CUDA
+            graph.
 
     Examples:
         >>> import torch, zerofn as zf

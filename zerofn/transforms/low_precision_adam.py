@@ -55,10 +55,10 @@ def low_precision_adam(
 ) -> Transform:
     """AdamW on 16-bit states: fp32 arithmetic, and one rounding for each stored number.
 
-    The formula is that of `adamw`. A bf16 number has 8 significant bits, so rounding to nearest loses an update below
-    half a unit in the last place, as most late updates are. Worse, with `betas[1] = 0.999` a bf16 second moment would
-    never fall: its decay by a thousandth is below half a unit. So by default parameters and second moments are rounded
-    *stochastically*: up or down, with the probabilities that make the mean right.
+    The formula is that of `adamw`. A bf16 number has 8 significant bits, so rounding to nearest loses an update that is
+    below half a unit in the last place. Late in training most updates are. With `betas[1] = 0.999` a bf16 second moment
+    would never fall, because its decay by a thousandth is below half a unit. So by default parameters and second
+    moments are rounded *stochastically*: up or down, with the probabilities that make the mean right.
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).

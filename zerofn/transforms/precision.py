@@ -174,28 +174,30 @@ def precision(
 
     `precision(store_dtype=torch.float32, param_dtype=torch.bfloat16)` keeps fp32 master weights and computes in bf16.
     `precision(store_dtype=torch.bfloat16)` keeps bf16 parameters only; use `low_precision_adam` then, which does not
-    lose small updates. Floating-point *inputs* of an attached model are cast too, as in FSDP2; in the pure route cast
-    them yourself.
+    lose small updates. An attached model also casts its floating-point *inputs*, as FSDP2 does. In the pure route cast
+    the inputs yourself.
 
     `param_dtype`, `store_dtype` and `grad_dtype` may be dicts from label to dtype, for the leaves that `labels` names
-    (docs/precision.md). If parameters then have several compute dtypes, inputs are not cast: the model casts in
-    between, `x.to(self.weight.dtype)`.
+    (docs/precision.md). If parameters then have several compute dtypes, zerofn does not cast inputs: the model must
+    cast, `x.to(self.weight.dtype)`.
 
     Args:
         param_dtype: dtype in which the model computes with parameters.
-        store_dtype: dtype in which the state stores parameters. `"bf16+8"` stores them in bf16, and 8 bits more of each
-            in the optimizer's state: any optimizer then updates masters of 24 bits, in fp32 (docs/precision.md).
-        grad_dtype: dtype of gradients as optimizers and other updates get them; by default that of storage, and fp32
-            for fp16, whose smallest number many gradients are below. fp32 on bf16 parameters sums backwards in fp32.
+        store_dtype: dtype in which the state stores parameters. `"bf16+8"` stores each parameter in bf16 and 8 more
+            bits of it in the optimizer's state. Any optimizer then updates masters of 24 bits, in fp32
+            (docs/precision.md).
+        grad_dtype: dtype of the gradients that optimizers and other transforms get. By default it is the stored dtype,
+            but fp32 instead of fp16, because many gradients are below the smallest fp16 number. With fp32 on bf16
+            parameters the gradients of several backwards are summed in fp32.
         reduce_dtype: dtype of sums over ranks; by default `param_dtype`, and fp32 if that is fp16.
-        output_dtype: dtype of the model's floating-point outputs, which are copies then. So if the model returns `y, h`
-            and computes `y` from `h`, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in a
-            backward from `y`. Casting outside, `y.float()`, has no such limit.
+        output_dtype: dtype of the model's floating-point outputs. The outputs are then copies. So if the model returns
+            `y, h` and computes `y` from `h`, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in
+            a backward from `y`. A cast outside of the model, `y.float()`, has no such limit.
         labels: a function `path -> label`, or a tree of labels that may stop above the leaves; labels are hashable.
-        buffer_dtype: dtype of an attached model's floating-point buffers until it is detached, which then gives the old
-            ones back with all bits of elements that have not changed; both are in memory meanwhile. Complex and integer
+        buffer_dtype: dtype of the floating-point buffers of an attached model. `opt.detach()` restores the old dtype,
+            with all bits of elements that have not changed; until then both copies are in memory. Complex and integer
             buffers stay. May be a dict by label, if `labels` is a function; it is called with names of buffers too.
-            Running statistics in bf16 cannot follow changes smaller than 2 ** -9 of their value.
+            Running statistics in bf16 do not change if a change is smaller than 2 ** -9 of their value.
 
     Raises:
         TypeError: a buffer's label cannot be hashed.

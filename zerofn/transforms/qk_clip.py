@@ -28,18 +28,19 @@ from ..extend import (
 def qk_clip(pairs: Sequence[tuple[str, str]], heads: int, threshold: float = 100.0, alpha: float = 0.5) -> Transform:
     """Scale the projections of a head down if its largest attention logit exceeds a threshold (Kimi K2, 2025).
 
-    It stands behind the optimizer. For each layer and head with `s = max_logits[layer, head] > threshold`, the rows of
-    that head in the query's projection are multiplied by `(threshold / s)^alpha`, and in the key's by `(threshold /
-    s)^(1 - alpha)`; biases too. `MuonClip` is `chain(muon(...), qk_clip(...))`.
+    Put it after the optimizer. For each layer and head with `s = max_logits[layer, head] > threshold`, the rows of that
+    head in the query's projection are multiplied by `(threshold / s)^alpha`, and in the key's by `(threshold / s)^(1 -
+    alpha)`; biases too. `MuonClip` is `chain(muon(...), qk_clip(...))`.
 
-    The step is given the logits of the forward: `opt.step(max_logits=logits)`, a tensor of the shape (layers, heads).
-    Their largest over ranks and over the window of `accumulate` counts. Numbers that are not finite clip nothing.
+    Pass the largest logit of each head to the step: `opt.step(max_logits=logits)`, a tensor of the shape (layers,
+    heads). zerofn uses the maximum over ranks and over the micro-batches of `accumulate`. A number that is not finite
+    clips nothing.
 
     Args:
         pairs: for each layer the modules of the two projections, by name: `[("blocks.0.query", "blocks.0.key")]`.
-        heads: of a layer. Both projections have `heads` equal groups of rows.
-        threshold: of logits.
-        alpha: the share of the query, in [0, 1].
+        heads: the number of heads of a layer. Both projections have `heads` equal groups of rows.
+        threshold: the largest logit that is not scaled down.
+        alpha: the exponent of the query's factor, in [0, 1]; the key's factor has the exponent `1 - alpha`.
 
     Raises:
         ValueError: an argument is out of range; when the state is made, a module has no parameter, or its rows do not

@@ -59,15 +59,16 @@ def quantize(
 ) -> Transform:
     """Keep a transform's state as codes of 8 or 4 bits, with one scale for each block of a row.
 
-    Before an update of some leaves their codes become numbers, and after it numbers become codes. The arithmetic of
-    the transform does not change, and no more than one bucket of leaves has its state in full. A tensor is kept so if
-    it has the shape of its leaf and codes take fewer bytes: of AdamW's two moments 2.06 bytes a parameter in place of
-    8, or 1.06. Biases and gains stay as they are, since a row of them is one number; so do counters, numbers, averages
-    of parameters, and tensors of other shapes.
+    Before an update of some leaves zerofn decodes their states, and after the update it encodes the new states. The
+    arithmetic of the transform does not change. At most one bucket of leaves has its state decoded at a time. A tensor
+    of the state is kept as codes if it has the shape of its leaf and codes take fewer bytes. AdamW's two moments take
+    2.06 bytes for each parameter with 8 bits and 1.06 bytes with 4 bits, instead of 8 bytes. The states of biases and
+    gains are not coded, since a row of them is one number. Counters, averages of parameters and tensors of other shapes
+    are not coded either.
 
-    It needs whole rows (`needs="row"`), which shards have. Blocks are cut from rows, and random bits depend on seed,
-    entry, path, update and global element index. So codes are the same, bit for bit, at every ZeRO stage, on any number
-    of ranks and after a resume.
+    Blocks are cut from rows, and a shard has whole rows (`needs="row"`). Random bits depend on seed, entry, path,
+    update and global element index. So codes are equal, bit for bit, at every ZeRO stage, on any number of ranks and
+    after a resume.
 
     Args:
         transform: an optimizer, an `accumulate`, another transform with a state, or a chain or `partition` of such.
@@ -79,8 +80,8 @@ def quantize(
             down, in 4 bits two. As published its largest negative number is 0.993 of the scale, in 4 bits 0.888.
         rounding: `"stochastic"`: up or down at random, right on average; or `"nearest"`, by which a second moment that
             changes by a thousandth in a step does not change at all.
-        slots: names of the entries to keep so; by default all. Of `schedule_free_adamw` choose `("exp_avg_sq",)`, since
-            another of its entries is an iterate of the parameters.
+        slots: names of the entries of the state to keep as codes; by default all. Of `schedule_free_adamw` choose
+            `("exp_avg_sq",)`, since another of its entries is an iterate of the parameters.
         seed: of the stochastic rounding, an int of 64 bits.
 
     Raises:
@@ -253,14 +254,15 @@ class _Narrow:
 
 
 def quantize_state(tx: Transform, state: State, like: State) -> State:
-    """The state of a chain without `quantize` as one of `tx`, which has it: to go on with moments in fewer bits.
+    """Convert the state of a chain without `quantize` to a state of the chain `tx` with `quantize`, to go on with fewer
+    bits.
 
     Tensors are rounded to the nearest code, and fp32 parameters to the 24 bits of `precision(store_dtype="bf16+8")`, if
     `tx` has it. All other entries are those of `state`.
 
     Args:
         tx: the chain with `quantize`; the transforms have the names that they have in `state`.
-        state: of the chain without it, on as many ranks: made there, or loaded by `zf.load(path, like=state_of_it)`.
+        state: the state of the chain without `quantize`, on the same number of ranks, for example from `zf.load`.
         like: a state of `tx`, such as `zf.init(tx, params)`.
 
     Raises:

@@ -41,19 +41,20 @@ def reduce_on_plateau(
 
     The loss of each update, its mean over ranks and over the window of `accumulate`, is averaged over
     `accumulation_size` updates. If the average is not below `(1 - rtol) * best - atol` for `patience` times, the scale
-    of the rate is multiplied by `factor`. As optax's of the same name, and decoupled decay falls too.
+    of the learning rate is multiplied by `factor`. This is optax's `reduce_on_plateau`, except that it scales decoupled
+    weight decay too.
 
-    The loss is that of the step. A step of `zf.make_step` knows it, and takes another one, such as a validation loss,
-    by `loss=`. Otherwise write `opt.backward(loss)`, `opt.step(loss=loss)` or `zf.update(tx, grads, state, loss=loss)`.
+    A step of `zf.make_step` passes its own loss; pass another one, such as a validation loss, by `loss=`. Otherwise
+    write `opt.backward(loss)`, `opt.step(loss=loss)` or `zf.update(tx, grads, state, loss=loss)`.
 
     Args:
         transform: an optimizer with a learning rate, or a `partition` of such.
         factor: of the scale, in (0, 1).
-        patience: averages that are not better.
-        rtol: part of the best average by which a better one is below it, in [0, 1].
-        atol: the same as a number.
-        cooldown: averages after a change that are not compared.
-        accumulation_size: losses in an average.
+        patience: how many averages in a row are not better before the scale changes.
+        rtol: a better average is below the best one by more than this part of the best one, in [0, 1].
+        atol: and by more than this number.
+        cooldown: how many averages after a change of the scale are not compared.
+        accumulation_size: how many losses are averaged.
         min_scale: the least scale.
 
     Raises:

@@ -24,15 +24,16 @@ FIRST = "the second gradient is one of the loss, and begins where that one did: 
 def sam(rho: float = 0.05) -> Transform:
     """Take the gradient at `p + rho * g / norm(g)` in the place of `g` (Foret et al., 2021, algorithm 1).
 
-    A step evaluates loss and gradient twice. `zf.make_step` does; `opt.step(closure)` calls the closure twice, which
-    evaluates the loss and runs backward. The loss in metrics is that at `p`. The norm is over all leaves and ranks, of
-    the mean gradient over ranks. It stands behind what reduces, and in front of what changes gradients: of
-    `chain(shard(), sam(), accumulate(4), clip_by_global_norm(1.0), sgd(0.1))` each micro-batch has a point of its own.
+    A step evaluates loss and gradient twice. A step of `zf.make_step` does so by itself. `opt.step(closure)` calls the
+    closure twice; the closure evaluates the loss and runs backward. The loss in metrics is the loss at `p`. The norm is
+    the norm of the mean gradient over ranks, over all leaves. Put `sam` after the reduction and before transforms that
+    change gradients. In `chain(shard(), sam(), accumulate(4), clip_by_global_norm(1.0), sgd(0.1))` each micro-batch has
+    its own point.
 
     Both points are stored as the parameters are: in 16 bits most elements do not move.
 
     Args:
-        rho: how far, in the norm of all parameters.
+        rho: the distance of the second point from `p`, in the norm of all parameters.
 
     Raises:
         ValueError: `rho` is not positive; gradients are accumulated before they are reduced; `opt.step()` without a
@@ -46,8 +47,8 @@ def sam(rho: float = 0.05) -> Transform:
         tensor([-0.5000])
 
     Notes:
-        The model draws new random numbers, as of dropout, in the second evaluation. BatchNorm updates its statistics in
-        both.
+        In the second evaluation the model draws new random numbers, such as those of dropout. BatchNorm updates its
+        statistics in both evaluations.
     """
     check_number("sam", "rho", rho, low=TINY)
 

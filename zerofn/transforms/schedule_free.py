@@ -44,7 +44,8 @@ def schedule_free(
     weight_lr_power: float = 2.0,
     weight_decay_at_y: float = 0.0,
 ) -> Transform:
-    """Wrap an optimizer that has no momentum of its own, so that its rate need not fall (Defazio et al., 2024).
+    """Wrap an optimizer that has no momentum of its own, so that the learning rate need not fall (Defazio et al.,
+    2024).
 
     Gradients are taken at the parameters `y`, and the optimizer updates `z` with them: `z -= lr * weight_decay_at_y *
     y`, and `z = optimizer(z, gradient)`. Then `x += c (z - x)`, where `c` is `w / (sum of all w)` with `w = t^r *
@@ -60,7 +61,8 @@ def schedule_free(
         momentum: share of the average in `y`, in [0, 1).
         r: exponent of the update in the weight of an iterate.
         weight_lr_power: exponent, in the same weight, of the largest learning rate so far.
-        weight_decay_at_y: decay of `y`, multiplied by the rate. The optimizer's own is of `z`.
+        weight_decay_at_y: weight decay of `y`, multiplied by the learning rate. The optimizer's own weight decay is of
+            `z`.
 
     Raises:
         ValueError: an argument is out of range, or the transform is no optimizer, or tells no rate; when the state is

@@ -42,9 +42,10 @@ def shampoo(
     """Shampoo (Gupta et al., 2018, algorithm 1), for matrices; other leaves have the diagonal form, AdaGrad.
 
     `g += weight_decay * p`; `L += g g^T`, `R += g^T g`, both starting from `eps` times the identity; `u = L^(-1/4) g
-    R^(-1/4)`; `m = momentum * m + u`; `p -= lr * m`. A side of more than `max_precond_dim` numbers is left out, and the
-    exponent of the other one is -1/2. A leaf of more than two dimensions is a matrix of its first one. Of a leaf
-    without a side left, `v += g^2` from `eps`, and `u = g / sqrt(v)`.
+    R^(-1/4)`; `m = momentum * m + u`; `p -= lr * m`. A side of more than `max_precond_dim` rows or columns has no
+    preconditioner, and the exponent of the other side is then -1/2. A leaf of more than two dimensions is reshaped to a
+    matrix with the rows of its first dimension. For a leaf without any preconditioner, `v += g^2` from `eps`, and `u =
+    g / sqrt(v)`.
 
     The state has `L`, `R` and their roots, in fp32 or wider. It needs whole leaves (`needs="leaf"`): a sharded leaf is
     gathered on one rank, its owner, which has its state and computes its roots.

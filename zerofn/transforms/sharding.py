@@ -48,21 +48,22 @@ from ..extend import (
 def shard(mesh: Any = None, wire: str | None = None, reduce_wire: str | None = None) -> Transform:
     """ZeRO-3: parameters, gradients and optimizer states live as shards; parameters are all-gathered on use.
 
-    As FSDP2's `fully_shard` (Rajbhandari et al., 2020). A block of the model is all-gathered when one of its parameters
-    is used, and resharded when the next block is; backward gathers it again. In the eager route `p` and `p.grad` have
-    the full shape and hold this rank's rows: `p.to_local()`. `shard` stands first in a chain: gradients are reduced in
-    the compute dtype, or in `precision(reduce_dtype=...)`.
+    `shard` does what FSDP2's `fully_shard` does (Rajbhandari et al., 2020). A block of the model is all-gathered when
+    forward uses one of its parameters, and resharded when forward uses the next block; backward gathers the block
+    again. In the eager route `p` and `p.grad` are DTensors of the full shape, which hold this rank's rows:
+    `p.to_local()`. `shard` stands first in a chain: gradients are reduced in the compute dtype, or in
+    `precision(reduce_dtype=...)`.
 
-    One rank may call the model alone (`if rank == 0: evaluate(model)`): the others send it their shards. If forward
-    writes parameters (a momentum encoder), evaluate on every rank instead: some ranks may have written their shards by
-    then and others not, and that call would see a mixture.
+    One rank may call the model alone (`if rank == 0: evaluate(model)`): the other ranks send it their shards. If
+    forward writes into parameters (a momentum encoder), evaluate on every rank instead. Otherwise some ranks may have
+    written their shards and others not, and the evaluation would see a mixture.
 
-    With `wire` the model is given parameters that travel in 8 bits (the qwZ of ZeRO++: Wang et al., 2023): rounded to
-    nearest, with a scale for each block of 128, and the same on all ranks, since each rank decodes the same codes.
-    State, checkpoints, `zf.full_params`, `opt.gathered()` and what is computed with a parameter outside of the model
-    have the stored numbers. A forward that writes into parameters is refused. With `reduce_wire` gradients travel in 8
-    bits (qgZ): see `reduce_scatter`. Derivatives take rounding for the identity. In one process nothing is sent, and
-    nothing is rounded.
+    With `wire` ranks send parameters in 8 bits (the qwZ of ZeRO++: Wang et al., 2023), rounded to nearest, with a scale
+    for each block of 128. The model gets the decoded parameters, which are equal on all ranks. State, checkpoints,
+    `zf.full_params`, `opt.gathered()` and computations with a parameter outside of the model have the stored numbers. A
+    forward that writes into parameters is refused. With `reduce_wire` ranks send gradients in 8 bits (qgZ): see
+    `reduce_scatter`. The derivative of a rounding is the identity. In one process nothing is sent, and nothing is
+    rounded.
 
     Args:
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["shard"]`; by default all ranks.
@@ -96,30 +97,30 @@ def shard(mesh: Any = None, wire: str | None = None, reduce_wire: str | None = N
 def reduce_scatter(mesh: Any = None, wire: str | None = None, error_feedback: bool = False) -> Transform:
     """ZeRO-1 or ZeRO-2: gradients are reduce-scattered, and each rank keeps the optimizer states of its shard.
 
-    Full parameters stay on every rank, and are all-gathered once after each update. Before `accumulate` (ZeRO-2) each
-    micro-step reduces its gradient and each rank sums a shard; after `accumulate` (ZeRO-1) each rank sums full
-    gradients, and reduces once per window. Write a parameter by hand only on every rank alike: the next step compares
-    ranks and raises if they differ.
+    Every rank keeps the full parameters, which are all-gathered once after each update. Before `accumulate` (ZeRO-2)
+    each micro-step reduces its gradients, and each rank sums shards. After `accumulate` (ZeRO-1) each rank sums full
+    gradients, and the ranks reduce the sums once for each update. If you write into a parameter, write the same on
+    every rank: the next step compares ranks and raises if they differ.
 
-    After `shard` on another axis of the mesh, shards are sharded again: parameters are gathered within a node, states
-    lie over all ranks, and nodes talk once per window: `chain(shard(mesh["node"]), accumulate(4),
-    reduce_scatter(mesh["nodes"]), ...)`.
+    After `shard` on another axis of the mesh, `reduce_scatter` shards the shards again. In this example parameters are
+    gathered within a node, states are sharded over all ranks, and nodes communicate once for each update:
+    `chain(shard(mesh["node"]), accumulate(4), reduce_scatter(mesh["nodes"]), ...)`.
 
-    With `wire="int8"` gradients travel as codes of 8 bits with a scale for each block of 128, and are summed in fp32
-    where they arrive (the qgZ of ZeRO++: Wang et al., 2023). Rounding is stochastic: each rank's error in a number is
-    less than a 127th of the largest magnitude in its block, and zero on average. Random bits follow from the numbers of
-    the block, so a step is a function of its inputs; gradients that repeat bit for bit are rounded equally. A block
-    with an infinity or a NaN is NaN as a whole. In one process nothing is sent, and nothing is rounded.
+    With `wire="int8"` ranks send gradients as codes of 8 bits, with a scale for each block of 128, and sum them in fp32
+    (the qgZ of ZeRO++: Wang et al., 2023). Rounding is stochastic: each rank's error in a number is less than a 127th
+    of the largest magnitude in its block, and zero on average. The random bits are computed from the numbers of the
+    block, so a step is a function of its inputs, and equal blocks are rounded equally. A block with an infinity or a
+    NaN is NaN as a whole. In one process nothing is sent, and nothing is rounded.
 
-    With `error_feedback` each rank adds to its gradient what rounding has left out of the last one (Seide et al.,
-    2014). So the error of the sum of all gradients stays as small as that of one; otherwise it grows as the root of
-    their number. That takes a full gradient in fp32 on each rank, and a window: `accumulate(n), reduce_scatter(...)`.
-    An error that is not finite is dropped.
+    With `error_feedback` each rank adds to its gradient the rounding error of the previous gradient (Seide et al.,
+    2014). So the error of the sum of all gradients stays as small as the error of one gradient; otherwise it grows with
+    the square root of their number. `error_feedback` takes a full gradient in fp32 on each rank, and needs
+    `accumulate(n), reduce_scatter(...)`. An error that is not finite is dropped.
 
     Args:
         mesh: a one-dimensional `DeviceMesh`; by default all ranks.
         wire: `"int8"`, or `None`: gradients are sent in the dtype of the sum.
-        error_feedback: whether the errors of rounding are kept in the state, and made up for.
+        error_feedback: whether the state keeps the errors of rounding, and the next gradient makes up for them.
 
     Raises:
         ValueError: after `shard` without a mesh or over the same ranks, or after a transform that it must come before;
@@ -176,13 +177,13 @@ def all_reduce(mesh: Any = None) -> Transform:
 def local(mesh: Any = None) -> Transform:
     """Declare that gradients stay on their rank: nothing is reduced, on purpose.
 
-    It changes no number. On several ranks a chain without `shard`, `reduce_scatter` or `all_reduce` trains a different
-    model on each rank, and `zf.attach` and `zf.init` warn of that. `local` silences the warning where this is meant
-    (an ensemble, a population, a search for hyperparameters, averaging parameters every few hundred steps), or where
-    something else averages gradients, such as DistributedDataParallel.
+    `local` does not change any number. On several ranks a chain without `shard`, `reduce_scatter` or `all_reduce`
+    trains a different model on each rank, and `zf.attach` and `zf.init` warn of this. `local` silences the warning
+    where you want this (an ensemble, a population, a search for hyperparameters, averaging parameters every few hundred
+    steps), or where something else averages gradients, such as DistributedDataParallel.
 
-    They also warn if the chain reduces along one axis of a mesh and names no transform for another axis. Then
-    `local(mesh["stage"])` says that ranks along this axis have parameters of their own.
+    `zf.attach` and `zf.init` also warn if the chain reduces along one axis of a mesh and has no transform for another
+    axis. Then `local(mesh["stage"])` says that ranks along this axis have parameters of their own.
 
     Args:
         mesh: a one-dimensional `DeviceMesh` along which nothing is reduced; by default all ranks.

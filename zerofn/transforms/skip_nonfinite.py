@@ -28,12 +28,13 @@ def skip_nonfinite(patience: int = 100) -> Transform:
     """Skip a step in which any gradient, on any rank, is NaN or infinite: transforms after this one do not run.
 
     It is for fp32 and bf16, where one bad batch would turn all parameters into NaN; in fp16 `scale_loss` does this.
-    Before `accumulate` it drops one micro-batch, and the mean is over the others; after it, it drops the whole window.
-    The metric `skipped` tells whether this step was skipped, and `skipped_steps` how many were.
+    Before `accumulate`, `skip_nonfinite` drops one micro-batch, and the mean is over the other micro-batches. After
+    `accumulate` it drops the whole sum. The metric `skipped` tells whether this step was skipped, and `skipped_steps`
+    how many steps were skipped so far.
 
     Args:
-        patience: raise after this many skipped steps in a row. On a GPU they are looked at once in so many micro-steps,
-            and never in a CUDA graph.
+        patience: raise after this many skipped steps in a row. On a GPU zerofn checks this once in every `patience`
+            micro-steps, and never in a CUDA graph.
 
     Raises:
         ValueError: `patience` is not a positive int.

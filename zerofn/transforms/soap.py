@@ -42,9 +42,9 @@ def soap(
     b1^s)) / (sqrt(v / (1 - b2^s)) + eps)) P^T` with `s = t - 1`; `p -= lr * u`; `p *= 1 - lr * weight_decay`; and then
     `L` and `R`. Every `precondition_frequency` updates one step of a power iteration follows, `Q = qr(L Q)`.
 
-    A side of more than `max_precond_dim` numbers is left out. A leaf of more than two dimensions is a matrix of its
-    first one. States are in fp32 or wider. It needs whole leaves (`needs="leaf"`): a sharded leaf is gathered on one
-    rank, its owner, which has its state and computes its bases.
+    A side of more than `max_precond_dim` rows or columns has no basis. A leaf of more than two dimensions is reshaped
+    to a matrix with the rows of its first dimension. States are in fp32 or wider. It needs whole leaves
+    (`needs="leaf"`): a sharded leaf is gathered on one rank, its owner, which has its state and computes its bases.
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).

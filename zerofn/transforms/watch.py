@@ -31,10 +31,10 @@ RIGHT = 'zf.watch(lambda old, new: {"moved": (new - old).square().sum()}, lambda
 def watch(fn: Callable[..., Any], then: Callable[..., Any] | None = None, labels: Any = None) -> Transform:
     """Compute metrics of an update from the old and new parameters, such as how far it moved them.
 
-    It stands after the optimizer and changes nothing. `fn(old, new)` gets one leaf before and after the update and
-    returns *sums over elements* by name. They are added up over leaves and ranks, and passed by name to `then`, which
-    returns the metrics. So the numbers are the same at every ZeRO stage, on any number of ranks, and with
-    `in_backward=True`. In a step that updates nothing they are 0.
+    Put `watch` after the optimizer; it changes nothing. `fn(old, new)` gets one leaf before and after the update and
+    returns *sums over elements* by name. zerofn adds these sums over leaves and ranks, and passes the totals by name to
+    `then`, which returns the metrics. So the metrics are equal at every ZeRO stage, on any number of ranks, and with
+    `in_backward=True`. In a step that updates nothing the metrics are 0.
 
     A metric is called `"watch.ratio"`, after the transform; `zf.watch(...).named("update")` calls it `"update.ratio"`.
 
