@@ -138,8 +138,9 @@ class Codes:
     def shrinks(self, x: Tensor) -> bool:
         """Whether codes and scales of a tensor take fewer bytes than the tensor.
 
-        >>> [Codes().shrinks(torch.zeros(shape)) for shape in ((), (512,), (512, 1), (512, 2))]
-        [False, False, False, True]
+        Examples:
+            >>> [Codes().shrinks(torch.zeros(shape)) for shape in ((), (512,), (512, 1), (512, 2))]
+            [False, False, False, True]
         """
         row = prod(x.shape[1:])
         return self.nbytes(row, x.itemsize) < row * x.itemsize
