@@ -33,7 +33,7 @@ SYNONYMS = {
 
 
 def explain(wrong: str, why: str, right: str) -> str:
-    """One message in the project's form.
+    """Write a message: the wrong code, why it is wrong, the right code.
 
     Examples:
         >>> print(explain("adam(lr=-1)", "a learning rate is not negative", "adam(lr=1e-3)"))
@@ -263,7 +263,7 @@ def missing(module: str, name: str, names: Iterable[str]) -> str:
 
 
 def bad_leaves(what: str, leaves: Iterable[tuple[str, str]], right: str) -> str:
-    """A message that lists every offending leaf with its path.
+    """Write a message that lists every offending leaf with its path.
 
     Examples:
         >>> print(bad_leaves("muon is for matrices", [("bias", "of shape (3,)")], "zf.partition(...)"))
@@ -296,7 +296,7 @@ def _package_of(frame: FrameType | None) -> str:
 
 
 def kind_of(x: Any) -> str:
-    """The type of `x`, with an article.
+    """Return the name of the type of `x`, with an article.
 
     Examples:
         >>> kind_of("3"), kind_of(3), kind_of(OSError())

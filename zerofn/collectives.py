@@ -1,10 +1,11 @@
 """Differentiable collectives for functions of your own, over a tensor or a dict of tensors.
 
-Each is a linear map between the ranks' tensors, and its backward is the adjoint map: `all_gather` and `reduce_scatter`
-are each other's, so are `all_reduce` and `replicate`, and `all_to_all` is its own. They can be differentiated to any
-order, by plain autograd and torch.func. Every rank must call the same ones in the same order. Before each call ranks
-exchange two numbers, so that tensors that do not match raise on every rank; shards of different lengths can be
-gathered. The transforms of a pipeline, such as `zf.shard`, need none of this.
+Each collective is a linear map between the ranks' tensors, and its backward is the adjoint map. The backward of
+`all_gather` is `reduce_scatter`, and the reverse. The backward of `all_reduce` is `replicate`, and the reverse. The
+backward of `all_to_all` is `all_to_all`. Plain autograd and torch.func can differentiate the collectives to any order.
+Every rank must call the same collectives in the same order. Before each call ranks exchange two numbers, so tensors
+that do not match raise on every rank. Shards of different lengths can be gathered. You do not need these functions for
+the transforms of a chain, such as `zf.shard`.
 
 Examples:
     >>> import torch

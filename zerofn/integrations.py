@@ -1,9 +1,9 @@
 """Mixins for Hugging Face's Trainer and Lightning, which save, resume and log training over ranks.
 
-Both frameworks write a checkpoint on the first rank only. If leaves are sharded, that rank has only its shards of the
-optimizer's state and, under `shard`, of the model. The mixins write the state with `zf.save`, in which every rank
-writes its shards, beside the framework's own files, and the model's weights unsharded. `transformers` and `lightning`
-are not imported here: put the mixin before their class.
+Both frameworks write a checkpoint on the first rank only. If leaves are sharded, the first rank has only its shards of
+the optimizer's state and, under `shard`, of the model. So the mixins write the state with `zf.save`, in which every
+rank writes its shards, beside the framework's own files. They write the model's weights unsharded. This module imports
+neither `transformers` nor `lightning`: put the mixin before their class.
 
     class Trainer(zf.integrations.TrainerMixin, transformers.Trainer):
         pass
@@ -38,10 +38,10 @@ class TrainerMixin:
     With an optimizer of `zf.attach`, on any number of ranks and at every ZeRO stage:
 
     * `checkpoint-N/zerofn` contains what `zf.save(directory, opt)` writes, instead of `optimizer.pt`; the weights
-      beside it are unsharded. A run with other ranks or another stage may resume from it.
+      beside it are unsharded. A run on another number of ranks or at another stage can resume from it.
     * `train(resume_from_checkpoint=...)` goes on bit for bit, and `load_best_model_at_end` loads the best weights.
-    * `grad_norm` in the logs is the norm of the mean gradient over ranks in the last update, before any clip. Only the
-      step knows it: write `max_grad_norm=0.0`, and `zf.clip_by_global_norm` in the chain.
+    * `grad_norm` in the logs is the norm of the mean gradient over ranks in the last update, before any clip. To clip,
+        put `zf.clip_by_global_norm` into the chain, and pass `max_grad_norm=0.0` to the Trainer.
 
     Attributes:
         optimizer: of `zf.attach`, or accelerate's wrapper of it.

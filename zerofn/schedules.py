@@ -1,7 +1,7 @@
 """Learning rates as functions of the optimizer step (0 before the first update).
 
-Any function `step -> float` is a schedule. Those here compare, print and pickle, and `step` may also be a 0-d tensor,
-as in an ensemble under `torch.vmap`.
+Any function `step -> float` is a schedule. The schedules of this module can be compared, printed and pickled, and take
+a `step` that is a 0-d tensor, as in an ensemble under `torch.vmap`.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def linear(start: float, end: float, steps: int) -> Linear:
 
 
 def warmup(peak: float, steps: int) -> Linear:
-    """Linear warm-up: `peak * min((step + 1) / steps, 1)`, so that the first update already moves.
+    """Linear warm-up: `peak * min((step + 1) / steps, 1)`, so that the rate of the first update is not zero.
 
     Args:
         peak: the rate from step `steps - 1` on.

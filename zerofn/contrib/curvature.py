@@ -168,7 +168,8 @@ class Spectrum(NamedTuple):
     Attributes:
         values: (m,) Ritz values. The outer ones converge to eigenvalues first; those inside approximate the density.
         weights: (m,) their shares of the start vector, which add up to 1.
-        errors: (m,) an eigenvalue lies within this distance: the norm of `H x - value * x` for a unit vector `x`.
+        errors: (m,) bounds: an eigenvalue lies within this distance of the value. It is the norm of `H x - value * x`
+            for a unit vector `x`.
     """
 
     values: Tensor
@@ -197,16 +198,17 @@ def max_eigenvalue(
     """The eigenvalue of the Hessian that is largest in absolute value, with its sign.
 
     Power iteration `v <- H v / |H v|`, until the Rayleigh quotient `v . H v` changes by less than `tol` of itself. Each
-    iteration takes one product. It is slow if a second eigenvalue has nearly the same size: use `spectrum` then.
+    iteration takes one product. It converges slowly if a second eigenvalue has nearly the same size: then use
+    `spectrum`.
 
     Args:
         loss_fn: `loss_fn(params, *batch)` -> 0-d loss, or `(loss, aux)`, as for `zf.make_step`. It must have a second
-            derivative. Over several ranks the loss is the mean of theirs.
+            derivative. On several ranks the Hessian is that of the mean loss over ranks.
         tx: the pipeline.
         state: its state, from `zf.init` or `opt.state`.
         batch: the arguments of `loss_fn`.
-        blocks: prefixes of paths, such as `"blocks.0"` for all of `blocks.0.*`. Each has the Hessian of its own
-            parameters.
+        blocks: prefixes of paths, such as `"blocks.0"` for all of `blocks.0.*`. For each block the Hessian with respect
+            to its own parameters is used.
         tol: relative change at which to stop.
         max_iter: the most products for each block.
         seed: of the start vector.
@@ -275,8 +277,8 @@ def spectrum(
     """Eigenvalues of the Hessian by Lanczos' iteration, with a bound on the error of each.
 
     `steps` products with orthogonal vectors give a tridiagonal matrix, whose eigenvalues are returned. Each vector is
-    orthogonalized twice against all before it, as otherwise eigenvalues appear several times. `weights` and `values`
-    are a quadrature of the density of eigenvalues as the start vector sees it (Golub and Meurant, 1994).
+    orthogonalized two times against all earlier vectors; otherwise eigenvalues would appear several times. `weights`
+    and `values` are a quadrature of the density of eigenvalues as the start vector sees it (Golub and Meurant, 1994).
 
     Args:
         loss_fn, tx, state, batch, blocks: as in `max_eigenvalue`.

@@ -100,7 +100,7 @@ def check_betas(function: str, betas: Any, example: tuple[float, ...] = (0.9, 0.
 
 
 def given(value: Any) -> bool:
-    """Whether a hyperparameter whose zero means "none" is used. A tensor always is, since its value may change."""
+    """Whether a hyperparameter is used, where zero means "none". A tensor counts as used: its value may change."""
     return isinstance(value, Tensor) or bool(value)
 
 

@@ -103,7 +103,7 @@ def in_turn(parts: tuple[Transform, ...]) -> Transform:
 
 
 def as_transform(t: Any) -> Transform:
-    """`t` itself, or a `guest` of a transformation of another library; a `TypeError` for anything else."""
+    """Return a `Transform` as it is, or a `guest` of another library's transformation; otherwise raise a TypeError."""
     if isinstance(t, Transform):
         return t
     check_guest(t, "chain(..., {}, ...)", "a transform such as zf.adamw(lr=1e-3), or an object")
@@ -197,7 +197,7 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
 
 
 def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transform:
-    """The same `masked`, `partition` or group of your own, with `fn(member)` in place of each member.
+    """Return a `masked`, `partition` or group of your own with `fn(member)` in place of each member.
 
     Its members are the transforms among its arguments, by themselves or in a dict.
     """
@@ -215,7 +215,7 @@ def of_members(group: Transform, fn: Callable[[Transform], Transform]) -> Transf
 def wrapped_optimizer(
     wrapper: str, transform: Transform, wrap: Callable[[Transform], Transform], rated: str = ""
 ) -> Transform:
-    """`wrap` of an optimizer, and of each member of a `partition` of optimizers.
+    """Call `wrap` on an optimizer, or on each member of a `partition` of optimizers.
 
     Args:
         wrapper: the name of the function that wraps, for messages.
@@ -247,7 +247,7 @@ def wrapped(
     prepare: Callable[..., Prepared] | None = None,
     **facts: Any,
 ) -> Transform:
-    """A transform around another one: its name, its place in a chain and its facts, with functions of the wrapper.
+    """A transform around another one: the inner one's name, place in a chain and facts, and the wrapper's functions.
 
     State: the entries of both, side by side. `update` and `prepare` get them all. They call `inner.update_fn` and
     `inner.prepare_fn`, and add entries of their own to what these return.
@@ -321,7 +321,7 @@ def _running_fields(t: Transform) -> dict[str, Any]:
 def labels_by_path(
     given: Any, layout: Layout, known: Collection[Hashable] = (), only: Set[str] | None = None
 ) -> dict[str, Any]:
-    """The label of each leaf by path, from a function of paths or from a tree that may stop above the leaves.
+    """Return the label of each leaf by path, given by a function of paths or by a tree that may stop above the leaves.
 
     Args:
         given: the function, or the tree. A tuple in it that is among `known` is a label, not a node.
@@ -384,7 +384,7 @@ def values_by_path(
     only: Set[str] | None = None,
     known: Collection[Hashable] = (),
 ) -> dict[str, Any]:
-    """The value of each leaf by path, from a function of paths or from a tree that may stop above the leaves.
+    """Return the value of each leaf by path, given by a function of paths or by a tree that may stop above the leaves.
 
     Args:
         given: the function, or the tree. A node of it that is among `known` is a value.

@@ -30,7 +30,7 @@ from .wrapper_names import without_wrappers
 
 
 def width(shape: Sequence[int], size: int) -> int:
-    """How many elements of a leaf the first of `size` ranks has; the others have as many, or fewer at the end.
+    """How many elements of a leaf the first of `size` ranks has. The other ranks have as many or fewer.
 
     Examples:
         >>> width((5, 3), 2), width((2, 3), 4), width((), 2)

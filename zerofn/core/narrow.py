@@ -33,7 +33,7 @@ CODES: dict[str, AnyCodes] = {"int8": INT8, "fp8": Float8(128)}
 
 
 def codes_of_wire(function: str, wire: str | None, known: Sequence[str] = ("int8",), name: str = "wire") -> Any:
-    """The codes of an argument `wire=` of a function; `None` if numbers are sent as they are.
+    """Return the codes for an argument `wire=` of a function; `None` if numbers are sent uncoded.
 
     Args:
         function: the function that was called.

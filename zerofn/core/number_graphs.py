@@ -28,7 +28,7 @@ ATTACHED = (
 
 
 class Unrecorded(RuntimeError):
-    """A number requires grad in a step that is not recorded."""
+    """The error for a number that requires grad in a step that autograd does not record."""
 
 
 def check_numbers(named: Iterable[tuple[str, Any]], right: str) -> None:

@@ -999,7 +999,7 @@ def direction(
 
 
 def rate_of(inner: Transform, state: TransformState, ctx: Context) -> Any:
-    """The learning rate with which an optimizer makes this update, for a transform that wraps it.
+    """Return the learning rate with which an optimizer makes this update, for a transform that wraps the optimizer.
 
     Args:
         inner: the optimizer.

@@ -817,7 +817,7 @@ def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
 
 
 def context_of(tx: Transform, state: Any, where: str) -> Context:
-    """What an update half would be given, for a function of a pipeline and a state: a tool of analysis, for instance.
+    """Make the `Context` of an update half, for a function of a chain and a state such as a tool of analysis.
 
     Its `layout` has the leaves. Its `offsets` say where this rank's shard of a leaf begins; a leaf that is not there
     begins at 0. Its `reduction` adds numbers up over the ranks.

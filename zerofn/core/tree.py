@@ -159,7 +159,7 @@ def tree_map(fn: Callable[..., Any], tree: Tree, *rests: Tree) -> Tree:
 def select(pred: bool | Tensor, new: Any, old: Any) -> Any:
     """`new` where `pred`, else `old`, over two trees of tensors of one structure.
 
-    A choice, never a product with zero: NaN in the branch not taken must not come through.
+    It is a choice and not a product with zero, so a NaN in the branch that is not taken does not reach the result.
     """
     if isinstance(pred, bool):
         return new if pred else old

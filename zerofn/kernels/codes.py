@@ -104,7 +104,7 @@ class BlockDraws:
 
 @dataclass(frozen=True)
 class Codes:
-    """How numbers become codes, and codes numbers.
+    """How to encode numbers as codes of 8 or 4 bits, and to decode them.
 
     Attributes:
         bits: of a code, 8 or 4; two codes of 4 bits share a byte.

@@ -100,8 +100,8 @@ def plus_quotient(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
 def at_most(norm: Tensor, most: Any) -> Tensor | None:
     """The factor `min(1, most / (norm + 1e-6))`, which brings a norm down to `most`; `None` if it is 1.
 
-    Without the multiplication no bit of a gradient or a derivative changes. If nothing records and the norm is on the
-    CPU it is read, and most steps compute nothing. On a GPU reading it would synchronise.
+    With `None` the caller leaves out the multiplication, so no bit of a gradient changes. If nothing records and the
+    norm is on the CPU, `at_most` reads the norm. On a GPU it does not read the norm, which would synchronise.
 
     Examples:
         >>> at_most(torch.tensor(5.0), 1.0), at_most(torch.tensor(0.5), 1.0)
@@ -153,7 +153,7 @@ def towards(x: Tensor, y: Tensor, weight: Any, out: Tensor | None = None) -> Ten
 
 
 def moment_root(x: Tensor) -> Tensor:
-    """The root of a second moment, to which an epsilon is added; at least 1e-19 if derivatives may be asked for.
+    """The root of a second moment, to which the caller adds an epsilon; at least 1e-19 if derivatives may be asked for.
 
     As `root`, with a third of the operations: a value below the smallest normal number, 1.2e-38, counts as that number
     and has no derivative. An epsilon from 1e-10 hides that root. In float64, where it is 1.5e-154, any epsilon does.

@@ -172,12 +172,12 @@ def random_bits(
     form: int | Tensor = FORMAT,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """32 random bits for the elements ``offset .. offset + numel`` of a leaf, int32, of shape ``(numel,)``.
+    """32 random bits for each of the elements ``offset .. offset + numel`` of a leaf, as int32 of shape ``(numel,)``.
 
     Args:
         numel: how many elements.
         seed, step, key, stream: as in `stream_key`.
-        offset: the global index of the first element. A split of the leaf changes nothing.
+        offset: the global index of the first element. So the bits do not depend on how the leaf is split over ranks.
         form: the format of the draws.
         device: where the bits are.
 

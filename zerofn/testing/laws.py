@@ -489,22 +489,22 @@ as in docs/writing-a-transform.md and in zerofn/transforms/add_noise.py"""
 def check_transform(tx: Any, params: Tree = None) -> None:
     """Check a transform, or a pipeline, against the laws that every transform obeys.
 
-    A pipeline without an optimizer is completed by `sgd`. The laws:
+    If a chain has no optimizer, `check_transform` adds `sgd`. The laws:
 
     * It prints, compares and pickles.
     * `init` takes meta tensors. The structure of the state depends neither on values, nor on hyperparameters, nor on
       the number of updates.
     * No input is written. Strides of gradients do not matter. A leaf without a gradient is left alone.
     * The same step gives the same bits again: nothing draws from torch's random generator.
-    * A leaf alone is updated as in a bigger tree (leafwise transforms).
+    * A leafwise transform updates a leaf alone as it updates the leaf in a bigger tree.
     * `donate=True` gives the bits of `donate=False`, in metrics too. `vmap` over stacked states is a loop over states.
     * In an attached model a transform after the optimizer gets the same old and new parameters as in a step.
     * A held or skipped step changes nothing but its transform's counters.
     * With `needs="element"` or `needs="number"`, flat pieces of leaves, cut anywhere, are updated as in full leaves;
       with `needs="row"`, some rows are.
     * Gradients after it have the dtype and placement that its `through` and its view say.
-    * It does what its `Facts` say: holds as many micro-steps, returns parameters, reports its metrics, uses what is
-      set.
+    * It does what its `Facts` say: it holds the declared number of micro-steps, returns parameters, reports its
+        metrics, and uses what is set.
     * A view without a wire writes no argument, is the identity after its `store`, has its transpose as `pull` if it is
       linear, treats pieces as in full leaves if it says so, and communicates with no other rank.
 
@@ -516,7 +516,7 @@ def check_transform(tx: Any, params: Tree = None) -> None:
 
     Raises:
         AssertionError: names the transform, the law, and every leaf that breaks it.
-        ValueError, TypeError: it does what `zf.init` or a step refuses, such as leaving out a leaf.
+        ValueError, TypeError: `zf.init` or a step refuses what the transform does, such as leaving out a leaf.
 
     Examples:
         >>> import torch, zerofn as zf

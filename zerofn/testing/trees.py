@@ -42,9 +42,10 @@ def assert_trees_close(
 
     Args:
         actual: a tree of tensors.
-        expected: the reference; may be in float64, to be more exact than what is checked.
+        expected: the reference. It may be in float64, to be more exact than `actual`.
         ulps: units in the last place of the actual dtype.
-        floor: magnitude below which the error is absolute: that of the terms whose sum a small number is.
+        floor: magnitude below which the tolerance is absolute. Choose the magnitude of the terms if an element is a sum
+            of larger terms.
         what: first line of the message.
 
     Raises:
