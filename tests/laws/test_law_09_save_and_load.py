@@ -9,7 +9,7 @@ import zerofn as zf
 from zerofn.testing import assert_trees_equal, random_like
 
 
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(trees((F32,)), pipelines(), seeds)
 def test_going_on_from_what_was_saved_is_going_on(params, parts, seed):
     tx = zf.chain(*parts)

@@ -128,7 +128,83 @@ WRONG.rows(
     (lambda tmp_path: zf.load(tmp_path, saved(tmp_path), tx=ADAMW), "tx makes what"),  # type: ignore[call-overload]
 )
 
-# ---- what has no place in a file ----
+
+def into(write: Callable[[Path], object], directory: Path) -> Iterator[Any]:
+    """`write`, which leaves the directory as it was."""
+    yield lambda: torch.tensor(len(list(directory.iterdir())))
+    write(directory)
+
+
+WRONG.rows(
+    TypeError,
+    (lambda tmp_path: zf.load(tmp_path, like=nn.Linear(1, 1)), "zf.load(directory, like=Linear)"),  # type: ignore[call-overload]
+    (lambda tmp_path: zf.load_safetensors(tmp_path, like=state_of()), "a state does not say by whom"),
+)
+WRONG.rows(
+    FileNotFoundError,
+    (lambda tmp_path: zf.load(tmp_path / "no", state_of()), "there is no such directory"),
+    (lambda tmp_path: zf.load(tmp_path, state_of()), re.compile(r"no checkpoint in [\s\S]*it has no zerofn.json")),
+    (lambda tmp_path: zf.load_safetensors(tmp_path, like=state_of(), tx=ADAMW), "give the .json"),
+)
+
+
+@WRONG(FileNotFoundError, "that is a file")
+def a_file_instead_of_a_directory(tmp_path: Path) -> Iterator[Any]:
+    (tmp_path / "file").write_text("x")
+    yield
+    zf.load(tmp_path / "file", state_of())
+
+
+@WRONG(FileNotFoundError, "zf.save did not write")
+def what_somebody_else_has_written(tmp_path: Path) -> Iterator[Any]:
+    (tmp_path / ".metadata").write_text("x")
+    yield
+    zf.load(tmp_path, state_of())
+
+
+@WRONG(OSError, "could not be read")
+def a_file_that_is_no_safetensors(tmp_path: Path) -> Iterator[Any]:
+    (tmp_path / "broken").write_bytes(b"\0" * 20)
+    yield
+    zf.load_safetensors(tmp_path / "broken", like=state_of(), tx=ADAMW)
+
+
+@WRONG(OSError, re.compile(r"could not write[\s\S]*as it was"))
+def a_directory_in_the_place_of_a_file(tmp_path: Path) -> Iterator[Any]:
+    (tmp_path / "file").write_text("x")
+    yield from into(lambda directory: zf.save(directory / "file", state_of()), tmp_path)
+
+
+# ---- what has no place in a file, or in a table ----
+
+NO_PLACE: dict[str, Callable[[], Any]] = {
+    "zf.save(directory, dict)": lambda: {"w": 1},
+    "params/w: is on the meta device": lambda: state_of(w=torch.ones(1, device="meta")),
+    "params/step: two entries have this name": lambda: state_of(
+        zf.sgd(0.1).named("params"), w=torch.ones(1), step=torch.ones(1)
+    ),
+}
+
+
+@WRONG(TypeError, "{}", over=NO_PLACE)
+def what_cannot_be_saved(told: str, tmp_path: Path) -> Iterator[Any]:
+    yield from into(lambda directory: zf.save(directory, NO_PLACE[told]()), tmp_path)
+
+
+ONE = {"w": torch.ones(1)}
+WRONG.rows(
+    TypeError,
+    (lambda: zf.describe(nn.Linear(1, 1)), "describe(Linear)", "zf.describe(opt)"),  # type: ignore[arg-type]
+    (lambda: zf.plan(ADAMW, {"n": torch.ones(1, dtype=torch.int64)}), "n: torch.int64"),
+)
+WRONG.rows(
+    ValueError,
+    *[
+        (lambda given=given: zf.plan(ADAMW, ONE, **given), f"plan({next(iter(given))}=")
+        for given in ({"world_size": 0}, {"world_size": 2.0}, {"world_size": True}, {"rank": 1}, {"rank": -1})
+    ],
+    (lambda: zf.plan(zf.chain(zf.clip_by_value(1.0)), ONE), "no optimizer"),
+)
 
 
 @WRONG(TypeError, "mine/graph/w: is of layout torch.sparse_coo; keep x.to_dense()")
