@@ -50,6 +50,7 @@ from zerofn.core.chain import (
     wrapped_optimizer,
 )
 from zerofn.core.context import Context, Prepared
+from zerofn.core.executor import buckets
 from zerofn.core.facts import AVERAGE, COUNT, OVERFLOW_LEAF, SKIPPED_STEPS, Facts, Scope
 from zerofn.core.layout import AxisPlacement, Flat, Layout, Leaf, Leaves, Owner, Partial, Replicate, Shard, span, width
 from zerofn.core.leafwise import transform
@@ -57,11 +58,12 @@ from zerofn.core.number_graphs import Unrecorded
 from zerofn.core.optimizer import (
     LeafList,
     LeafStep,
-    UpdateOfCodes,
+    UpdateOfStored,
     direction,
     like,
     optimizer,
     rate_of,
+    stored_fn_of,
     wide_copy,
     without_elements,
 )
@@ -111,6 +113,7 @@ from zerofn.kernels.fused_adam import (
     typed,
 )
 from zerofn.kernels.masters import (
+    Master,
     Room,
     bf16_of_master,
     laid_out,
@@ -157,6 +160,7 @@ if _TYPE_CHECKING:
     from zerofn.kernels.codes import Coded as Coded
     from zerofn.kernels.codes import Codes as Codes
     from zerofn.kernels.codes import Draws as Draws
+    from zerofn.kernels.master_adam import MasterAdam as MasterAdam
     from zerofn.kernels.rounding import FIRST_FORMAT as FIRST_FORMAT
     from zerofn.kernels.rounding import FORMAT as FORMAT
     from zerofn.kernels.rounding import FORMAT_ENTRY as FORMAT_ENTRY
@@ -194,6 +198,7 @@ _LATER = {
     "Draws": "zerofn.kernels.codes",
     "Coded": "zerofn.kernels.codes",
     "CodedAdam": "zerofn.kernels.coded_adam",
+    "MasterAdam": "zerofn.kernels.master_adam",
     "FIRST_FORMAT": "zerofn.kernels.rounding",
     "FORMAT": "zerofn.kernels.rounding",
     "FORMAT_ENTRY": "zerofn.kernels.rounding",
@@ -255,6 +260,8 @@ __all__ = [
     "LeafStep",
     "LeafSums",
     "Leaves",
+    "Master",
+    "MasterAdam",
     "Misplaced",
     "Owner",
     "Partial",
@@ -272,7 +279,7 @@ __all__ = [
     "Transform",
     "TransformState",
     "Unrecorded",
-    "UpdateOfCodes",
+    "UpdateOfStored",
     "View",
     "ViewOf",
     "Wire",
@@ -289,6 +296,7 @@ __all__ = [
     "at_once",
     "bad_leaves",
     "bf16_of_master",
+    "buckets",
     "buffers_in",
     "certain",
     "chain",
@@ -363,6 +371,7 @@ __all__ = [
     "span",
     "squared_norm",
     "stochastic_round",
+    "stored_fn_of",
     "straight_through",
     "sums_over_leaves",
     "taken_apart",

@@ -15,6 +15,7 @@ from time_limits import limit
 
 from zerofn.extend import Codes
 
+KINDS = ["fused", "masters", "bf16"]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -46,25 +47,25 @@ def test_bits_are_those_of_the_kernel_in_c_and_of_the_formula(apart, examples):
             )
             for _ in range(draw(st.integers(1, 3)))
         ]
-        fused, random, decay = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+        kind, random, decay = draw(st.sampled_from(KINDS)), draw(st.booleans()), draw(st.booleans())
         beta1 = draw(st.sampled_from([0.9, 0.4]))
-        found = apart.submit(interpreted.compare_coded, leaves, how, fused, random, beta1, decay)
+        found = apart.submit(interpreted.compare_coded, leaves, how, kind, random, beta1, decay)
         assert found.result(timeout=limit()) == []
 
     holds()
 
 
-WHOLE = [(8, False, True), (4, True, True), (8, True, False), (4, False, False)]
+WHOLE = [(8, "bf16", True), (4, "masters", True), (4, "fused", True), (8, "masters", False), (4, "bf16", False)]
 
 
 @pytest.mark.parametrize(
-    ("bits", "fused", "random"),
+    ("bits", "kind", "random"),
     [pytest.param(*row, marks=pytest.mark.slow if i > 1 else ()) for i, row in enumerate(WHOLE)],
 )
-def test_programs_of_whole_blocks_have_the_same_bits(apart, bits, fused, random):
+def test_programs_of_whole_blocks_have_the_same_bits(apart, bits, kind, random):
     """One program that reads 16 bytes at once, and one that masks; and both leaves at an address that is not even."""
     leaves = [(65, 256, 1, 0, 256), (65, 256, 2, 1, 0)]
-    found = apart.submit(interpreted.compare_coded, leaves, Codes(bits), fused, random)
+    found = apart.submit(interpreted.compare_coded, leaves, Codes(bits), kind, random)
     assert found.result(timeout=limit()) == []
 
 
@@ -79,22 +80,22 @@ def compiling() -> Iterator[ProcessPoolExecutor]:
 
 
 @pytest.mark.parametrize(
-    ("fused", "bits", "wide", "codes"),
+    ("kind", "bits", "wide", "codes"),
     [
-        (True, 8, (4, 2), "v2.b32"),
+        ("masters", 8, (2, 1), "v2.b32"),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
-            for row in [(False, 8, (2, 1), "v2.b32"), (False, 4, (2, 1), "b32")]
+            for row in [("fused", 8, (4, 2), "v2.b32"), ("bf16", 8, (2, 1), "v2.b32"), ("bf16", 4, (2, 1), "b32")]
         ),
     ],
 )
-def test_compiled_for_an_h100_it_fuses_what_torch_fuses(compiling, fused, bits, wide, codes):
+def test_compiled_for_an_h100_it_fuses_what_torch_fuses(compiling, kind, bits, wide, codes):
     """Three products of torch's kernel for each of 8 numbers, in both kinds of programs; without it none."""
-    found = compiling.submit(interpreted.coded_instructions, fused, bits).result(timeout=limit())
+    found = compiling.submit(interpreted.coded_instructions, kind, bits).result(timeout=limit())
     floats = {name for name in found if ".f32" in name and not name.startswith("cvt")}
     assert not [name for name in floats if name.startswith("mad") or "ftz" in name or "approx" in name]
     assert floats <= {f"{op}.rn.f32" for op in ("mul", "add", "sub", "div", "sqrt", "fma")}
-    assert found.get("fma.rn.f32", 0) == (2 * 3 * 8 if fused else 0)
+    assert found.get("fma.rn.f32", 0) == (2 * 3 * 8 if kind != "bf16" else 0)
     # Of whole blocks parameters and gradients in 16 bytes, codes of two moments in 8 or 4.
     assert (found["ld.global.v4.b32"], found["st.global.v4.b32"]) == wide
     assert found[f"ld.global.{codes}"] >= 2 and found[f"st.global.{codes}"] >= 2

@@ -18,9 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import zerofn as zf
-from zerofn.extend import Coded, Codes, Draws
+from zerofn.extend import Coded, Codes, Draws, Master, master_of
 from zerofn.extend import fused_update as adam_of_torch
-from zerofn.kernels import adam, coded_adam  # inside: which kernel is taken, and a kernel by itself
+from zerofn.kernels import (  # inside: which kernel is taken, and kernels by themselves
+    adam,
+    coded_adam,
+    fused_adam,
+    master_adam,
+)
 
 # Numbers at the edges of every format: infinities, NaN, zeros, subnormals, the largest, squares that underflow.
 SPECIAL = [
@@ -139,43 +144,55 @@ def compare_numbers() -> list[str]:
     return same or [] if different(found[0], leaf(100, (torch.bfloat16,) * 4, 0, 0)[:4]) else ["nothing was updated"]
 
 
-def _coded_leaf(how: Codes, fused: bool, random: bool, row: Sequence[int], i: int) -> list[Any]:
+def _coded_leaf(how: Codes, kind: str, random: bool, row: Sequence[int], i: int) -> list[Any]:
     """Parameter, gradient and both moments as codes, in views that begin `shift` elements into their storage."""
     rows, width, seed, shift, offset = row
-    dtypes = (torch.float32,) * 4 if fused else (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)
-    p, g, m, v = (x.view(rows, width) for x in leaf(rows * width, dtypes, seed, shift)[:4])
+    dtypes = {"fused": (torch.float32,) * 4, "masters": (torch.float32, torch.bfloat16, torch.float32, torch.float32)}
+    low = (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)
+    p, g, m, v = (x.view(rows, width) for x in leaf(rows * width, dtypes.get(kind, low), seed, shift)[:4])
     draws = [Draws(5, torch.tensor(2**33 + k), 2 * i + k, offset) if random else None for k in (1, 2)]
     # Every third number alone is odd: of a block with a NaN nothing else would be seen.
     m, v = (x.nan_to_num(1.0, 1.0, -1.0) if seed % 3 else x for x in (m, v))
     coded = [how.encode(x, one) for x, one in zip((m, v), draws, strict=True)]
     shifted = [[torch.cat([x.new_zeros(shift), x.reshape(-1)])[shift:].view(x.shape) for x in one] for one in coded]
-    return [p, g, *(Coded(how, *x, one) for x, one in zip(shifted, draws, strict=True))]
+    param = _master(p, seed, shift) if kind == "masters" else p
+    return [param, g, *(Coded(how, *x, one) for x, one in zip(shifted, draws, strict=True))]
 
 
-def _run_coded(way: str, fused: bool, columns: list[list[Any]], offsets: list[int], beta1: float, decay: bool) -> None:
+def _master(x: Tensor, seed: int, shift: int) -> Master:
+    """Both parts of a master; where it is zero or not finite the residual is some number's that was there before."""
+    parts = Master.of(x)
+    other = torch.randint(-128, 128, x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    residual = torch.where(x.isfinite() & (x != 0), parts.residual, other)
+    return Master(*(torch.cat([y.new_zeros(shift), y.reshape(-1)])[shift:].view(x.shape) for y in (parts.p, residual)))
+
+
+def _run_coded(way: str, kind: str, columns: list[list[Any]], offsets: list[int], beta1: float, decay: bool) -> None:
     """One update in place by a kernel, or by the formula."""
-    how, random_params = columns[2][0].how, not fused
+    how, fused = columns[2][0].how, kind != "bf16"
     numbers: Any = dict(step=3, lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1)
     keys = list(range(7, 7 + len(offsets)))
     if way == "formula":
         for i, (p, g, *moments) in enumerate(zip(*columns, strict=True)):
-            wide = [how.decode(x.codes, x.scales, p.shape) for x in moments]
-            lists = [p], [g], *([x] for x in wide)
+            wide = [how.decode(x.codes, x.scales, g.shape) for x in moments]
+            x = master_of(p.p, p.residual) if kind == "masters" else p
+            lists = [x], [g], *([y] for y in wide)
             if fused:
                 adam_of_torch(*lists, decoupled=not decay, **numbers)
             else:
                 how_p: Any = dict(rounding="stochastic", seed=1, keys=[keys[i]], offsets=[offsets[i]])
                 adam.adam_(*lists, **numbers, **how_p, implementation="eager")
-            for x, new in zip(moments, wide, strict=True):
-                for old, made in zip((x.codes, x.scales), how.encode(new, x.draws), strict=True):
+            if kind == "masters":
+                _put(p, x)
+            for y, new in zip(moments, wide, strict=True):
+                for old, made in zip((y.codes, y.scales), how.encode(new, y.draws), strict=True):
                     old.copy_(made)
         return
-    call = partial(coded_adam._launch, fused, random_params)
+    low = torch.float32 if kind == "fused" else torch.bfloat16
+    of = coded_adam.Kind(fused, not fused, kind == "masters", low, low)
+    call = partial(coded_adam._launch, of)
     if way == "C":
-        library = coded_adam._library(
-            fused, random_params, columns[0][0].dtype, columns[1][0].dtype, how.bits, how.code
-        )
-        call = partial(coded_adam._call, library)
+        call = partial(coded_adam._call, coded_adam._library(of, how.bits, how.code))
     scalars = adam.scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1)
     given = (*scalars, 1.0)
     if fused:
@@ -183,47 +200,103 @@ def _run_coded(way: str, fused: bool, columns: list[list[Any]], offsets: list[in
     call(columns, [keys, offsets], given, (1, 3), how.block, columns[2][0].draws is not None, not decay, True)
 
 
+def _put(p: Master, x: Tensor) -> None:
+    new = Master.of(x)
+    p.p.copy_(new.p)
+    p.residual.copy_(new.residual)
+
+
+def _parts(p: Any) -> list[Tensor]:
+    return [p.p, p.residual.to(torch.int16)] if isinstance(p, Master) else [p]
+
+
 def compare_coded(
-    leaves: Sequence[Any], how: Codes, fused: bool, random: bool, beta1: float = 0.9, decay: bool = False
+    leaves: Sequence[Any], how: Codes, kind: str, random: bool, beta1: float = 0.9, decay: bool = False
 ) -> list[str]:
     """What differs between the Triton kernel, the one in C and the formula, of moments that are codes.
 
     Args:
         leaves: rows, numbers of a row, a seed, where they begin in their storage, and the index of the first element.
         how: the codes.
-        fused: whether the arithmetic is torch's on fp32, or that of bf16 parameters that are rounded at random.
+        kind: `"fused"`: the arithmetic of torch on fp32; `"masters"`: the same of masters of 24 bits, with bf16
+            gradients; or `"bf16"`: parameters that are rounded at random.
         random: whether codes are rounded at random.
         beta1: decay of the first moment.
         decay: whether the weight decay is added to the gradient; of the fused arithmetic.
     """
     offsets, found = [x[4] for x in leaves], {}
+    fused = kind != "bf16"
     for way in ("triton", "C", "formula"):
         made = [
-            list(x) for x in zip(*(_coded_leaf(how, fused, random, x, i) for i, x in enumerate(leaves)), strict=True)
+            list(x) for x in zip(*(_coded_leaf(how, kind, random, x, i) for i, x in enumerate(leaves)), strict=True)
         ]
-        _run_coded(way, fused, made, offsets, beta1, decay and fused)
+        _run_coded(way, kind, made, offsets, beta1, decay and fused)
         found[way] = [
-            [p, *(y for x in moments for y in (x.codes, x.scales))] for p, _, *moments in zip(*made, strict=True)
+            (_parts(p), [y for x in moments for y in (x.codes, x.scales)]) for p, _, *moments in zip(*made, strict=True)
         ]
     rows = []
     for i, (mine, by_c, by_formula) in enumerate(zip(*found.values(), strict=True)):
         # torch's kernel rounds the last elements of fp32 leaves in another way.
-        ways = {"C": by_c} | ({} if fused and mine[0].numel() % 16 else {"the formula": by_formula})
+        ways = {"C": by_c} | ({} if fused and mine[0][0].numel() % 16 else {"the formula": by_formula})
         for way, theirs in ways.items():
-            rows += [f"leaf {i} and {way}: {x}" for x in _different_codes(mine, theirs)]
+            rows += [f"leaf {i} and {way}: {x}" for x in different(mine[0], theirs[0])]
+            rows += [f"leaf {i} and {way}: {x}" for x in _different_codes(mine[1], theirs[1])]
+    return rows
+
+
+def compare_masters(
+    leaves: Sequence[Any], grad: torch.dtype, decoupled: bool, beta1: float, weight_decay: float
+) -> list[str]:
+    """What differs between the Triton kernel, the one in C and the formula, of masters of 24 bits with fp32 moments.
+
+    Args:
+        leaves: elements, a seed, and where they begin in their storage.
+        grad: the dtype of gradients.
+        decoupled: whether the weight decay is decoupled from the gradient.
+        beta1: decay of the first moment.
+        weight_decay: the weight decay.
+    """
+    numbers: Any = dict(beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=weight_decay)
+    how: Any = dict(step=3, lr=0.01, decoupled=decoupled, **numbers)
+    found, rows = {}, []
+    for way in ("triton", "C", "formula"):
+        made = [leaf(n, (torch.float32, grad, torch.float32, torch.float32), seed, shift) for n, seed, shift in leaves]
+        columns: list[Any] = [[_master(x[0], row[1], row[2]) for x, row in zip(made, leaves, strict=True)]]
+        columns += [[x[i] for x in made] for i in (1, 2, 3)]
+        if way == "triton":
+            norms = master_adam._launch(decoupled, columns, 3, 0.01, True, numbers)
+            rows += _wrong_norms(columns[1], norms)
+        elif way == "C":
+            fused_adam.fused_update_of_masters(*columns, **how)
+        else:
+            wide = [master_of(x.p, x.residual) for x in columns[0]]
+            adam_of_torch(wide, *columns[1:], **how)
+            for p, x in zip(columns[0], wide, strict=True):
+                _put(p, x)
+        found[way] = [[*_parts(p), m, v] for p, _, m, v in zip(*columns, strict=True)]
+    for i, (mine, by_c, by_formula) in enumerate(zip(*found.values(), strict=True)):
+        whole = mine[0].numel() // 16 * 16
+        rows += [f"leaf {i}, C and the formula: {x}" for x in different(by_c, by_formula)]
+        # torch's kernel rounds the last elements of a leaf in another way.
+        rows += [f"leaf {i}: {x}" for x in different([x[:whole] for x in mine], [x[:whole] for x in by_formula])]
+        close = [
+            torch.allclose(x.float(), y.float(), 0.01, equal_nan=True) for x, y in zip(mine, by_formula, strict=True)
+        ]
+        rows += (
+            [] if close[0] and close[2] and close[3] else [f"leaf {i}: the last elements are far from the formula's"]
+        )
     return rows
 
 
 def _different_codes(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[str]:
-    codes = [f"codes {i}: {int((x != y).sum())} others" for i, (x, y) in enumerate(zip(a, b, strict=True)) if i % 2]
-    codes = [row for i, row in zip((1, 3), codes, strict=True) if not torch.equal(a[i], b[i])]
-    return codes + different(a[::2], b[::2])
+    codes = [f"codes {i}: {int((a[i] != b[i]).sum())} others" for i in (0, 2) if not torch.equal(a[i], b[i])]
+    return codes + different(a[1::2], b[1::2])
 
 
 def compare_coded_shards() -> list[str]:
     """What differs between a leaf and the same leaf in pieces of whole rows."""
     how, cuts, width = Codes(4, 128), [0, 1, 66, 68], 256
-    whole = _coded_leaf(how, False, True, (cuts[-1], width, 1, 0, 2**32 - 10_000 * 256), 0)
+    whole = _coded_leaf(how, "bf16", True, (cuts[-1], width, 1, 0, 2**32 - 10_000 * 256), 0)
     pieces: list[list[Any]] = [[], [], [], []]
     for low, high in pairwise(cuts):
         for column, x in zip(pieces, whole, strict=True):
@@ -234,16 +307,16 @@ def compare_coded_shards() -> list[str]:
             else:
                 column.append(x[low:high].clone())
     offset = 2**32 - 10_000 * 256
-    _run_coded("triton", False, [[x] for x in whole], [offset], 0.9, False)
+    _run_coded("triton", "bf16", [[x] for x in whole], [offset], 0.9, False)
     keys = [offset + low * width for low in cuts[:-1]]
     for i, first in enumerate(keys):
-        _run_coded("triton", False, [[column[i]] for column in pieces], [first], 0.9, False)
+        _run_coded("triton", "bf16", [[column[i]] for column in pieces], [first], 0.9, False)
     mine = [
         torch.cat(pieces[0]),
         *(torch.cat([getattr(x, n) for x in c]) for c in pieces[2:] for n in ("codes", "scales")),
     ]
     p, _, m, v = whole
-    return _different_codes(mine, [p, m.codes, m.scales, v.codes, v.scales])
+    return different(mine[:1], [p]) + _different_codes(mine[1:], [m.codes, m.scales, v.codes, v.scales])
 
 
 class Blocks(nn.Module):
@@ -318,8 +391,8 @@ def told_of_other_bits(break_it: bool) -> tuple[list[str], str]:
 # ---------------------------------------------------------------- compiled for a GPU, without one
 
 
-def coded_instructions(fused: bool, bits: int, target: str = "cuda") -> dict[str, int]:
-    """As `instructions`, of the kernel on codes, with random bits."""
+def coded_instructions(kind: str, bits: int, target: str = "cuda") -> dict[str, int]:
+    """As `instructions`, of the kernel on codes, with random bits; `kind` as of `compare_coded`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -333,11 +406,22 @@ def coded_instructions(fused: bool, bits: int, target: str = "cuda") -> dict[str
         "numbers": "*fp32",
         "squares": "*fp32",
     }
-    kinds = (0, 0) if fused else (1, 1)
+    kinds, fused = (0, 0) if kind == "fused" else (1, 1), kind != "bf16"
     constants = dict(
         zip(
             names[7:],
-            [*kinds, fused, not fused, True, bits, True, True, *triton_coded.tile(Codes(bits)), triton_coded.TILES],
+            [
+                *kinds,
+                fused,
+                kind == "masters",
+                not fused,
+                True,
+                bits,
+                True,
+                True,
+                *triton_coded.tile(Codes(bits)),
+                triton_coded.TILES,
+            ],
             strict=True,
         )
     )
@@ -346,6 +430,27 @@ def coded_instructions(fused: bool, bits: int, target: str = "cuda") -> dict[str
         signature={name: given.get(name, "constexpr") for name in names},
         constexprs=constants,
         attrs={(1,): [["tt.divisibility", 16]]},
+    )
+    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_lists.CUDA_OPTIONS)
+    return dict(collections.Counter(CALLS.findall(compiled.asm["ptx"])))
+
+
+def masters_instructions(target: str = "cuda") -> dict[str, int]:
+    """As `instructions`, of the kernel on masters with bf16 gradients."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from zerofn.kernels import triton_lists, triton_masters  # inside: a kernel by itself, and how it is launched
+
+    names = triton_masters.masters_kernel.arg_names
+    given: dict[str, Any] = {"starts": "*i64", "table": "*i64", "rows": "i32", "decoupled": "i32"}
+    given |= {"numbers": "*fp32", "squares": "*fp32"}
+    source = ASTSource(
+        fn=triton_masters.masters_kernel,
+        signature={name: given.get(name, "constexpr") for name in names},
+        constexprs=dict(zip(names[6:], [1, True, triton_lists.CHUNK, triton_lists.BLOCK], strict=True)),
+        attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 5)},
     )
     compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_lists.CUDA_OPTIONS)
     return dict(collections.Counter(CALLS.findall(compiled.asm["ptx"])))

@@ -24,6 +24,7 @@ from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .facts import Facts, Scope
 from .layout import Layout, Leaves
+from .returned_values import CheckedUpdate
 from .state import counter
 from .transform import OfTensors, ScalarOrSchedule, Transform, TransformState
 
@@ -472,30 +473,37 @@ NormFormula = Callable[
     tuple[Sequence[Tensor], Callable[..., tuple[Tensor, dict[str, Tensor]]]],
 ]
 Operator = Callable[[LeafList], bool]
-# A kernel for leaves whose slots are `Coded`, and for each leaf of a list whether it runs there.
-CodedKernel = tuple[Callable[[LeafList], list[bool]], Kernel]
+# A kernel for leaves as they are stored (slots `Coded`, parameters `Master`), and for each leaf whether it runs there.
+StoredKernel = tuple[Callable[[LeafList], list[bool]], Kernel]
 
 
-class UpdateOfCodes(partial):
-    """An update half that can also update leaves whose state is kept as codes, without their numbers in memory.
+class UpdateOfStored(partial):
+    """An update half that can also update leaves as they are stored, without all their numbers in memory.
 
     It is called as the update half on numbers, by C.
 
     Attributes:
-        coded_fn: the same where slots have `zerofn.kernels.codes.Coded` in place of tensors. It returns parameters and
-            slots, in their memory if that is donated, of those leaves that it can update so.
+        stored_fn: the same where slots have `zerofn.kernels.codes.Coded`, or parameters are each a
+            `zerofn.kernels.masters.Master`, in place of tensors. It returns parameters and slots, in their memory if
+            that is donated, of those leaves that it can update so.
     """
 
-    coded_fn: Callable[..., tuple[Leaves, TransformState]]
+    stored_fn: Callable[..., tuple[Leaves, TransformState]]
 
     def __new__(
         cls,
         update_fn: Callable[..., tuple[Leaves, TransformState]],
-        coded_fn: Callable[..., tuple[Leaves, TransformState]],
-    ) -> UpdateOfCodes:
+        stored_fn: Callable[..., tuple[Leaves, TransformState]],
+    ) -> UpdateOfStored:
         made = super().__new__(cls, update_fn)
-        made.coded_fn = coded_fn
+        made.stored_fn = stored_fn
         return made
+
+
+def stored_fn_of(update_fn: Any) -> Callable[..., tuple[Leaves, TransformState]] | None:
+    """The `stored_fn` of an update half, also of one whose results are checked; `None` if it has none."""
+    update_fn = update_fn.update_fn if type(update_fn) is CheckedUpdate else update_fn
+    return update_fn.stored_fn if type(update_fn) is UpdateOfStored else None
 
 
 def in_one_dtype(formula: Any, slots: Slots, in_fp32: bool, rounds_grads: bool, directs: bool = False) -> Any:
@@ -558,7 +566,7 @@ def optimizer(
     torch_names: Mapping[str, str] = NONE,
     of_lists: bool = False,
     of_norms: bool = False,
-    coded_kernel: CodedKernel | None = None,
+    stored_kernel: StoredKernel | None = None,
     in_fp32: bool = False,
     rounds_grads: bool = False,
 ) -> Transform:
@@ -601,8 +609,9 @@ def optimizer(
         of_norms: whether the formula needs norms of whole leaves, a trust ratio. It returns tensors of the leaf and a
             function, which gets the norm of each of them, 0-d, over all ranks that have shards of the leaf, and
             returns what a formula does. Ranks send two numbers for each leaf, and not the leaf.
-        coded_kernel: for `zf.quantize`, a kernel on lists whose slots are `Coded`, with the bits of decoding, `kernel`
-            and encoding; and what says for each leaf of a list whether it can be used.
+        stored_kernel: a kernel on lists as they are stored, whose slots are `Coded` (`zf.quantize`) or whose parameters
+            are each a `Master` (`precision(store_dtype="bf16+8")`), with the bits of decoding or joining, `kernel`, and
+            encoding or taking apart; and what says for each leaf of a list whether it can be used.
         in_fp32: whether the formula is given parameter, gradient and `like` slots in fp32 at least, and its numbers in
             that dtype too. What it returns becomes the parameter's dtype again.
         rounds_grads: whether gradients are rounded to the parameter's dtype first, as torch's kernels do. Without
@@ -635,7 +644,7 @@ def optimizer(
         of_lists,
         of_norms,
         device_kernel,
-        coded_kernel,
+        stored_kernel,
     )
     facts = Facts(
         optimizes=True,
@@ -656,7 +665,7 @@ def optimizer(
         facts,
         init_fn=update.init,
         prepare_fn=update.prepare,
-        update_fn=update.update if coded_kernel is None else UpdateOfCodes(update.update, update.on_codes),
+        update_fn=update.update if stored_kernel is None else UpdateOfStored(update.update, update.on_stored),
     )
 
 
@@ -678,7 +687,7 @@ class _OptimizerUpdate:
     of_lists: bool
     of_norms: bool
     device_kernel: Kernel | None
-    coded_kernel: CodedKernel | None = None
+    stored_kernel: StoredKernel | None = None
 
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
@@ -740,14 +749,14 @@ class _OptimizerUpdate:
             new, own = _by_formula(self.formula, derived, given, self.of_lists, self.of_norms)
         return new, {**own, "count": counts}
 
-    def on_codes(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        """As `update`, of the leaves that `coded_kernel` takes."""
-        if self.coded_kernel is None or ctx.recorded or ctx.unread or not grads:
+    def on_stored(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
+        """As `update`, of leaves as they are stored: of those that `stored_kernel` takes."""
+        if self.stored_kernel is None or ctx.recorded or ctx.unread or not grads:
             return {}, {}
         common = {key: state[key] for key in self.shared if key in state}
         slots = {name: state[name] for name in self.slots}
         given = Given(grads, params, slots, {}, *carry, common, ctx)
-        takes, kernel = self.coded_kernel
+        takes, kernel = self.stored_kernel
         every = _listed(list(grads), None, given._replace(ctx=replace(ctx, donate=True)))
         paths = [path for path, taken in zip(every.paths, takes(every), strict=True) if taken]
         if not paths:

@@ -3,11 +3,13 @@
  * Built by zerofn/kernels/coded_adam.py on first use: as native_codes.h says, and
  *   -DZF_P=, -DZF_G=        f32 or bf16: parameter, gradient;
  *   -DZF_FUSED=             1: the arithmetic of fused.c, 0: that of native.c, with fp32 moments;
- *   -DZF_RANDOM_P=          whether parameters are rounded at random.
+ *   -DZF_RANDOM_P=          whether parameters are rounded at random;
+ *   -DZF_MASTERS=           1: parameters are masters of 24 bits, ZF_P is bf16, and the arithmetic that of fused.c.
  */
 #define ZF_M f32
 #define ZF_V f32
 #include "native_codes.h"
+#include "native_masters.h"
 #include "native_numbers.h"
 #include "native_prefetch.h"
 #include "native_sums.h"
@@ -23,6 +25,7 @@ typedef struct {
     const char *const *g;
     uint8_t *const *m, *const *v;
     float *const *m_scales, *const *v_scales;
+    int8_t *const *residuals; /* of masters; else null */
     const int64_t *numel, *row;
     const uint64_t *p_key, *m_key, *v_key, *offset, *m_step, *v_step;
     int64_t block;
@@ -41,6 +44,16 @@ INLINE void narrow_f32(char *at, const float *x, int64_t n) { memcpy(at, x, (siz
 INLINE void narrow_bf16(char *at, const float *x, int64_t n) {
     uint16_t *to = (uint16_t *)at;
     for (int64_t i = 0; i < n; i++) to[i] = (uint16_t)(to_bits(x[i]) >> 16);
+}
+
+INLINE void join(float *restrict x, const char *at, const int8_t *restrict residual, int64_t n) {
+    const uint16_t *p = (const uint16_t *)at;
+    for (int64_t i = 0; i < n; i++) x[i] = joined(p[i], residual[i]);
+}
+INLINE void split(char *at, int8_t *restrict residual, const float *restrict x, int64_t n) {
+    uint16_t *p = (uint16_t *)at;
+    for (int64_t i = 0; i < n; i++) p[i] = bf16_of(first_bits(x[i]));
+    for (int64_t i = 0; i < n; i++) residual[i] = residual_of(first_bits(x[i]));
 }
 
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
@@ -117,14 +130,18 @@ INLINE void one_block(const job *j, int64_t e, int64_t r, int64_t at, int64_t n,
     if (BYTES(ZF_G) == 2) PASTE(widen_, ZF_G)(g_room, g_at, n), g = g_room;
     if (totals) sum_of_squares(g, n, totals);
     float *now = (float *)p;
-    if (BYTES(ZF_P) == 2) PASTE(widen_, ZF_P)(x, p, n), now = x;
+    int8_t *residual = ZF_MASTERS ? j->residuals[e] + begin : 0;
+    if (ZF_MASTERS) __builtin_prefetch(residual + AHEAD / 4, 1);
+    if (ZF_MASTERS) join(x, p, residual, n), now = x;
+    else if (BYTES(ZF_P) == 2) PASTE(widen_, ZF_P)(x, p, n), now = x;
     decode_block(m, m_row, at, n, j->m_scales[e][place]);
     decode_block(v, v_row, at, n, j->v_scales[e][place]);
     int64_t i = 0;
     for (; i + STRIP <= n; i += STRIP)
         update(STRIP, now + i, g + i, m + i, v + i, j, moved(s->p, begin + i));
     if (i < n) update(n - i, now + i, g + i, m + i, v + i, j, moved(s->p, begin + i));
-    if (BYTES(ZF_P) == 2) PASTE(narrow_, ZF_P)(p, x, n);
+    if (ZF_MASTERS) split(p, residual, x, n);
+    else if (BYTES(ZF_P) == 2) PASTE(narrow_, ZF_P)(p, x, n);
     of_block m_block = seen(m, n), v_block = seen(v, n);
     j->m_scales[e][place] = stored_scale(m_block);
     j->v_scales[e][place] = stored_scale(v_block);

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from . import native
 from .adam import adam_, scalars
 from .codes import HEADERS, LARGE, Coded, Codes, Draws, defines_of
 from .fused_adam import fused_update
+from .masters import Master, master_of
 from .rounding import FORMAT, stride_of
 
 # Elements of the largest block that the kernel has room for.
@@ -32,7 +33,7 @@ MOST = 1024
 _LINE = 16
 _FILES = [
     Path(__file__).with_name(name)
-    for name in ("coded_adam.c", "native_numbers.h", "native_prefetch.h", "native_sums.h")
+    for name in ("coded_adam.c", "native_masters.h", "native_numbers.h", "native_prefetch.h", "native_sums.h")
 ]
 _NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -43,7 +44,10 @@ class _Job(ctypes.Structure):
 
     _fields_ = [
         ("entries", ctypes.c_int64),
-        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("p", "g", "m", "v", "m_scales", "v_scales")),
+        *(
+            (name, ctypes.POINTER(ctypes.c_void_p))
+            for name in ("p", "g", "m", "v", "m_scales", "v_scales", "residuals")
+        ),
         *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("numel", "row")),
         *(
             (name, ctypes.POINTER(ctypes.c_uint64))
@@ -57,9 +61,29 @@ class _Job(ctypes.Structure):
     ]
 
 
+class Kind(NamedTuple):
+    """What one library, or one launch, has in common.
+
+    Attributes:
+        fused: whether the arithmetic is that of torch's fused kernel, or that of `adam_`.
+        random: whether parameters are rounded at random.
+        masters: whether parameters are masters of 24 bits, each a `Master`; of the fused arithmetic.
+        dtype: of parameters, as they are stored.
+        grad: of gradients.
+    """
+
+    fused: bool
+    random: bool
+    masters: bool
+    dtype: torch.dtype
+    grad: torch.dtype
+
+
 @dataclass(frozen=True)
 class CodedAdam:
     """Adam on leaves whose moments are `Coded`: that of torch's fused kernel on fp32, or `adam_` with fp32 moments.
+
+    The fused one also updates masters of 24 bits: parameters are each a tensor, or a `Master`.
 
     Attributes:
         fused: whether it is torch's.
@@ -73,7 +97,7 @@ class CodedAdam:
 
     def takes(
         self,
-        params: Sequence[Tensor],
+        params: Sequence[Any],
         grads: Sequence[Tensor],
         *slots: Sequence[Any],
         form: int = FORMAT,
@@ -90,33 +114,39 @@ class CodedAdam:
         """
         if form != FORMAT or len(slots) != 2 or self.rounding == "kahan":
             return [False] * len(params)
+        stored = list(map(_stored, params))
         found = [self._takes(*row) for row in zip(params, grads, zip(*slots, strict=True), strict=True)]
         # Random bits have another key after 2**32 elements.
-        ends = [start >> 32 == (start + p.numel() - 1) >> 32 for start, p in zip(offsets, params, strict=False)]
+        ends = [start >> 32 == (start + p.numel() - 1) >> 32 for start, p in zip(offsets, stored, strict=False)]
         found = [taken and one_key for taken, one_key in zip(found, ends, strict=True)] if ends else found
-        enough = sum([p.numel() for p, taken in zip(params, found, strict=True) if taken and p.is_cpu]) >= LARGE
-        return found if enough else [taken and p.is_cuda for p, taken in zip(params, found, strict=True)]
+        enough = sum([p.numel() for p, taken in zip(stored, found, strict=True) if taken and p.is_cpu]) >= LARGE
+        return found if enough else [taken and p.is_cuda for p, taken in zip(stored, found, strict=True)]
 
-    def _takes(self, p: Tensor, g: Tensor, moments: Sequence[Any]) -> bool:
+    def _takes(self, param: Any, g: Tensor, moments: Sequence[Any]) -> bool:
         if not all(type(x) is Coded for x in moments):
             return False
         m, v = moments
+        p, masters = _stored(param), type(param) is Master
         how, draws, tensors = m.how, (m.draws, v.draws), (p, g, m.codes, v.codes, m.scales, v.scales)
+        if masters:
+            tensors = (*tensors, param.residual)
         if v.how != how or how.signed or how.block > MOST or (how.bits == 4 and how.block % 2):
             return False
         if m.scales.dtype is not torch.float32 or p.dtype not in _NAMES or g.dtype not in _NAMES or g.shape != p.shape:
             return False
         if not all(type(x) in _PLAIN and x.is_contiguous() and x.get_device() == p.get_device() for x in tensors):
             return False
-        if self.fused and (p.dtype is not torch.float32 or (p.is_cpu and p.numel() % _LINE)):
+        if masters > self.fused or (self.fused and not masters and p.dtype is not torch.float32):
+            return False
+        if self.fused and p.is_cpu and p.numel() % _LINE:
             return False
         if None not in draws and not all(x.of_one_key(p.numel()) and x.seed == draws[0].seed for x in draws):
             return False
-        return p.numel() > 0 and self._function(p, g, m) is not None
+        return p.numel() > 0 and self._function(param, g, m) is not None
 
     def run(
         self,
-        params: Sequence[Tensor],
+        params: Sequence[Any],
         grads: Sequence[Tensor],
         exp_avgs: Sequence[Any],
         exp_avg_sqs: Sequence[Any],
@@ -143,8 +173,8 @@ class CodedAdam:
         found: list[Any] = [0.0] * len(params)
         kinds: dict[Any, list[int]] = {}
         for i, (p, g, m) in enumerate(zip(params, grads, exp_avgs, strict=True)):
-            kinds.setdefault((p.dtype, g.dtype, m.how, m.draws is not None, p.get_device()), []).append(i)
-        for (*_, how, random, _), places in kinds.items():
+            kinds.setdefault((self._kind(p, g), m.how, m.draws is not None, g.get_device()), []).append(i)
+        for (_, how, random, _), places in kinds.items():
             columns = [[column[i] for i in places] for column in (params, grads, exp_avgs, exp_avg_sqs)]
             named = [[column[i] for i in places] if column else [0] * len(places) for column in (keys, offsets)]
             call = self._function(*(column[0] for column in columns[:3]))
@@ -154,18 +184,28 @@ class CodedAdam:
         if norms is not None:
             norms += found
         coded = [x for one in (*exp_avgs, *exp_avg_sqs) for x in (one.codes, one.scales)]
-        increment_version([*params, *coded])
+        increment_version([*map(_stored, params), *[x.residual for x in params if type(x) is Master], *coded])
 
-    def _function(self, p: Tensor, g: Tensor, m: Any) -> Any:
+    def _kind(self, param: Any, g: Tensor) -> Kind:
+        p = _stored(param)
+        random = self.rounding == "stochastic" and p.dtype is not torch.float32
+        return Kind(self.fused, random, type(param) is Master, p.dtype, g.dtype)
+
+    def _function(self, param: Any, g: Tensor, m: Any) -> Any:
         """The function that updates leaves like this one: `_call` of a C function, `_launch`, or ``None``."""
-        kind = self.fused, self.rounding == "stochastic" and p.dtype is not torch.float32, p.dtype, g.dtype
-        if p.is_cpu:
-            function = _library(*kind, m.how.bits, m.how.code)
+        kind = self._kind(param, g)
+        if g.is_cpu:
+            function = _library(kind, m.how.bits, m.how.code)
             return None if function is None else functools.partial(_call, function)
         known = (
-            p.is_cuda and m.how.code != "dynamic" and triton_kernel(*kind, m.how, m.draws is not None, p.get_device())
+            g.is_cuda and m.how.code != "dynamic" and triton_kernel(kind, m.how, m.draws is not None, g.get_device())
         )
-        return functools.partial(_launch, self.fused, kind[1]) if known else None
+        return functools.partial(_launch, kind) if known else None
+
+
+def _stored(param: Any) -> Tensor:
+    """A parameter without its residual."""
+    return param.p if type(param) is Master else param
 
 
 Columns = Sequence[Sequence[Any]]
@@ -183,10 +223,11 @@ def _call(
     norms: bool,
 ) -> Sequence[float]:
     """Call the C function; the norms of the gradients if `norms`."""
-    params, grads, exp_avgs, exp_avg_sqs = columns
+    params, grads, exp_avgs, exp_avg_sqs = list(map(_stored, columns[0])), *columns[1:]
     count, moments = len(params), (exp_avgs, exp_avg_sqs)
     lists = params, grads, *([x.codes for x in ms] for ms in moments), *([x.scales for x in ms] for ms in moments)
-    pointers = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, xs)) for xs in lists]
+    residuals = [x.residual for x in columns[0] if type(x) is Master]
+    pointers = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, xs)) if xs else None for xs in (*lists, residuals)]
     lengths = list(map(Tensor.numel, params))
     rows = [n // len(p) for n, p in zip(lengths, params, strict=True)]
     keys, offsets, draws = _drawn(moments, named, random)
@@ -222,31 +263,28 @@ _NONE = Draws(0, torch.tensor(0), 0)
 
 
 @functools.cache
-def _library(fused: bool, random: bool, dtype: torch.dtype, grad: torch.dtype, bits: int, code: str) -> Any:
+def _library(kind: Kind, bits: int, code: str) -> Any:
     """The C function, after a check that it gives the bits of torch on a sample; else ``None``."""
     command = native.quiet_compiler()
     if command is None:
         return None
-    defines = [f"-DZF_P={_NAMES[dtype]}", f"-DZF_G={_NAMES[grad]}", f"-DZF_FUSED={int(fused)}"]
-    defines += [f"-DZF_RANDOM_P={int(random)}", *defines_of(Codes(bits, 128, code))]
+    defines = [f"-DZF_P={_NAMES[kind.dtype]}", f"-DZF_G={_NAMES[kind.grad]}", f"-DZF_FUSED={int(kind.fused)}"]
+    defines += [f"-DZF_MASTERS={int(kind.masters)}", f"-DZF_RANDOM_P={int(kind.random)}"]
+    defines += defines_of(Codes(bits, 128, code))
     try:
         function = native.library(command, [*_FILES, *HEADERS], defines, _declared).zerofn_coded_adam
     except (OSError, AttributeError):
         return None
     call, how = functools.partial(_call, function), Codes(bits, 100, code)
-    kind = fused, random, dtype, grad
     for at, beta1 in ((None, 0.9), (2**31, 0.9), (None, 0.4)):
-        if not _has_bits_of_torch(call, *kind, how, (4, 180), at, beta1):
+        if not _has_bits_of_torch(call, kind, how, (4, 180), at, beta1):
             return None
     return function
 
 
 def _has_bits_of_torch(
     call: Any,
-    fused: bool,
-    random: bool,
-    dtype: torch.dtype,
-    grad: torch.dtype,
+    kind: Kind,
     how: Codes,
     shape: tuple[int, int],
     at: int | None,
@@ -260,29 +298,34 @@ def _has_bits_of_torch(
         device: the CUDA device of the kernel, or -1 for the CPU. torch computes the reference on the CPU in both cases.
     """
     place, numel = torch.device("cuda", device) if device >= 0 else torch.device("cpu"), shape[0] * shape[1]
-    columns = [[x.reshape(shape).to(kind)] for (x,), kind in zip(native.sample(numel), (dtype, grad), strict=False)]
+    (p,), (g,) = native.sample(numel)[:2]
+    p, g = p.reshape(shape), g.reshape(shape).to(kind.grad)
+    own: Any = Master.of(p) if kind.masters else p.to(kind.dtype)
+    wide_p = master_of(own.p, own.residual) if kind.masters else own.clone()
     moments = [torch.sin(torch.arange(float(numel)) * k).reshape(shape) for k in (1.0, 2.1)]
     moments[1] = moments[1].square()
     draws = [None if at is None else Draws(1, torch.tensor(2), key, at) for key in (3, 4)]
     coded = [how.encode(x, one) for x, one in zip(moments, draws, strict=True)]
-    theirs = columns[0][0].clone(), [how.decode(*x, shape) for x in coded]
-    wide = [[theirs[0]], columns[1], *([x] for x in theirs[1])]
+    theirs = wide_p, [how.decode(*x, shape) for x in coded]
+    wide = [[wide_p], [g], *([x] for x in theirs[1])]
     numbers: Any = dict(step=3, lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1)
-    p, g = (column[0].to(place).clone() for column in columns)
+    own = Master(own.p.to(place), own.residual.to(place)) if kind.masters else own.to(place, copy=True)
     mine = [Coded(how, *x, one).clone() for x, one in zip(coded, draws, strict=True)]
     mine = [Coded(how, x.codes.to(place), x.scales.to(place), x.draws) for x in mine]
-    if fused:
+    if kind.fused:
         rate, spread = -0.01 / (1 - beta1**3), (1 - 0.999**3) ** 0.5
         given = 0.999, 1 - beta1, 1 - 0.999, rate, 1e-8, 1 - 0.01 * 0.1, 0.1, spread
         fused_update(*wide, decoupled=at is None, **numbers)
     else:
         given = (*scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), 1.0)
-        rounding = "stochastic" if random else "nearest"
+        rounding = "stochastic" if kind.random else "nearest"
         adam_(*wide, **numbers, rounding=rounding, seed=1, keys=[7], offsets=[at or 0], implementation="eager")
-    lists = [[p], [g], *([x] for x in mine)]
-    call(lists, [[7], [at or 0]], given, (1, 3), how.block, at is not None, not fused or at is None, False)
+    lists = [[own], [g.to(place)], *([x] for x in mine)]
+    call(lists, [[7], [at or 0]], given, (1, 3), how.block, at is not None, not kind.fused or at is None, False)
     again = [how.encode(x, one) for x, one in zip(theirs[1], draws, strict=True)]
-    same = [native.same_bits([[p.cpu()]], [[theirs[0]]])]
+    new: Any = Master.of(wide_p) if kind.masters else wide_p
+    same = [native.same_bits([[_stored(own).cpu()]], [[_stored(new)]])]
+    same += [torch.equal(own.residual.cpu(), new.residual)] if kind.masters else []
     same += [torch.equal(x.codes.cpu(), codes) for x, (codes, _) in zip(mine, again, strict=True)]
     same += [native.same_bits([[x.scales.cpu()]], [[scales]]) for x, (_, scales) in zip(mine, again, strict=True)]
     return all(same)
@@ -299,8 +342,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _launch(
-    fused: bool,
-    random_params: bool,
+    kind: Kind,
     columns: Columns,
     named: Sequence[Sequence[int]],
     given: Sequence[float],
@@ -315,7 +357,7 @@ def _launch(
     keys, offsets, draws = _drawn(columns[2:], named, random)
     steps = [[int(x.step) for x in one] for one in draws]
     numbers = module.Numbers(of_params[1], of_params[0], draws[0][0].seed, stride_of(FORMAT), decoupled, given)
-    return module.run(*columns, keys, offsets, steps, numbers, fused, random_params, norms)
+    return module.run(*columns, keys, offsets, steps, numbers, kind.fused, kind.random, norms)
 
 
 @functools.cache
@@ -329,24 +371,16 @@ def _triton() -> Any:
 
 
 @functools.cache
-def triton_kernel(
-    fused: bool,
-    random_params: bool,
-    dtype: torch.dtype,
-    grad: torch.dtype,
-    how: Codes,
-    random: bool,
-    device: int,
-) -> bool:
+def triton_kernel(kind: Kind, how: Codes, random: bool, device: int) -> bool:
     """Whether the Triton kernel runs on this device, and gives the bits of torch on the CPU; else a warning."""
     if _triton() is None:
         return False
-    call, kind = functools.partial(_launch, fused, random_params), (fused, random_params, dtype, grad)
+    call = functools.partial(_launch, kind)
     at = 2**31 if random else None
     # The samples have the whole blocks of a program and one more, and blocks at the ends of rows.
     shapes = (1, _triton().TILE * _triton().TILES + how.block // 16 * 16), (16, how.block + 6)
     try:
-        same = all(_has_bits_of_torch(call, *kind, how, shape, at, 0.9, device) for shape in shapes)
+        same = all(_has_bits_of_torch(call, kind, how, shape, at, 0.9, device) for shape in shapes)
         why = "gives other bits on this device than torch on the CPU"
     except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
         same, why = False, f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})"

@@ -18,6 +18,12 @@ from zerofn._compat.functorch import functorch_active, is_wrapped
 from zerofn._compat.tensors import foreach, fused_adam_, fused_adamw_
 from zerofn._errors import explain, kind_of
 from zerofn.kernels import native
+from zerofn.kernels.masters import (
+    Master,
+    laid_out,
+    master_of,
+    taken_apart,
+)
 from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.recording import concrete, operator
 
@@ -137,6 +143,7 @@ def typed(params: list[Tensor], grads: list[Tensor], of_one_dtype: bool = False)
 # Source: Kingma and Ba, "Adam", ICLR 2015, in the order of operations of `torch._fused_adamw_`.
 
 
+# Lists of parameters, gradients and both moments; and of residuals where parameters are masters of 24 bits.
 Columns = Sequence[list[Tensor]]
 
 # The C kernel is used from this many elements in all leaves. Smaller updates fit into one core's cache, where neither
@@ -147,7 +154,8 @@ LARGE = 1 << 20
 LINE = 16
 
 _FILES = [
-    Path(__file__).with_name(name) for name in ("fused.c", "native_prefetch.h", "native_sums.h", "native_threads.h")
+    Path(__file__).with_name(name)
+    for name in ("fused.c", "native_masters.h", "native_prefetch.h", "native_sums.h", "native_threads.h")
 ]
 _PLAIN = {Tensor, torch.nn.Parameter}
 
@@ -157,7 +165,7 @@ class _Job(ctypes.Structure):
 
     _fields_ = [
         ("entries", ctypes.c_int64),
-        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in "pgmv"),
+        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("p", "g", "m", "v", "residuals")),
         ("numel", ctypes.POINTER(ctypes.c_int64)),
         ("scalars", ctypes.c_float * 8),
         ("decoupled", ctypes.c_int),
@@ -181,6 +189,16 @@ def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
     return _function(decoupled, beta1 > 0.5, columns[1][0].dtype) is not None
 
 
+def can_masters(decoupled: bool, dtype: torch.dtype) -> bool:
+    """Whether `run` takes masters of 24 bits and fp32 moments, all contiguous and on the CPU.
+
+    Args:
+        decoupled: whether the weight decay is decoupled from the gradient.
+        dtype: of gradients, fp32 or bf16.
+    """
+    return all([_function(decoupled, near, dtype, True) is not None for near in (True, False)])
+
+
 def run(
     columns: Columns,
     step: int,
@@ -194,11 +212,11 @@ def run(
     norms: bool = False,
 ) -> list[float]:
     """One update in place, of all elements except `ends`; with `norms` it returns the gradients' norms."""
-    function = _function(decoupled, beta1 > 0.5, columns[1][0].dtype)
+    function = _function(decoupled, beta1 > 0.5, columns[1][0].dtype, len(columns) == 5)
     assert function is not None
     # Without a decay the kernel adds no term: 0 * p would be NaN for an infinite parameter.
     no_sum = decoupled or weight_decay == 0
-    return _call(function, columns, _scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
+    return _call(function, columns, scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
 
 
 def ends(columns: Columns) -> Columns:
@@ -212,18 +230,20 @@ def _end(x: Tensor) -> Tensor:
     return flat[len(flat) // LINE * LINE :]
 
 
-def _scalars(step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float) -> tuple[float, ...]:
+def scalars(step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+    """The numbers of `fused.c`, in its order."""
     rate, spread = -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
-    return beta2, 1 - beta1, 1 - beta2, rate, spread, eps, 1 - lr * decay, decay
+    return beta2, 1 - beta1, 1 - beta2, rate, spread, eps, 1 - lr * weight_decay, weight_decay
 
 
 def _call(
     function: Any, columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False
 ) -> list[float]:
     count = len(columns[0])
-    pointers = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, column)) for column in columns]
+    pointers: list[Any] = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, column)) for column in columns]
     lengths = [n // LINE * LINE for n in map(Tensor.numel, columns[0])]
     squares = (ctypes.c_double * count)() if norms else None
+    pointers += [None] * (5 - len(pointers))
     job = _Job(count, *pointers, (ctypes.c_int64 * count)(*lengths), (ctypes.c_float * 8)(*scalars), decoupled, squares)
     # These are read before the update, since a gradient may share memory with a tensor that is written.
     rests = [float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms]
@@ -233,7 +253,7 @@ def _call(
 
 
 @functools.cache
-def _function(decoupled: bool, near: bool, dtype: torch.dtype) -> Any:
+def _function(decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = False) -> Any:
     """The C function, after a check that it gives the bits of torch's kernel on a sample; else ``None``.
 
     Which products torch's kernel fuses with sums depends on torch's compiler and on the processor.
@@ -242,23 +262,31 @@ def _function(decoupled: bool, near: bool, dtype: torch.dtype) -> Any:
         decoupled: whether the weight decay is decoupled from the gradient.
         near: whether ``1 - beta1`` is below a half: `torch.lerp` has a formula for either case.
         dtype: of gradients, fp32 or bf16.
+        masters: whether parameters are masters of 24 bits.
     """
     command = native.quiet_compiler()
     if command is None:
         return None
     try:
         defines = ["-DZF_BF16"] if dtype is torch.bfloat16 else []
+        defines += ["-DZF_MASTERS"] if masters else []
         function = native.library(command, _FILES, defines, _declared).zerofn_fused_adam
     except (OSError, AttributeError):
         return None
     mine, torchs = _sample(), _sample()
     mine[1] = [x.to(dtype) for x in mine[1]]
     torchs[1] = [x.to(torch.float32) for x in mine[1]]
+    if masters:
+        own = Master.of(mine[0][0])
+        mine, torchs[0] = [[own.p], *mine[1:], [own.residual]], [master_of(own.p, own.residual)]
     beta1 = 0.9 if near else 0.25
-    _call(function, mine, _scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
+    _call(function, mine, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     how = dict(lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False)
     fused(*torchs, [], [torch.tensor(3.0)], **how)
+    if masters:
+        own = Master.of(torchs[0][0])
+        torchs = [[own.p], *torchs[1:], [own.residual]]
     return function if same_bits([mine[0], *mine[2:]], [torchs[0], *torchs[2:]]) else None
 
 
@@ -333,6 +361,36 @@ def fused_update(
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)
     increment_version([*params, *exp_avgs, *exp_avg_sqs])
+
+
+def fused_update_of_masters(
+    params: list[Master],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    *,
+    step: int,
+    decoupled: bool,
+    lr: Any,
+    norms: list[float] | None = None,
+    **numbers: Any,
+) -> None:
+    """As `fused_update`, of masters of 24 bits: with the bits of joining them, `fused_update` and taking them apart.
+
+    Tensors are as `can_masters` says.
+    """
+    lists: Columns = [x.p for x in params], grads, exp_avgs, exp_avg_sqs, [x.residual for x in params]
+    found = run(lists, step, lr, **numbers, decoupled=decoupled, norms=norms is not None)
+    if norms is not None:
+        norms += found
+    p, g, m, v, residuals = ends(lists)
+    if p:
+        wide = taken_apart(master_of(laid_out(p), laid_out(residuals)), p)
+        fused_update(wide, g, m, v, step=step, decoupled=decoupled, lr=lr, **numbers)
+        new = Master.of(laid_out(wide))
+        foreach("copy_", p, taken_apart(new.p, p))
+        foreach("copy_", residuals, taken_apart(new.residual, p))
+    increment_version([*lists[0], *exp_avgs, *exp_avg_sqs, *lists[4]])
 
 
 def fused_on_device(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,28 @@ from . import native
 from .recording import concrete, differentiated, straight_through
 
 _SIZE, _INFINITE, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC000
+
+
+@dataclass(frozen=True)
+class Master:
+    """A master in its two parts, for a kernel that updates it without its fp32 numbers in memory.
+
+    Attributes:
+        p: bf16.
+        residual: int8, of the same shape.
+    """
+
+    p: Tensor
+    residual: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> Master:
+        """A master, fp32, in two parts."""
+        p, residual = torch.empty_like(x, dtype=torch.bfloat16), torch.empty_like(x, dtype=torch.int8)
+        return Master(bf16_of_master(p, x), residual_of_master(residual, x))
+
+    def clone(self) -> Master:
+        return Master(self.p.clone(), self.residual.clone())
 
 
 def master_of(p: Tensor, residual: Tensor, room: Room | None = None) -> Tensor:
@@ -162,7 +185,7 @@ def _first_bits(x: Tensor) -> Tensor:
 
 # Elements from which on the kernel is called: fewer take less time than the call.
 LARGE = 1 << 13
-_FILES = [Path(__file__).with_name(name) for name in ("masters.c", "native_threads.h")]
+_FILES = [Path(__file__).with_name(name) for name in ("masters.c", "native_masters.h", "native_threads.h")]
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from . import triton_lists
 from .codes import Coded, Codes
+from .masters import Master
 from .triton_adam import draw, lane
 from .triton_lists import FLOAT32, KINDS, on_device, pointer, rounded, row_of, sums_kernel, value
+from .triton_masters import fused, joined, split
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A tile is some blocks of a leaf, (blocks, numbers of a block): codes become numbers, Adam runs on them, and numbers
@@ -36,7 +38,7 @@ from .triton_lists import FLOAT32, KINDS, on_device, pointer, rounded, row_of, s
 # Numbers of a tile, and tiles of a program.
 TILE, TILES = 1 << 10, 16
 # The columns of the table, each with one entry for each leaf: see `run`.
-_COLUMNS = 14
+_COLUMNS = 15
 
 
 @triton.jit
@@ -136,6 +138,14 @@ def _load(at, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _store(at, x, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(at, x, mask)
+    else:
+        tl.store(at, x)
+
+
+@triton.jit
 def _codes_at(at, mask, MASKED: tl.constexpr, BITS: tl.constexpr, B: tl.constexpr, N: tl.constexpr):
     """Codes (B, N); of 4 bits two are in a byte, the first one below."""
     codes = _load(at, mask, MASKED)
@@ -150,18 +160,16 @@ def _put(at, codes, mask, MASKED: tl.constexpr, BITS: tl.constexpr, B: tl.conste
     if BITS == 4:
         first, second = tl.split(tl.reshape(codes, (B, N // 2, 2)))
         codes = first | (second << 4)
-    if MASKED:
-        tl.store(at, codes.to(tl.uint8), mask)
-    else:
-        tl.store(at, codes.to(tl.uint8))
+    _store(at, codes.to(tl.uint8), mask, MASKED)
 
 
 @triton.jit
 def _tile(
-    p_at, g_at, m_at, v_at, m_scales, v_scales, low, blocks, row, block, first,
+    p_at, r_at, g_at, m_at, v_at, m_scales, v_scales, low, blocks, row, block, first,
     beta2, weight, one_minus_beta2, rate, eps, keep, decay, spread, decoupled, stride,
     p_k0, p_k1, m_k0, m_k1, v_k0, v_k1,
-    P: tl.constexpr, G: tl.constexpr, FUSED: tl.constexpr, RANDOM_P: tl.constexpr, RANDOM: tl.constexpr,
+    P: tl.constexpr, G: tl.constexpr, FUSED: tl.constexpr, MASTERS: tl.constexpr,
+    RANDOM_P: tl.constexpr, RANDOM: tl.constexpr,
     BITS: tl.constexpr, COMPANDED: tl.constexpr, MASKED: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Update `B` blocks from number `low` on; returns the squares of their gradients.
@@ -183,33 +191,33 @@ def _tile(
     else:
         at, codes_at = b[:, None] * N + numbers, b[:, None] * (N * BITS // 8) + pairs
         some, mask, in_codes = None, None, None
-    p, g = value(_load(p_at + at, mask, MASKED), P), value(_load(g_at + at, mask, MASKED), G)
+    g = value(_load(g_at + at, mask, MASKED), G)
+    if MASTERS:
+        p = joined(_load(p_at + at, mask, MASKED), _load(r_at + at, mask, MASKED))
+    else:
+        p = value(_load(p_at + at, mask, MASKED), P)
     m_codes = _codes_at(m_at + codes_at, in_codes, MASKED, BITS, B, N)
     v_codes = _codes_at(v_at + codes_at, in_codes, MASKED, BITS, B, N)
     m = _decoded(m_codes, _load(m_scales + b, some, MASKED), BITS, COMPANDED)
     v = _decoded(v_codes, _load(v_scales + b, some, MASKED), BITS, COMPANDED)
     counter = (first + at.to(tl.uint32)) * stride
     if FUSED:
-        # torch's kernel on a CPU fuses these products with their sums, and no others.
-        d = tl.where(decoupled != 0, g, tl.fma(p, decay, g))
-        p = tl.where(decoupled != 0, p * keep, p)
-        near = weight < 0.5
-        m = tl.fma(tl.where(near, weight, weight - 1.0), d - m, tl.where(near, m, d))
-        v = tl.fma(one_minus_beta2 * d, d, v * beta2)
-        p = p + tl.div_rn(rate * m, tl.div_rn(tl.sqrt_rn(v), spread) + eps)
+        p, m, v = fused(p, g, m, v, beta2, weight, one_minus_beta2, rate, eps, keep, decay, spread, decoupled)
     else:
         m = (g - m) * weight + m
         v = v * beta2 + (g * one_minus_beta2) * g
         p = p * keep - tl.div_rn(m * rate, tl.sqrt_rn(v) + eps)
-    bits = counter
-    if RANDOM_P:
-        bits = draw(counter + p_k0, p_k1)
-    new = rounded(p, bits, P, RANDOM_P)
+    if MASTERS:
+        new, residual = split(p)
+        _store(r_at + at, residual, mask, MASKED)
+    else:
+        bits = counter
+        if RANDOM_P:
+            bits = draw(counter + p_k0, p_k1)
+        new = rounded(p, bits, P, RANDOM_P)
+    _store(p_at + at, new, mask, MASKED)
     if MASKED:
         m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
-        tl.store(p_at + at, new, mask)
-    else:
-        tl.store(p_at + at, new)
     m_codes, m_scale = _coded(m, counter + m_k0, m_k1, RANDOM, BITS, COMPANDED)
     v_codes, v_scale = _coded(v, counter + v_k0, v_k1, RANDOM, BITS, COMPANDED)
     if MASKED:
@@ -217,12 +225,8 @@ def _tile(
         m_codes, v_codes = tl.where(mask, m_codes, 0), tl.where(mask, v_codes, 0)
     _put(m_at + codes_at, m_codes, in_codes, MASKED, BITS, B, N)
     _put(v_at + codes_at, v_codes, in_codes, MASKED, BITS, B, N)
-    if MASKED:
-        tl.store(m_scales + b, m_scale, some)
-        tl.store(v_scales + b, v_scale, some)
-    else:
-        tl.store(m_scales + b, m_scale)
-        tl.store(v_scales + b, v_scale)
+    _store(m_scales + b, m_scale, some, MASKED)
+    _store(v_scales + b, v_scale, some, MASKED)
     return g * g
 
 
@@ -240,6 +244,7 @@ def coded_adam_kernel(
     P: tl.constexpr,
     G: tl.constexpr,
     FUSED: tl.constexpr,
+    MASTERS: tl.constexpr,
     RANDOM_P: tl.constexpr,
     RANDOM: tl.constexpr,
     BITS: tl.constexpr,
@@ -255,7 +260,8 @@ def coded_adam_kernel(
         starts: for each leaf the number of programs of the leaves before it.
         table: `_COLUMNS` columns of int64 with one entry for each leaf: addresses of parameter, gradient, codes of
             both moments and scales of both; blocks; numbers of a row; keys of parameter and moments; index of the first
-            element in the leaf; for each moment the number of its rounding.
+            element in the leaf; for each moment the number of its rounding; address of residuals, if parameters are
+            masters of 24 bits.
         words: seeds of parameters and of codes, number of the update, what counters of neighbours differ by, and
             whether the weight decay is decoupled; each an int64.
         numbers: the eight float32 of `coded_adam.c`.
@@ -264,6 +270,7 @@ def coded_adam_kernel(
         squares: one float32 for each program, the sum of the squares of its gradients; written if `SQUARES`.
         P, G: kinds of parameters and gradients.
         FUSED: whether the arithmetic is that of torch's fused kernel, or that of `zerofn.kernels.adam`.
+        MASTERS: whether parameters are masters of 24 bits: `P` is bf16, and the arithmetic that of torch.
         RANDOM_P, RANDOM: whether parameters and codes are rounded at random.
         B, N: blocks of a tile, and room of a block.
     """
@@ -277,6 +284,7 @@ def coded_adam_kernel(
     blocks, row = tl.load(table + 6 * rows), tl.load(table + 7 * rows)
     p_key, m_key, v_key = tl.load(table + 8 * rows), tl.load(table + 9 * rows), tl.load(table + 10 * rows)
     offset, m_step, v_step = tl.load(table + 11 * rows), tl.load(table + 12 * rows), tl.load(table + 13 * rows)
+    r = tl.load(table + 14 * rows)
     seed, codes_seed, step = tl.load(words), tl.load(words + 1), tl.load(words + 2)
     stride, decoupled = tl.load(words + 3).to(tl.uint32), tl.load(words + 4)
     beta2, weight, one_minus_beta2 = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
@@ -293,32 +301,34 @@ def coded_adam_kernel(
         v_k1 = lane(0x85A308D3, codes_seed, v_step, v_key, top, 0)
     total = tl.zeros((B, N), tl.float32)
     p_at, g_at = pointer(p, P), pointer(g, G)
+    r_at = r.to(tl.pointer_type(tl.int8))
     m_at, v_at = m.to(tl.pointer_type(tl.uint8)), v.to(tl.pointer_type(tl.uint8))
     m_scales_at, v_scales_at = pointer(m_scales, FLOAT32), pointer(v_scales, FLOAT32)
-    whole = ((p | g | m | v | m_scales | v_scales) & 15) == 0
+    whole = ((p | r | g | m | v | m_scales | v_scales) & 15) == 0
     if whole and block == N and row % N == 0 and low + B * TILES <= blocks:
         # Triton learns that the addresses of the program's first numbers are multiples of 16. Indices have 32 bits.
         begin = low * N
         p_at, g_at = tl.multiple_of(p_at + begin, 16), tl.multiple_of(g_at + begin, 16)
+        r_at = tl.multiple_of(r_at + begin, 16)
         m_at, v_at = tl.multiple_of(m_at + begin * BITS // 8, 16), tl.multiple_of(v_at + begin * BITS // 8, 16)
         m_scales_at = tl.multiple_of(m_scales_at + low, 16)
         v_scales_at = tl.multiple_of(v_scales_at + low, 16)
         first += begin.to(tl.uint32)
         for i in range(0, TILES):
             total += _tile(
-                p_at, g_at, m_at, v_at, m_scales_at, v_scales_at, i * B, blocks, row, block, first,
+                p_at, r_at, g_at, m_at, v_at, m_scales_at, v_scales_at, i * B, blocks, row, block, first,
                 beta2, weight, one_minus_beta2, rate, eps, keep, decay, spread, decoupled, stride,
                 p_k0, p_k1, m_k0, m_k1, v_k0, v_k1,
-                P, G, FUSED, RANDOM_P, RANDOM, BITS, COMPANDED, False, B, N,
+                P, G, FUSED, MASTERS, RANDOM_P, RANDOM, BITS, COMPANDED, False, B, N,
             )  # fmt: skip
     else:
         tiles = tl.minimum(tl.cdiv(blocks - low, B), TILES).to(tl.int32)
         for i in range(0, tiles):
             total += _tile(
-                p_at, g_at, m_at, v_at, m_scales_at, v_scales_at, low + i * B, blocks, row, block, first,
+                p_at, r_at, g_at, m_at, v_at, m_scales_at, v_scales_at, low + i * B, blocks, row, block, first,
                 beta2, weight, one_minus_beta2, rate, eps, keep, decay, spread, decoupled, stride,
                 p_k0, p_k1, m_k0, m_k1, v_k0, v_k1,
-                P, G, FUSED, RANDOM_P, RANDOM, BITS, COMPANDED, True, B, N,
+                P, G, FUSED, MASTERS, RANDOM_P, RANDOM, BITS, COMPANDED, True, B, N,
             )  # fmt: skip
     if SQUARES:
         tl.store(squares + chunk, tl.sum(tl.sum(total, 1), 0))
@@ -351,7 +361,7 @@ def tile(how: Codes) -> tuple[int, int]:
 
 
 def run(
-    params: Sequence[Tensor],
+    params: Sequence[Tensor] | Sequence[Master],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Coded],
     exp_avg_sqs: Sequence[Coded],
@@ -359,7 +369,7 @@ def run(
     offsets: Sequence[int],
     steps: Sequence[Sequence[int]],
     numbers: Numbers,
-    fused: bool,
+    fused_arithmetic: bool,
     random_params: bool,
     norms: bool,
 ) -> list[Tensor]:
@@ -367,16 +377,19 @@ def run(
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs: of each leaf; all of a list have one dtype, are coded in one way, are
-            contiguous and on one device, and no leaf is empty. Autograd does not notice what is written.
+            contiguous and on one device, and no leaf is empty. Parameters may be masters of 24 bits. Autograd does not
+            notice what is written.
         keys: `leaf_key` of each parameter, of its first and of its second moment.
         offsets: the index in its leaf of the first element of each.
         steps: for each first and second moment the number of its rounding.
         numbers: of this step.
-        fused: whether the arithmetic is that of torch's fused kernel.
+        fused_arithmetic: whether it is that of torch's fused kernel.
         random_params: whether parameters are rounded at random.
         norms: whether to return the norm of each gradient, 0-d and on the device.
     """
     how, random = exp_avgs[0].how, exp_avgs[0].draws is not None
+    residuals = [x.residual for x in params if isinstance(x, Master)]
+    params = [x.p if isinstance(x, Master) else x for x in params]
     (at_once, room), device, count = tile(how), params[0].device, len(params)
     moments = exp_avgs, exp_avg_sqs
     rows = [p.numel() // len(p) for p in params]
@@ -392,6 +405,7 @@ def run(
     words.extend([0] * (len(words) % 2))
     table_at = len(words)
     columns = *(map(Tensor.data_ptr, xs) for xs in lists), blocks, rows, *keys, offsets, *steps
+    columns = *columns, [*map(Tensor.data_ptr, residuals)] or [0] * count
     assert len(columns) == _COLUMNS
     for column in columns:
         words.extend(map(_signed, column))
@@ -400,7 +414,8 @@ def run(
     starts = packed[starts_at:table_at]
     triton_lists.launch(
         coded_adam_kernel, programs[-1], starts, packed[table_at:], packed, packed[6:starts_at].view(torch.float32),
-        count, how.block, squares, KINDS[params[0].dtype], KINDS[grads[0].dtype], fused, random_params, random,
+        count, how.block, squares, KINDS[params[0].dtype], KINDS[grads[0].dtype], fused_arithmetic,
+        bool(residuals), random_params, random,
         how.bits, how.code == "companded", norms, at_once, room, TILES,
     )  # fmt: skip
     if not norms:

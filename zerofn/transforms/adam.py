@@ -226,19 +226,29 @@ def _graph_kernel(decoupled: bool, group: LeafList) -> None:
     fused_operator(*lists, step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
 
 
-def _takes_codes(decoupled: bool, group: LeafList) -> list[bool]:
-    from ..extend import CodedAdam
+def _stored_kernels(decoupled: bool) -> tuple[Any, Any]:
+    from ..extend import CodedAdam, MasterAdam
 
-    return CodedAdam(True, decoupled).takes(group.params, group.grads, *group.slots.values())
+    return CodedAdam(True, decoupled), MasterAdam(decoupled)
 
 
-def _coded_kernel(decoupled: bool, group: LeafList) -> None:
-    """The kernel for moments that are kept as codes."""
-    from ..extend import CodedAdam
+def _takes_stored(decoupled: bool, group: LeafList) -> list[bool]:
+    lists = group.params, group.grads, *group.slots.values()
+    found = [kernel.takes(*lists) for kernel in _stored_kernels(decoupled)]
+    return list(map(max, *found))
 
+
+def _stored_kernel(decoupled: bool, group: LeafList) -> None:
+    """The kernels for moments that are kept as codes, and for masters of 24 bits."""
+    coded = [type(x) is not Tensor for x in next(iter(group.slots.values()))]
+    if len(set(coded)) > 1:
+        for chosen in (coded, [not x for x in coded]):
+            _stored_kernel(decoupled, group.where(chosen))
+        return
     numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
     lists = group.params, group.grads, *group.slots.values()
-    CodedAdam(True, decoupled).run(*lists, step=group.count, lr=float(group.lr), norms=group.norms, **numbers)
+    kernel = _stored_kernels(decoupled)[0 if coded[0] else 1]
+    kernel.run(*lists, step=group.count, lr=float(group.lr), norms=group.norms, **numbers)
 
 
 def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
@@ -281,5 +291,5 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
     more["operator"] = lambda group: many_for_fused(group.params, group.grads)
     kernel, more["graph_kernel"] = partial(_kernel, decoupled), partial(_graph_kernel, decoupled)
     more["device_kernel"] = partial(_device_kernel, decoupled)
-    more["coded_kernel"] = partial(_takes_codes, decoupled), partial(_coded_kernel, decoupled)
+    more["stored_kernel"] = partial(_takes_stored, decoupled), partial(_stored_kernel, decoupled)
     return with_moment_check(optimizer(name, lr, slots, formula, kernel, numbers, **more))

@@ -112,7 +112,7 @@ def low_precision_adam(
         operator=how.operator,
         graph_kernel=how.graph_kernel,
         device_kernel=how.device_kernel,
-        coded_kernel=(how.takes_codes, how.coded_kernel),
+        stored_kernel=(how.takes_stored, how.stored_kernel),
         counterpart=torch.optim.AdamW,
     )
     return _checked(built, how)
@@ -144,12 +144,12 @@ class _Rounded:
         lists = group.params, group.grads, *group.slots.values()
         adam_operator(*lists, step=group.count, lr=group.lr, **group.numbers, **self.draws(group))
 
-    def takes_codes(self, group: LeafList) -> list[bool]:
+    def takes_stored(self, group: LeafList) -> list[bool]:
         coded = CodedAdam(False, rounding=self.rounding)
         more: Any = dict(form=_format(group.shared), offsets=group.offsets)
         return coded.takes(group.params, group.grads, *group.slots.values(), **more)
 
-    def coded_kernel(self, group: LeafList) -> None:
+    def stored_kernel(self, group: LeafList) -> None:
         numbers: Any = {key: float(x) for key, x in group.numbers.items()}
         lists = group.params, group.grads, *group.slots.values()
         where = self.draws(group)

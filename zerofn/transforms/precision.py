@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ..extend import (
     Layout,
     Leaf,
     Leaves,
+    Master,
     Prepared,
     Ranks,
     Room,
@@ -29,12 +30,14 @@ from ..extend import (
     TransformState,
     View,
     bf16_of_master,
+    buckets,
     check_dtype,
     labels_by_path,
     laid_out,
     master_of,
     rebuild,
     residual_of_master,
+    stored_fn_of,
     taken_apart,
     together,
     transform,
@@ -73,6 +76,11 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
     split = [path for path in paths if dtypes.by_path.get(path, dtypes).residual]
     if not split:
         return inner
+    # With `copies` the executor runs bucket by bucket, so that only one bucket has its fp32 masters in memory. A kernel
+    # that makes none gets all leaves at once, since each bucket costs half a millisecond; the leaves that it does not
+    # take are updated in buckets here.
+    update_stored = stored_fn_of(inner.update_fn)
+    at_once = update_stored is not None and not inner.facts.copies
 
     def masters(state: TransformState, params: Leaves, room: Room | None = None) -> Leaves:
         kept, found = state[RESIDUAL], dict(params)
@@ -100,6 +108,29 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Room], ctx: Context):
         own, room = carry
+        stored, new = in_one_pass(grads, state, params, own, ctx)
+        if not stored and not at_once:
+            return in_three(grads, state, params, own, room, ctx)
+        for paths in buckets({path: params[path] for path in grads if path not in stored}):
+            some = {path: grads[path] for path in paths}, state, {path: params[path] for path in paths}
+            found, others = in_three(*some, own, room, ctx)
+            stored |= found
+            new |= {slot: {**new.get(slot, {}), **x} for slot, x in others.items()}
+        return {path: stored[path] for path in grads}, new
+
+    def in_one_pass(grads: Leaves, state: TransformState, params: Leaves, own: Any, ctx: Context):
+        """The update of leaves that a kernel takes in two parts, without their masters in memory."""
+        if update_stored is None:
+            return {}, {}
+        kept = state[RESIDUAL]
+        parts: Any = {path: Master(x, kept[path]) for path, x in params.items() if path in kept}
+        some = {path: g for path, g in grads.items() if path in kept}
+        out, new = cast("tuple[dict[str, Any], TransformState]", update_stored(some, state, parts, own, ctx))
+        rest = {path: x.residual for path, x in out.items()}
+        return {path: x.p for path, x in out.items()}, {**new, RESIDUAL: rest} if out else {}
+
+    def in_three(grads: Leaves, state: TransformState, params: Leaves, own: Any, room: Room, ctx: Context):
+        """The update of any leaves: masters are joined, updated and taken apart."""
         wide = masters(state, params, room.emptied(sum(map(Tensor.numel, params.values()))))
         out, new = inner.update_fn(grads, state, wide, own, ctx)
         kept = state[RESIDUAL]
@@ -118,8 +149,7 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
             rest |= ctx.into_each(olds_kept, dict(zip(paths, taken_apart(left, own), strict=True)))
         return stored, {**new, RESIDUAL: {path: rest[path] for path in out if path in rest}}
 
-    # With `copies` the executor runs bucket by bucket, so that only one bucket has its fp32 masters in memory.
-    plain = replace(inner.facts, counterpart=None, torch_names=(), copies=True)
+    plain = replace(inner.facts, counterpart=None, torch_names=(), copies=not at_once)
     return replace(inner, facts=plain, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
 
 

@@ -24,7 +24,7 @@ from ..extend import (
     State,
     Transform,
     TransformState,
-    UpdateOfCodes,
+    UpdateOfStored,
     as_transform,
     chain,
     check_count,
@@ -36,6 +36,7 @@ from ..extend import (
     no_view,
     of_members,
     rebuild,
+    stored_fn_of,
     transform,
     without_derivative,
 )
@@ -120,7 +121,7 @@ def quantize(
         facts=facts,
         init_fn=narrow.init,
         prepare_fn=narrow.prepare,
-        update_fn=narrow.update,
+        update_fn=UpdateOfStored(narrow.update, narrow.on_stored),
         parts=(inner,),
     )
 
@@ -177,29 +178,35 @@ class _Narrow:
             new = own if not new else {slot: {**x, **new[slot]} if slot in new else x for slot, x in own.items()}
         return out, new
 
+    def on_stored(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
+        """As `update`, of leaves that a kernel takes whose parameters are each a `Master`."""
+        counts = {path: x + 1 for path, x in state.get(COUNT_OF_ROUNDINGS, {}).items()}
+        return self._in_codes(grads, state, params, carry, counts, ctx)
+
     def _in_codes(self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, counts: Leaves, ctx: Context):
         """The update of leaves that a kernel takes as codes, without their numbers in memory."""
-        update = self.inner.update_fn
-        if type(update) is not UpdateOfCodes:
+        update_stored = stored_fn_of(self.inner.update_fn)
+        if update_stored is None:
             return {}, {}
 
         def coded(x: dict[str, Tensor], keys: tuple[str, ...], path: str) -> Coded:
             return Coded(self.codes, x[CODES], x[SCALES], self._draws(keys, path, counts, ctx))
 
-        out, new = update.coded_fn(grads, _unpacked(coded, state, params), params, carry, ctx)
+        out, new = update_stored(grads, _unpacked(coded, state, params), params, carry, ctx)
         plain = {
             slot: {path: _entry(y.codes, y.scales) if type(y) is Coded else y for path, y in x.items()}
             for slot, x in new.items()
         }
         if self.stochastic and out:
-            plain[COUNT_OF_ROUNDINGS] = {path: counts[path] for path in out}
+            rounded = {path for x in new.values() for path, y in x.items() if type(y) is Coded}
+            plain[COUNT_OF_ROUNDINGS] = {path: counts[path] for path in out if path in rounded}
         return out, plain
 
     def _in_numbers(
         self, grads: Leaves, state: TransformState, params: Leaves, carry: Any, counts: Leaves, ctx: Context
     ):
         """The update of numbers, which become codes again."""
-        every = len(grads) == len(params) or type(self.inner.update_fn) is not UpdateOfCodes
+        every = len(grads) == len(params) or stored_fn_of(self.inner.update_fn) is None
         out, new = self.inner.update_fn(grads, self._decoded(state, ctx, None if every else grads), params, carry, ctx)
         found: list[tuple[Tensor, tuple[str, ...], str, dict[str, Tensor]]] = []
 
