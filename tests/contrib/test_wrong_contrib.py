@@ -123,6 +123,17 @@ WRONG.rows(
     ),
     configured({"communication_data_type": "int8"}, "communication_data_type: 'int8' is none of fp16"),
     configured({"train_batch_size": 0}, "train_batch_size: 0 is no positive int"),
+    configured(
+        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
+        "train_batch_size=8 is not 3 * 2 * 1",
+        "train_batch_size=6, or leave one of the three out",
+    ),
+    configured({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size=7 is not 2 * 3 * 1"),
+    configured(
+        {"a": 1, "b": {"c": 2}, "optimizer": {"type": "X"}},
+        *("keys without a transform", "  a: ", "  b.c: ", "  optimizer.type: "),
+    ),
+    (lambda: zf.attach(nn.Linear(1, 1), zf.from_deepspeed({})), "no optimizer"),
     configured({"optimizer": {"params": {"lr": 0.1}}}, "  optimizer.params.lr: needs an optimizer.type"),
     configured(
         {"optimizer": {"type": "Adam"}, "scheduler": {"params": {"warmup_num_steps": 3}}},

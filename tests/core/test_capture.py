@@ -110,15 +110,6 @@ def test_a_refused_model_is_plain():
     zf.attach(model, zf.adamw(asks))
 
 
-def test_ways_that_need_the_host_are_refused():
-    with pytest.raises(ValueError, match="hooks of the host update leaves within backward"):
-        zf.attach(build(), zf.adamw(), in_backward=True, capturable=True)
-    with pytest.raises(ValueError, match="each replay would begin from the same state"):
-        zf.make_step(lambda p: p["w"].sum(), zf.adamw(), capturable=True)
-    with pytest.raises(ValueError, match="a derivative needs the old one"):
-        zf.make_step(lambda p: p["w"].sum(), zf.adamw(), donate=True, create_graph=True, capturable=True)
-
-
 def test_a_state_that_was_donated_is_refused_and_the_next_one_is_not():
     tx = zf.adamw()
     step = zf.make_step(lambda p: p["w"].sum(), tx, donate=True, capturable=True)

@@ -400,16 +400,6 @@ def test_what_a_guest_keeps_of_pieces_is_not_taken_for_one_and_the_same_on_all_r
 # ---- words ----
 
 
-@pytest.mark.parametrize("make", [lambda word: zf.leafwise(needs=word), lambda word: zf.guest(adam(), needs=word)])
-@pytest.mark.parametrize("word", ["elements", "", None, True, 3, ["element"], "ELEMENT"])
-def test_a_word_that_is_none_is_refused_with_the_list(make, word):
-    with pytest.raises(ValueError) as caught:
-        make(word)
-    text = str(caught.value)
-    assert f"(needs={word!r})" in text and "write: " in text
-    assert "one of 'element', 'number', 'row', 'leaf', 'tree'" in text
-
-
 def test_needs_fold_over_nesting():
     def needs(t):
         return zf.chain(t).needs

@@ -15,7 +15,7 @@ import zerofn as zf
 from zerofn.core.layout import make_layout  # inside: layouts of leaves that no model has
 from zerofn.core.pipeline import pipeline  # inside: a chain resolved for leaves that are given
 from zerofn.core.wires import Sharding  # inside: a wire by itself
-from zerofn.extend import Dtypes, Group, Scope, Shard, Transform, View, as_it_is, over_ranks
+from zerofn.extend import Dtypes, Group, Shard, Transform, View, as_it_is, over_ranks
 from zerofn.testing import check_transform
 
 F64 = torch.float64
@@ -241,22 +241,6 @@ def wired(wire=Sharding, resident=True, through=as_it_is, **view):
         return dataclasses.replace(over_ranks(wire(ranks("wired", None)), resident), **view)
 
     return Transform("wired", needs="element", view_fn=view_of, through=through)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"needs": "elements"}, r"Transform\('a', needs='elements'\)\n  why:   it says .*\n  write: .*needs='element'"),
-        ({"needs": 3}, r"Transform\('a', needs=3\)"),
-        ({"scope": "leaf"}, r"Transform\('a', scope='leaf'\)\n  why:   a scope is a member of Scope: Scope.LEAF, "),
-        ({"name": ""}, r"Transform\('', ...\)\n  why:   a name is a non-empty str"),
-        ({"name": 3}, r"Transform\(3, ...\)"),
-    ],
-)
-def test_the_words_of_a_transform(given, message):
-    with pytest.raises(ValueError, match=message):
-        Transform(**{"name": "a", **given})
-    assert Transform("a", Scope.LEAF).needs == "tree"
 
 
 def init_of(tx):

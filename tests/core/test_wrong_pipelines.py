@@ -90,6 +90,28 @@ WRONG.rows(
     (lambda: zf.schedules.warmup_cosine(1.0, 10, 5), "warmup_steps=10", "steps=5"),
 )
 
+# ---- words of a transform of one's own ----
+
+for word in ("elements", "", None, True, 3, ["element"], "ELEMENT"):
+    told = f"(needs={word!r})", "one of 'element', 'number', 'row', 'leaf', 'tree'"
+    WRONG.rows(
+        ValueError,
+        (lambda word=word: zf.leafwise(needs=word), *told),
+        (lambda word=word: zf.guest(torchopt.sgd(0.1), needs=word), *told),
+    )
+WRONG.rows(
+    ValueError,
+    (lambda: Transform("a", needs="elements"), "Transform('a', needs='elements')", "needs='element'"),
+    (lambda: Transform("a", needs=3), "Transform('a', needs=3)"),
+    (
+        lambda: Transform("a", scope="leaf"),
+        "Transform('a', scope='leaf')",
+        "a scope is a member of Scope: Scope.LEAF, ",
+    ),
+    (lambda: Transform(""), "Transform('', ...)", "a name is a non-empty str"),
+    (lambda: Transform(3), "Transform(3, ...)"),
+)
+
 # ---- orders without a meaning ----
 
 S, A, C, O = zf.scale_loss(), zf.accumulate(2), zf.clip_by_global_norm(1.0), zf.adamw(0.1)  # noqa: E741
@@ -417,6 +439,38 @@ for why, (kind, through) in THROUGH.items():
         kind,
         (lambda f=through: zf.chain(Transform("mine", through=f), zf.sgd(0.1)), why, "chain(..., mine, ...)\n"),
     )
+
+# ---- masters of 24 bits, steps that are captured ----
+
+MASTERS = zf.precision(store_dtype="bf16+8")
+OFFLOADED = zf.offload(zf.sgd(0.1), compute="host", master_dtype=torch.float32)
+WRONG.rows(
+    ValueError,
+    (
+        lambda: zf.init(zf.chain(MASTERS, OFFLOADED), {"w": W}),
+        "master_dtype=...)",
+        "one of the two would have no effect",
+    ),
+    (
+        lambda: zf.chain(MASTERS, zf.sgd(0.1), zf.every(2, zf.sgd(0.7))),
+        re.compile("precision comes before every: .*8 bits more of the old ones"),
+    ),
+    (lambda: zf.precision(store_dtype="bf16+4"), re.compile(r"store_dtype='bf16\+4'\)\n  why: .*'bf16\+8'")),
+    (lambda: zf.precision(param_dtype="bf16+8"), "param_dtype='bf16+8'"),
+    (
+        lambda: zf.init(zf.chain(MASTERS, zf.low_precision_adam(state_dtype=torch.float32)), {"w": W}),
+        "nothing to round",
+    ),
+    (
+        lambda: zf.attach(nn.Linear(1, 1), O, in_backward=True, capturable=True),
+        "hooks of the host update leaves within backward",
+    ),
+    (lambda: zf.make_step(sum, O, capturable=True), "each replay would begin from the same state"),
+    (
+        lambda: zf.make_step(sum, O, donate=True, create_graph=True, capturable=True),
+        "a derivative needs the old one",
+    ),
+)
 
 # ---- flags and labels ----
 

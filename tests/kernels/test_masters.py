@@ -178,17 +178,3 @@ def test_masters_are_gone_after_an_update(optimizer):
         gc.enable()
     assert after == before == (2 if optimizer.factory is zf.adamw else 0)
     assert bool(state.leaves["w"].any())
-
-
-def test_what_is_refused():
-    offloaded = zf.offload(zf.sgd(0.1), compute="host", master_dtype=F32)
-    with pytest.raises(ValueError, match=r"master_dtype=...\)\n  why: .*one of the two would have no effect"):
-        zf.init(zf.chain(P(), offloaded), {"w": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"precision comes before every: .*8 bits more of the old ones"):
-        zf.chain(P(), zf.sgd(0.1), zf.every(2, zf.sgd(0.7)))
-    with pytest.raises(ValueError, match=r"store_dtype='bf16\+4'\)\n  why: .*'bf16\+8'"):
-        zf.precision(store_dtype="bf16+4")
-    with pytest.raises(ValueError, match=r"param_dtype='bf16\+8'"):
-        zf.precision(param_dtype="bf16+8")
-    with pytest.raises(ValueError, match="nothing to round"):
-        zf.init(zf.chain(P(), zf.low_precision_adam(state_dtype=F32)), {"w": torch.ones(2)})
