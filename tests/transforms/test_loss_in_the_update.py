@@ -314,7 +314,7 @@ def a_backward_that_tells_no_loss():
     opt.step()
 
 
-@ROWS(ValueError, "a step without loss= through sgd")
+@ROWS(ValueError, "a step without loss= through reduce_on_plateau")
 def an_update_without_a_loss():
     tx = plateau()
     state = zf.init(tx, {"w": torch.ones(1)})

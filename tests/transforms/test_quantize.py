@@ -212,6 +212,25 @@ def started(tx):
     return zf.init(tx, {"w": torch.zeros(4, 8)})
 
 
+@zf.leafwise(init=lambda p: torch.zeros(p.shape, dtype=torch.int64), needs="element")
+def _steps(grad, param, state):
+    return grad, state + 1
+
+
+def test_leaves_of_one_element_or_none_and_blocks_of_zeros():
+    """As without codes: none of these leaves has a row that codes would shorten, and a block of zeros stays."""
+    shapes = {"number": (), "one": (1,), "matrix": (1, 1), "empty": (0,), "no rows": (0, 64), "no columns": (3, 0)}
+    params = {**{name: torch.ones(shape) for name, shape in shapes.items()}, "zeros": torch.ones(2, 130)}
+    grads = {name: torch.ones_like(x) if name != "zeros" else torch.zeros_like(x) for name, x in params.items()}
+    plain, coded = (zf.init(tx, params) for tx in (zf.adamw(LR), zf.quantize(zf.adamw(LR))))
+    for _ in range(2):
+        plain, _ = zf.update(zf.adamw(LR), grads, plain)
+        coded, _ = zf.update(zf.quantize(zf.adamw(LR)), grads, coded)
+    assert type(coded.transforms["adamw"]["exp_avg"]["zeros"]) is dict
+    for name, x in plain.params.items():
+        assert torch.equal(coded.params[name], x), name
+
+
 ROWS = Refusals()
 ROWS.rows(
     ValueError,
@@ -225,9 +244,15 @@ ROWS.rows(
     (lambda: started(zf.chain(zf.sgd(LR), zf.quantize(zf.ema(0.9)))), "an average of parameters"),
     (lambda: zf.quantize(zf.quantize(zf.adamw(LR))), "its state would be coded twice"),
     (lambda: zf.quantize(zf.chain(zf.lookahead(zf.quantize(zf.adamw(LR), bits=4)))), "coded twice"),
-    (lambda: started(zf.quantize(zf.adafactor(LR))), "none of its entries has the shape of its leaf"),
-    (lambda: started(zf.quantize(zf.sgd(LR))), "none of its entries has the shape of its leaf"),
-    (lambda: started(zf.quantize(zf.adamw(LR), slots=["exp"])), "it has no such entry: exp"),
+    (lambda: started(zf.quantize(zf.adafactor(LR))), "none of its entries is a float tensor of its leaf's shape"),
+    (lambda: started(zf.quantize(zf.sgd(LR))), "none of its entries is a float tensor of its leaf's shape"),
+    (lambda: started(zf.chain(zf.quantize(_steps()), zf.sgd(LR))), "none of its entries is a float tensor"),
+    (lambda: started(zf.chain(zf.quantize(zf.add_noise(0.1)), zf.sgd(LR))), "none of its entries is a float tensor"),
+    (
+        lambda: started(zf.quantize(zf.adamw(LR), slots=["exp"])),
+        "no float tensor of its leaf's shape by this name: exp",
+    ),
+    (lambda: started(zf.quantize(zf.adamw(LR), slots=["exp_avg", "count"])), "by this name: count"),
     (
         lambda: zf.quantize_state(zf.quantize(zf.adamw(LR)), started(zf.lion(LR)), started(zf.quantize(zf.adamw(LR)))),
         "adamw/exp_avg_sq/w/codes: is not in the state",

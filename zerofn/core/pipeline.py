@@ -620,7 +620,9 @@ def wanted_by(parts: Sequence[Transform]) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in parts:
         names = (*part.facts.wants, *dict(part.facts.wants_largest))
-        found = {**wanted_by(part.parts), **dict.fromkeys(names, part.name), **found}
+        # A wrapper has the name of what it wraps, and takes over its facts.
+        name = part.name if part.factory is None else part.factory.__name__
+        found = {**dict.fromkeys(names, name), **wanted_by(part.parts), **found}
     return found
 
 

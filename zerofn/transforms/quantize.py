@@ -393,9 +393,12 @@ def _check_arguments(
 
 def _nothing_to_code(name: str, missing: set[str], fit: set[str]) -> str:
     if not missing:
-        why = "none of its entries has the shape of its leaf, but for an average of parameters, whose bits are needed"
+        why = (
+            "none of its entries is a float tensor of its leaf's shape, but for an average of parameters, whose bits\n"
+        )
+        why += "are needed"
         return explain(f"quantize({name}(...))", why, f"{name}(...); or quantize(adamw(...)), which has two moments")
-    why = f"it has no such entry: {', '.join(sorted(missing))}"
+    why = f"it has no float tensor of its leaf's shape by this name: {', '.join(sorted(missing))}"
     return explain(f"quantize({name}(...), slots=...)", why, f"some of {', '.join(map(repr, fit)) or 'none'}")
 
 
