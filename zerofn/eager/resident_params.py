@@ -25,6 +25,7 @@ from ..core.state import State, averages_of
 from ..core.transform import TransformState
 from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers, needs_boundary
 from ..ranks.group import Group
+from ..sharded.opaque import plain
 from .channels import open_channels
 from .current_state import CurrentState
 from .stored_parameters import StoredParameters, put, to_resident
@@ -60,7 +61,7 @@ def full_parameters(
     Yields:
         The paths that were stored, once it has ended.
     """
-    parts = {path: p.data for path, p in params.items()}
+    parts = {path: plain(p.data) for path, p in params.items()}
     with grad_mode_kept():
         fulls = pipe.road.whole(current.state.leaves)
     # Views that lose information cannot be inverted, so a parameter that nobody wrote into keeps its stored value.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -61,11 +60,11 @@ class OpaqueParameter(GuardedParameter):
         with torch.DisableTorchFunctionSubclass():
             return Tensor.detach(self).as_subclass(Tensor)
 
-    def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
-        return x if in_memory(frame) or not self.in_parts() else opaque(x, self.told(how), self.full)
+    def _shown(self, x: Tensor, how: str) -> Tensor:
+        return opaque(x, self.told(how), self.full) if self.in_parts() else x
 
-    def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
-        return plain(super()._own(plain(value), how, frame))
+    def _own(self, value: Tensor | None, how: str) -> Tensor | None:
+        return plain(super()._own(plain(value), how))
 
 
 def _gradient_of(p: Any, g: Any) -> Any:

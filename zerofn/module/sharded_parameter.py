@@ -11,7 +11,6 @@ import functools
 import sys
 from collections.abc import Callable, Collection
 from operator import methodcaller
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +36,7 @@ from ..sharded.face import (
     set_data,
     wrap,
 )
-from ..sharded.guarded_parameter import Asks, GuardedParameter, in_memory, ours
+from ..sharded.guarded_parameter import Asks, GuardedParameter, in_memory
 
 _FLAT = methodcaller("reshape", -1)
 # The callbacks of a parameter whose model is detached.
@@ -53,11 +52,11 @@ class ShardedParameter(Face, GuardedParameter):
 
     row: nn.Parameter
 
-    def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
-        return x if isinstance(x, Face) or in_memory(frame) else self._own(x, how, frame)  # type: ignore[return-value]
+    def _shown(self, x: Tensor, how: str) -> Tensor:
+        return x if isinstance(x, Face) else self._own(x, how)  # type: ignore[return-value]
 
-    def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
-        if value is None or ours(frame):
+    def _own(self, value: Tensor | None, how: str) -> Tensor | None:
+        if value is None:
             return value
         with torch.DisableTorchFunctionSubclass():
             return own_face(self, value, how)

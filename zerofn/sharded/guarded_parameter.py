@@ -36,11 +36,6 @@ APPLYING = CONVERTING.__code__
 CLEARING = "model.zero_grad(), or p.grad = None,"
 
 
-def ours(frame: FrameType) -> bool:
-    """Whether the caller is of this package."""
-    return frame.f_globals.get("__name__", "").startswith(OURS)
-
-
 def in_memory(frame: FrameType) -> bool:
     """Whether the caller means sizes in memory: this package, and the compiler."""
     return frame.f_globals.get("__name__", "").startswith(INSIDE)
@@ -198,7 +193,7 @@ class GuardedParameter(nn.Parameter):
             # While the compiler makes a graph, it reads `p.grad` as it is in memory.
             gone = self.asks.gone() and self.requires_grad and graph_under_way() is None
             return GoneGradient(self) if gone else None
-        shown = self._shown(grad, "p.grad", sys._getframe(1))
+        shown = self._shown(grad, "p.grad")
         if (
             self.unreduced
             and type(shown) is Tensor
@@ -210,14 +205,14 @@ class GuardedParameter(nn.Parameter):
             shown.path = self.path
         return shown
 
-    def _shown(self, x: Tensor, how: str, frame: FrameType) -> Tensor:
-        """The tensor that the caller gets for the stored `x`; `how` is the expression, for messages."""
+    def _shown(self, x: Tensor, how: str) -> Tensor:
+        """The tensor that the user gets for the stored `x`; `how` is the expression, for messages."""
         return x
 
     @uncompiled
     def _set(self, value: Tensor | None) -> None:
         self._before(value, CLEARING if value is None else "p.grad = g")
-        write_grad(self, self._own(value, "p.grad = x", sys._getframe(1)))
+        write_grad(self, self._own(value, "p.grad = x"))
 
     def _before(self, value: Tensor | None, how: str) -> None:
         """Refuse a gradient that the user sets where one has left; or note that the user clears it."""
@@ -231,8 +226,8 @@ class GuardedParameter(nn.Parameter):
         self._check_clearing(how)
         self.asks.cleared(to_none)
 
-    def _own(self, value: Tensor | None, how: str, frame: FrameType) -> Tensor | None:
-        """What to store for `value` that the caller sets."""
+    def _own(self, value: Tensor | None, how: str) -> Tensor | None:
+        """What to store for `value` that the user sets."""
         check_plain(value, how, f"the parameter {self.path}")
         return plain(value)
 
@@ -247,14 +242,13 @@ class GuardedParameter(nn.Parameter):
     @uncompiled
     def data(self) -> Tensor:  # type: ignore[override]
         self.lent += 1
-        return self._shown(Tensor.data.__get__(self), "p.data", sys._getframe(1))  # type: ignore[attr-defined]
+        return self._shown(Tensor.data.__get__(self), "p.data")  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        frame = sys._getframe(1)
-        value, mine = self._own(value, "p.data = x", frame), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
+        value, mine = self._own(value, "p.data = x"), Tensor.data.__get__(self)  # type: ignore[assignment,attr-defined]
         kept = value.shape == mine.shape and value.dtype == mine.dtype and value.device == mine.device
-        if kept and not is_dynamo_compiling() and frame.f_code is APPLYING:
+        if kept and not is_dynamo_compiling() and sys._getframe(1).f_code is APPLYING:
             # `model.to("cpu:0")`, as accelerate calls it, copies into the memory that the optimizer has.
             with torch.DisableTorchFunctionSubclass():
                 mine.copy_(value)
