@@ -73,6 +73,11 @@ def test_a_rate_in_a_tensor_of_the_host_is_not_waited_for(device, pipeline):
     assert sum(waits.values()) <= ROWS[pipeline].waits[0] and wrong == []
 
 
+@pytest.mark.parametrize("name", ["sgd", "adopt", "rmsprop", "schedule_free_adamw"])
+def test_rates_of_the_host_may_be_a_batch(device, name):
+    assert ask(device, "batched_rates_of_the_host", name) == []
+
+
 @pytest.mark.parametrize("pipeline", ["adamw", "low precision, stochastic"])
 def test_a_step_within_backward_makes_the_host_wait_for_nothing(device, pipeline):
     assert ask(device, "counts", "attached", pipeline, in_backward=True)["waits"] == {}

@@ -300,6 +300,24 @@ def with_a_rate_of_the_host(name: str) -> tuple[dict[str, int], list[str]]:
     return waits, [p for p in here if not torch.allclose(here[p].float(), there[p].float(), rtol=1e-2, atol=1e-5)]
 
 
+def batched_rates_of_the_host(name: str) -> list[str]:
+    """What differs from the CPU in a batch of steps, each with a rate of its own in a tensor of the host."""
+    found = []
+    for device in ("cpu", "cuda"):
+        params = {"w": torch.linspace(-1, 1, 6).view(2, 3).to(device)}
+
+        def trained(rate: Tensor, params: dict[str, Tensor] = params) -> dict[str, Tensor]:
+            tx = getattr(zf, name)(rate)
+            state = zf.init(tx, params)
+            for _ in range(2):
+                state, _ = zf.update(tx, {"w": params["w"] * 3}, state)
+            return state.params
+
+        found.append(torch.func.vmap(trained)(torch.tensor([0.1, 0.01]))["w"].cpu())
+    here, there = found
+    return [] if torch.equal(here, there) else [f"{here} {there}"]
+
+
 def captured_with_a_rate_of_the_host() -> str:
     """What `capturable=True` says to a rate in a tensor of the host."""
     try:

@@ -47,14 +47,14 @@ def once(*numbers: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def beside(number: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """A number to compute with beside `like`, in this dtype: on its device.
+def beside(number: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A number to compute with beside `like`: on its device, and in this dtype if one is given.
 
     A 0-d tensor of the host may stay there: operations of a GPU read it as a number, and a copy would wait.
     """
     if number.is_cpu and not number.ndim and like.device.type == "cuda" and not recorded((number,)):
-        return number.to(dtype)
-    return number.to(like.device, dtype)
+        return number.to(dtype or number.dtype)
+    return number.to(like.device, dtype or number.dtype)
 
 
 def times(x: Tensor, factor: Any) -> Tensor:
@@ -64,37 +64,37 @@ def times(x: Tensor, factor: Any) -> Tensor:
         >>> times(torch.ones(2, dtype=torch.bfloat16), torch.tensor(3.0))
         tensor([3., 3.], dtype=torch.bfloat16)
     """
-    return (x * beside(factor, x, factor.dtype)).to(x.dtype) if isinstance(factor, Tensor) else x * factor
+    return (x * beside(factor, x)).to(x.dtype) if isinstance(factor, Tensor) else x * factor
 
 
 def plus(x: Tensor, factor: Any, y: Tensor) -> Tensor:
-    """`x + factor * y`, where the factor is a number or a 0-d tensor.
+    """`x + factor * y`, where the factor is a number or a 0-d tensor on any device.
 
     Examples:
         >>> plus(torch.ones(2), 0.5, torch.tensor([2.0, 4.0]))
         tensor([2., 3.])
     """
-    return x + factor * y if isinstance(factor, Tensor) else x.add(y, alpha=factor)
+    return x + beside(factor, y) * y if isinstance(factor, Tensor) else x.add(y, alpha=factor)
 
 
 def plus_product(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
-    """`x + factor * a * b`, where the factor is a number or a 0-d tensor.
+    """`x + factor * a * b`, where the factor is a number or a 0-d tensor on any device.
 
     Examples:
         >>> plus_product(torch.ones(2), 0.5, torch.tensor([2.0, 4.0]), torch.tensor([3.0, 3.0]))
         tensor([4., 7.])
     """
-    return x + factor * a * b if isinstance(factor, Tensor) else x.addcmul(a, b, value=factor)
+    return x + beside(factor, a) * a * b if isinstance(factor, Tensor) else x.addcmul(a, b, value=factor)
 
 
 def plus_quotient(x: Tensor, factor: Any, a: Tensor, b: Tensor) -> Tensor:
-    """`x + factor * a / b`, where the factor is a number or a 0-d tensor.
+    """`x + factor * a / b`, where the factor is a number or a 0-d tensor on any device.
 
     Examples:
         >>> plus_quotient(torch.ones(2), 0.5, torch.tensor([2.0, 4.0]), torch.tensor([2.0, 2.0]))
         tensor([1.5000, 2.0000])
     """
-    return x + factor * a / b if isinstance(factor, Tensor) else x.addcdiv(a, b, value=factor)
+    return x + beside(factor, a) * a / b if isinstance(factor, Tensor) else x.addcdiv(a, b, value=factor)
 
 
 def at_most(norm: Tensor, most: Any) -> Tensor | None:

@@ -47,9 +47,8 @@ def mars(gamma: float = 0.025, beta1: float = 0.95) -> Transform:
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
         wide = g.to(torch.promote_types(g.dtype, torch.float32))
-        of_change = at.scalar(at.derived["share"], wide)
         before = slots["previous_grad"].to(wide.dtype)
-        c = where(at.count == 1, lambda: wide, lambda: plus(wide, of_change, wide - before))
+        c = where(at.count == 1, lambda: wide, lambda: plus(wide, at.derived["share"], wide - before))
 
         def clipped(norm: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             out = c / norm.clamp(min=1.0)
