@@ -185,6 +185,8 @@ def test_metrics_are_a_dict_that_is_shown_as_a_table():
     plain = {name: float(x) for name, x in opt.metrics.items()}
     assert torch.utils._pytree.tree_map(float, opt.metrics) == plain
     assert optree.tree_map(float, opt.metrics) == plain
+    by_name = [plain[name] for name in sorted(plain)]
+    assert list(map(float, torch.utils._pytree.tree_leaves(opt.metrics))) == by_name != list(plain.values())
     zf.testing.assert_trees_equal(opt.metrics, dict(opt.metrics))
     file = io.BytesIO()
     torch.save(opt.metrics, file)

@@ -56,7 +56,8 @@ def _metrics(names: Iterable[str], values: Iterable[Tensor]) -> Metrics:
 
 
 register_global(Metrics, _flat, _metrics)
-register_pytree_node(Metrics, lambda m: (list(m.values()), tuple(m)), lambda values, names: _metrics(names, values))
+# torch's trees have a plain dict in its own order; by name both kinds of trees list the same values.
+register_pytree_node(Metrics, lambda m: _flat(m)[:2], lambda values, names: _metrics(names, values))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `Optimizer` is what `zf.attach` returns. Its methods have the names of `torch.optim`.

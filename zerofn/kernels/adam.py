@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from ctypes import c_float
 from operator import attrgetter
@@ -18,7 +17,7 @@ from zerofn._compat.functorch import while_traced
 from zerofn._compat.tensors import has_triton
 from zerofn._errors import explain
 from zerofn.kernels import native as _native
-from zerofn.kernels.formulas import at_once, moment_root, once
+from zerofn.kernels.formulas import at_once, moment_root, once, warn_without_triton
 from zerofn.kernels.fused_adam import check_step, not_wrapped
 from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.recording import differentiated, operator, straight_through
@@ -486,12 +485,8 @@ def triton_kernel(dtypes: Dtypes, rounding: str, beta1: float, device: int) -> b
 
 
 def _no_triton(why: str) -> bool:
-    warnings.warn(
-        f"zerofn: the Triton kernel of low_precision_adam {why}; so it runs through eager torch, many times slower. "
-        "Triton needs a C compiler ($CC, gcc or clang) for its launcher.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    instead = "it runs through eager torch, many times slower"
+    warn_without_triton(why, instead, "the Triton kernel of low_precision_adam")
     return False
 
 

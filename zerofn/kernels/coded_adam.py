@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from zerofn._compat.tensors import has_triton
 from . import native
 from .adam import adam_, scalars
 from .codes import HEADERS, LARGE, Coded, Codes, Draws, defines_of
+from .formulas import warn_without_triton
 from .fused_adam import fused_update
 from .masters import Master, master_of
 from .rounding import FORMAT, stride_of
@@ -385,10 +385,6 @@ def triton_kernel(kind: Kind, how: Codes, random: bool, device: int) -> bool:
     except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
         same, why = False, f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})"
     if not same:
-        warnings.warn(
-            f"zerofn: the Triton kernel of quantize {why}; so codes are decoded, updated and encoded by torch, in some "
-            "hundred launches. Triton needs a C compiler ($CC, gcc or clang) for its launcher.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        instead = "codes are decoded, updated and encoded by torch, in some hundred launches"
+        warn_without_triton(why, instead, "the Triton kernel of quantize")
     return same

@@ -719,6 +719,18 @@ def _dense(x: Tensor) -> bool:
     return x.is_contiguous() or (x.ndim in formats and x.is_contiguous(memory_format=formats[x.ndim]))
 
 
+def warn_without_triton(why: str, instead: str, kernel: str = "Triton") -> None:
+    """Warn that a kernel is not used.
+
+    Args:
+        why: what it does wrong.
+        instead: what runs in its place.
+        kernel: its name.
+    """
+    remedy = "Triton needs a C compiler ($CC, gcc or clang) for its launcher"
+    warnings.warn(f"zerofn: {kernel} {why}; so {instead}. {remedy}.", RuntimeWarning, stacklevel=3)
+
+
 @cache
 def triton_for(device: torch.device) -> Any:
     """`zerofn.kernels.triton_lists`, if Triton is installed and runs on this device; else `None`, maybe with a warning.
@@ -741,12 +753,8 @@ def triton_for(device: torch.device) -> Any:
         why = f"{type(error).__name__}: {str(error)[-300:]}"
     if not why:
         return triton_lists
-    warnings.warn(
-        f"zerofn: Triton cannot be used on {device} ({why}); so updates take more launches, by torch's operations on "
-        "lists of tensors. Triton needs a C compiler ($CC, gcc or clang) for its launcher.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    instead = "updates take more launches, by torch's operations on lists of tensors"
+    warn_without_triton(f"cannot be used on {device} ({why})", instead)
     return None
 
 
