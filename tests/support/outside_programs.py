@@ -213,6 +213,17 @@ def swapped_averages(b):
     return seen
 
 
+def momentum_encoder(b):
+    """A plain model whose data are assigned, by the line of MoCo and BYOL."""
+    target = make()
+    for _ in range(2):
+        b.backward()
+        b.step()
+        for a, p in zip(target.parameters(), b.model.parameters(), strict=True):
+            a.data = a.data * 0.9 + p.data * 0.1
+    return loss_of(target).item()
+
+
 def flat_gradients(b):
     """One behind the other, changed element by element, and apart again."""
     b.backward()
@@ -607,7 +618,7 @@ def inner_steps_with_a_graph(b):
 INITS = [f for f in dir(nn.init) if f.endswith("_") and f[0] != "_" and f != "dirac_"]
 RIGHT = [
     numbers_of_parameters, penalties, head_in_the_loss, teachers, filled, clamped, edited_gradients, hooks,
-    steps_by_hand, swapped_averages, flat_gradients, gradient_penalty, state_dicts, averaged_model,
+    steps_by_hand, swapped_averages, momentum_encoder, flat_gradients, gradient_penalty, state_dicts, averaged_model,
     numbers_of_gradients, flat_numbers, clipped, inner_steps, teachers_of_parts, two_losses, sharpness, decays_by_hand,
     wholes_into_parts, written_by_index, noise, initialised, momentum_of_ones_own, average_outside, root_of_a_penalty,
     products_of_hessians, inner_steps_with_a_graph, numbers_with_a_graph, rows_as_long_as_parts, arguments_by_name,

@@ -758,13 +758,27 @@ def _elements(func: Any, name: str, args: tuple, kwargs: dict) -> list[Any] | No
     """
     tensors = [*tensors_in((*args, *kwargs.values()))]
     like = next((x for x in tensors if isinstance(x, Face) and not is_whole(x)), None)
-    if like is None or not all(_stays(x, like) for x in tensors):
+    if (
+        like is None
+        or not all(_stays(x, like) for x in tensors)
+        or (_beside_a_full(tensors, like) and not in_backward())
+    ):
         return None
     out = func(*_map(lambda x: _mine(x, like), args), **_map(lambda x: _mine(x, like), kwargs))
     # torch also calls comparisons such as `equal` elementwise, which return one answer.
     if not isinstance(out, Tensor) and type(out) not in (list, tuple):
         return None
     return [_map(lambda y: _settled(wrap(y.contiguous(), like.of._replace(whole=None))), out)]
+
+
+def _beside_a_full(tensors: list[Tensor], like: Any) -> bool:
+    """Whether one operand is a plain tensor of the full shape, as in `average.data * 0.9 + p.data * 0.1`.
+
+    That result is gathered, since the next line often is `average.data = result`: `average` is a plain tensor, so torch
+    asks no subclass, gives it the memory of a shard that it cannot read, and the process dies at the next use. A hook
+    on a parameter may not gather, and returns its result to the Face.
+    """
+    return any(not isinstance(x, Face) and x.shape == like.shape for x in tensors)
 
 
 def _stays(x: Any, like: Any) -> bool:
