@@ -115,6 +115,18 @@ def test_one_process_is_the_formula(route):
         torch.testing.assert_close(x, want[k], rtol=0, atol=1e-12)
 
 
+def test_without_an_outer_step_there_are_local_ones_alone():
+    """A run that is shorter than `h`: the same bits, and the copy of the parameters is that of the start."""
+    ends = []
+    for tx in (zf.adam(LR), zf.chain(zf.adam(LR), zf.every(1000, zf.sgd(0.7)))):
+        state = zf.init(tx, {"w": torch.ones(5)})
+        for _ in range(3):
+            state, _ = zf.update(tx, {"w": torch.arange(5.0)}, state)
+        ends.append(state)
+    assert torch.equal(ends[0].params["w"], ends[1].params["w"])
+    assert torch.equal(ends[1].transforms["every"]["anchor"]["w"], torch.ones(5))
+
+
 def bytes_sent():
     return sum(group.traffic.bytes for group in zf.collectives.opened())
 

@@ -268,6 +268,16 @@ ROWS.rows(
 )
 
 
+@ROWS(ValueError, "exp_avg/w/codes: missing", "state = zf.quantize_state(new_tx, state, like=zf.init(new_tx, params))")
+def moments_in_16_bits_loaded_into_narrow_ones(tmp_path):
+    low = zf.precision(store_dtype=torch.bfloat16)
+    old, new = zf.low_precision_adam(LR), zf.quantize(zf.low_precision_adam(LR, state_dtype=torch.float32))
+    state = started(zf.chain(low, old))
+    zf.save(tmp_path / "run", state)
+    yield state
+    zf.load(tmp_path / "run", like=started(zf.chain(low, new)))
+
+
 @ROWS(RuntimeError, "codes, which have no derivative")
 def a_step_that_is_differentiated():
     tx = zf.quantize(zf.adamw(LR))
@@ -277,5 +287,5 @@ def a_step_that_is_differentiated():
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_refused(row):
-    row.check()
+def test_refused(row, tmp_path):
+    row.check(tmp_path=tmp_path)

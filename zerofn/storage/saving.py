@@ -403,6 +403,11 @@ def misfit_message(directory: Any, bad: list[tuple[str, str]]) -> str:
             "         old = zf.load(directory, like=zf.init(old_tx, params))\n"
             "         state = zf.init(new_tx, zf.full_params(old_tx, old))"
         )
+    if any(key.endswith("/codes") and reason.startswith("missing") for key, reason in bad):
+        right += (
+            "; then, for a chain with quantize,\n"
+            "         state = zf.quantize_state(new_tx, state, like=zf.init(new_tx, params))"
+        )
     if all(key.startswith("buffers/") for key, _ in bad):
         right = "the model that saved it; without its buffers, opt.load_state(zf.load(directory, like=opt.state))"
     return bad_leaves(f"the checkpoint in {directory} does not fit this state", bad, right)
