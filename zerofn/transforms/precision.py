@@ -115,7 +115,8 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
             some = {path: grads[path] for path in paths}, state, {path: params[path] for path in paths}
             found, others = in_three(*some, own, room, ctx)
             stored |= found
-            new |= {slot: {**new.get(slot, {}), **x} for slot, x in others.items()}
+            # Counters, which are no dicts by leaf, are counted from `state` in each part: all parts have the same.
+            new |= {slot: {**new.get(slot, {}), **x} if isinstance(x, dict) else x for slot, x in others.items()}
         return {path: stored[path] for path in grads}, new
 
     def in_one_pass(grads: Leaves, state: TransformState, params: Leaves, own: Any, ctx: Context):
