@@ -180,7 +180,7 @@ def a_window_is_divided_or_not() -> Iterator[None]:
     opt.backward(model(torch.ones(1, 2)).sum(), scale_wrt_gas=False)
 
 
-@WRONG(ValueError, "weights divide")
+@WRONG(ValueError, "divided by the weights")
 def a_weighted_window_that_is_not_divided() -> Iterator[None]:
     model, opt = small(zf.accumulate(2, weighted=True), zf.sgd(0.1))
     yield

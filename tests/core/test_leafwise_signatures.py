@@ -60,9 +60,14 @@ class Scales:
 
 
 REFUSED = {
-    "a state without init": (of_three, {}, "no init says", "@zf.leafwise(init=torch.zeros_like)\n"),
-    "a state of another name": (called_otherwise, {}, "no init says", "def called_otherwise(grad, param, state): ..."),
-    "a state with a default": (default_state, {}, "no init says", "init=torch.zeros_like"),
+    "a state without init": (of_three, {}, "no init that", "@zf.leafwise(init=torch.zeros_like)\n"),
+    "a state of another name": (
+        called_otherwise,
+        {},
+        "no init that",
+        "def called_otherwise(grad, param, state): ...",
+    ),
+    "a state with a default": (default_state, {}, "no init that", "init=torch.zeros_like"),
     "init without a state": (of_two, {"init": ZEROS}, "which it does not take", "def of_two(grad, param): ...; or"),
     "its own by place": (own_by_place, {}, "keyword-only", "def own_by_place(grad, param, *, lr=0.1): ..."),
     "its own behind the state": (
@@ -71,11 +76,11 @@ REFUSED = {
         "keyword-only",
         "def own_behind_state(grad, param, state, *, lr=0.1, b=1.0): ...",
     ),
-    "a state by keyword": (by_keyword, {}, "no init says", "def by_keyword(grad, param, state): ..."),
+    "a state by keyword": (by_keyword, {}, "no init that", "def by_keyword(grad, param, state): ..."),
     "a state by keyword, with init": (by_keyword, {"init": ZEROS}, "its third argument", "(grad, param, state): ..."),
     "one argument": (of_one, {}, "called with (grad, param)", "def of_one(grad, param): ..."),
     "a class": (Scales, {}, "makes an object", "leafwise(Scales(...))"),
-    "of C": (torch.sign, {}, "Python cannot tell the arguments of a C function", "def mine(grad, param): return ..."),
+    "of C": (torch.sign, {}, "Python cannot list the arguments of a C function", "def mine(grad, param): return ..."),
     "a generator": (generates, {}, "a generator", "def generates(grad, param): ..."),
     "a coroutine": (awaited, {}, "something to await", "def awaited(grad, param): ..."),
     "init without arguments": (of_three, {"init": lambda: 0}, "init is called with one", "init=torch.zeros_like"),

@@ -300,7 +300,7 @@ LIES = {
     ),
     "another leaf": (
         Transform("own", needs="element", through=lambda spec: replace(spec, shape=(1,))),
-        "w: its `through` changes what it cannot",
+        "w: its `through` changes a field that it may not",
     ),
     "a dtype without an update half": (
         Transform("own", needs="element", through=to_bf16),

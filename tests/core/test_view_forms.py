@@ -159,7 +159,7 @@ def test_a_view_that_takes_a_number_of_a_piece_is_refused_behind_a_cut():
     for found in zf.launch(seen, 2, timeout=limit(60)):
         for (kind, order), got in found.items():
             if kind == "takes it itself" and order.endswith("in front"):
-                assert "\n  w: mine needs a number (needs='number') and reads none of its state" in got
+                assert "\n  w: mine needs a number (needs='number') and reads no state" in got
                 assert "\n  write: chain(mine, " in got
             else:
                 torch.testing.assert_close(got, one[kind, order], msg=f"{kind}, {order}: {got}")

@@ -68,7 +68,7 @@ WRONG = {
         lambda: mine(view_fn=lambda layout, ranks: (1, 2)),
         r"view_fn that gives a tuple(.|\n)*View\(",
     ),
-    "by path itself": (lambda: mine(init_fn=lambda leaves, _: zeros(leaves)), r"by path itself(.|\n)*below a name"),
+    "by path itself": (lambda: mine(init_fn=lambda leaves, _: zeros(leaves)), r"by path itself(.|\n)*in a named entry"),
     "one name with a slash": (
         lambda: mine(init_fn=lambda leaves, _: {"a": {"z": torch.zeros(())}, "a/z": torch.zeros(())}),
         r"two entries of a state by the name 'a/z'",

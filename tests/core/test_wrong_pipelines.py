@@ -194,7 +194,7 @@ WRONG.rows(
     (lambda: zf.partition({"a": zf.chain(S, O)}, lambda p: "a"), "scale_loss", "partition"),
     (
         lambda: zf.partition({"a": O, "b": C}, lambda p: "a"),
-        "the same thing",
+        "has an optimizer, or none has",
         "'a'",
         "'b'",
         "an optimizer for every label, or for none",
@@ -449,11 +449,11 @@ WRONG.rows(
     (
         lambda: zf.init(zf.chain(MASTERS, OFFLOADED), {"w": W}),
         "master_dtype=...)",
-        "one of the two would have no effect",
+        "one of them would have no effect",
     ),
     (
         lambda: zf.chain(MASTERS, zf.sgd(0.1), zf.every(2, zf.sgd(0.7))),
-        re.compile("precision comes before every: .*8 bits more of the old ones"),
+        re.compile("precision comes before every: .*8 more bits of the old values"),
     ),
     (lambda: zf.precision(store_dtype="bf16+4"), re.compile(r"store_dtype='bf16\+4'\)\n  why: .*'bf16\+8'")),
     (lambda: zf.precision(param_dtype="bf16+8"), "param_dtype='bf16+8'"),

@@ -241,7 +241,7 @@ for case in CASES.values():
         (attached(case, lambda model, opt: copy.copy(opt)),),
         (attached(case, lambda model, opt: copy.deepcopy(opt)),),
         (attached(case, lambda model, opt: pickle.dumps(opt)),),
-        told=("bound to its model by hooks", "opt.state_dict() to keep it"),
+        told=("belongs to one model by hooks", "opt.state_dict() to keep it"),
     )
 
     def before_backward(case=case):
@@ -388,7 +388,7 @@ WRONG.rows(
     ValueError,
     (lambda: linear().set_boundary(True), "no effect without accumulate"),
     (lambda: linear(zf.accumulate(1), zf.adamw(1e-3)).set_boundary(False), "set_boundary"),
-    (lambda: linear().step(lr_kwargs={"epoch": 1}), "step(lr_kwargs=...)", "no effect without a scheduler"),
+    (lambda: linear().step(lr_kwargs={"epoch": 1}), "step(lr_kwargs=...)", "opt.lr_scheduler, and there is none"),
     (
         lambda: linear().backward(torch.ones(2, requires_grad=True)),
         "opt.backward(a tensor of shape (2,))",
@@ -398,7 +398,7 @@ WRONG.rows(
         lambda: linear(zf.accumulate(2, weighted=True), zf.sgd(0.1)).backward(
             torch.ones((), requires_grad=True), scale_wrt_gas=False
         ),
-        "weights divide",
+        "divided by the weights",
     ),
 )
 WRONG.rows(

@@ -464,7 +464,9 @@ def test_ensemble_times_batches_and_one_state_with_many_weights():
 def test_a_state_for_many_batches_cannot_be_donated():
     tx = zf.sgd(0.1)
     state = zf.init(tx, PARAMS)
-    with pytest.raises(ValueError, match=r"(?s)donate=True under torch.func.vmap.*one memory.*write: zf.make_step"):
+    with pytest.raises(
+        ValueError, match=r"(?s)donate=True under torch.func.vmap.*share the memory.*write: zf.make_step"
+    ):
         vmap(zf.make_step(loss, tx, donate=True), in_dims=(None, 0))(state, X)
     assert_trees_equal(state.params, PARAMS)
 

@@ -542,7 +542,7 @@ def parameters_that_do_not_fit(told):
     state.replace(params=OTHERS[told](dict(state.params)))
 
 
-@WRONG(ValueError, re.compile(r"follows from numbers(.|\n)*zf.describe\(zf.init\(tx, params\)\)"))
+@WRONG(ValueError, re.compile(r"depends on values(.|\n)*zf.describe\(zf.init\(tx, params\)\)"))
 def a_plan_of_what_follows_from_numbers():
     def init(param):
         return param.sum() * torch.ones(int(param.sum()))

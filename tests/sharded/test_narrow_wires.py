@@ -398,7 +398,7 @@ ROWS.rows(
             zf.chain(zf.reduce_scatter(wire="int8", error_feedback=True), zf.accumulate(2), zf.sgd(0.1)),
             {"w": torch.ones(2)},
         ),
-        "gradients are reduced during backward there",
+        "here backward reduces them",
     ),
     (lambda: zf.shard(reduce_wire="fp8"), "reduce_wire is one of 'int8', or None: numbers as they are"),
     (

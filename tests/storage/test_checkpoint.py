@@ -310,7 +310,7 @@ def alone(kind, over_ranks, fill=1.0):
 def test_no_name_is_no_directory(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     state = zf.init(zf.sgd(1.0), {"w": torch.ones(2)})
-    with pytest.raises(ValueError, match="the directory that the process is in"):
+    with pytest.raises(ValueError, match="the working directory of the process"):
         call("", state)
     assert not files(tmp_path)
     zf.save(".", state)

@@ -124,8 +124,8 @@ def no_leaf_of_the_file(tmp_path: Path) -> Iterator[Any]:
 
 WRONG.rows(
     TypeError,
-    (lambda tmp_path: zf.load(tmp_path, saved(tmp_path), strict=False), "a state does not say by which"),
-    (lambda tmp_path: zf.load(tmp_path, saved(tmp_path), tx=ADAMW), "tx makes what"),  # type: ignore[call-overload]
+    (lambda tmp_path: zf.load(tmp_path, saved(tmp_path), strict=False), "a state does not have its pipeline"),
+    (lambda tmp_path: zf.load(tmp_path, saved(tmp_path), tx=ADAMW), "tx is used only with"),  # type: ignore[call-overload]
 )
 
 
@@ -138,7 +138,7 @@ def into(write: Callable[[Path], object], directory: Path) -> Iterator[Any]:
 WRONG.rows(
     TypeError,
     (lambda tmp_path: zf.load(tmp_path, like=nn.Linear(1, 1)), "zf.load(directory, like=Linear)"),  # type: ignore[call-overload]
-    (lambda tmp_path: zf.load_safetensors(tmp_path, like=state_of()), "a state does not say by whom"),
+    (lambda tmp_path: zf.load_safetensors(tmp_path, like=state_of()), "a state does not have its pipeline"),
 )
 WRONG.rows(
     FileNotFoundError,

@@ -157,7 +157,7 @@ LIARS: dict[str, tuple[str, dict[str, Any]]] = {
         dict(facts=Facts(optimizes=True, keeps=False), needs="leaf", update_fn=gives_gradients),
     ),
     "sees_old": (
-        "sees_old=False says that it looks at no old parameters",
+        "sees_old=False says that it reads no old parameters",
         dict(facts=Facts(watches=True, sees_old=False), init_fn=zeros, update_fn=between),
     ),
     "rate": ("rate=0.1", dict(facts=Facts(optimizes=True, rate=0.1), update_fn=descends)),

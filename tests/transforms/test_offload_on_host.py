@@ -157,7 +157,7 @@ def test_a_run_goes_on_from_a_file(tmp_path: Path):
 
 WRONG: dict[str, tuple[Callable[[], zf.Transform], str]] = {
     "no optimizer": (lambda: hosted(zf.accumulate(4)), "makes no new parameters"),
-    "all leaves at once": (lambda: hosted(replace(zf.sgd(0.1), scope=Scope.TREE)), "of all leaves at once"),
+    "all leaves at once": (lambda: hosted(replace(zf.sgd(0.1), scope=Scope.TREE)), "must see all leaves at once"),
     "elsewhere": (lambda: zf.offload(zf.sgd(0.1), "cuda", compute="host"), "has its state there"),
     "unknown": (lambda: zf.offload(zf.sgd(0.1), compute="gpu"), "on the parameters' device or on the host"),
     "masters on the device": (lambda: zf.offload(zf.sgd(0.1), master_dtype=FP32), "stored there"),

@@ -239,7 +239,7 @@ ROWS.rows(
     (lambda: zf.quantize(zf.adamw(LR), code="log"), "code is one of 'companded', 'linear', 'dynamic'"),
     (lambda: zf.quantize(zf.adamw(LR), rounding="kahan"), "rounding is one of 'stochastic', 'nearest'"),
     (lambda: zf.quantize(zf.adamw(LR), slots="exp_avg"), "slots=('exp_avg',)"),
-    (lambda: zf.quantize(zf.precision(torch.bfloat16)), "precision says how the model sees parameters"),
+    (lambda: zf.quantize(zf.precision(torch.bfloat16)), "precision changes what the model sees"),
     (lambda: zf.quantize(zf.clip_by_value(1.0)), "clip_by_value has no state"),
     (lambda: started(zf.chain(zf.sgd(LR), zf.quantize(zf.ema(0.9)))), "an average of parameters"),
     (lambda: zf.quantize(zf.quantize(zf.adamw(LR))), "its state would be coded twice"),

@@ -82,7 +82,7 @@ def from_torch(
     name = optimizer_class.__name__
     for given in options:
         if given in RUNS:
-            wrong, why = f"from_torch({name}, {given}={options[given]!r})", "the pipeline decides how the class is run"
+            wrong, why = f"from_torch({name}, {given}={options[given]!r})", "the pipeline sets these options"
             raise TypeError(explain(wrong, why, f"zf.from_torch({name}, lr=...), without {given}"))
         if given not in known:
             names = ["lr", *(k for k in known if k not in ("lr", *RUNS))]
@@ -238,7 +238,7 @@ def _slots(made: _Class, after: tuple[Tensor, dict[str, Any]], updates: int) -> 
         slots[name] = _Slot(shape == leaf.shape, torch.as_tensor(x).dtype, kind)
         if name in RESERVED and (name != STEP or slots[name].of_elements or x != updates):
             why = (
-                f"the state name {name!r} is reserved for the number of a leaf's updates, and here it is something else"
+                f"the name {name!r} is reserved for a leaf's count of updates, and the class keeps another value there"
             )
             raise _unfit(made, why)
     return slots

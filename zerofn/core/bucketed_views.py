@@ -486,7 +486,7 @@ def check_axes(reduced: Sequence[tuple[str, Group]]) -> None:
                 raise ValueError(
                     explain(
                         f"chain(..., {other}, ..., {name}, ...) that both reduce over ranks {both}",
-                        "the second finds nothing to add up there: what those ranks have is reduced over them already",
+                        "the first has reduced over these ranks already, so the second has nothing to add up",
                         "mesh = init_device_mesh(device, (nodes, ranks_of_one), mesh_dim_names=('nodes', 'node'))\n"
                         f"         zf.{other}(mesh['node']), ..., zf.{name}(mesh['nodes'])",
                     )
@@ -526,5 +526,5 @@ def _renumbered(road: Road, leaf: Leaf) -> bool:
 def check_known(placement: Placement, pipe: object, call: str, right: str) -> None:
     """Raise a TypeError for a state whose model sees it through the user's views, if the pipeline was not given."""
     if pipe is None and placement.seen_by:
-        why = f"the model sees it through {', '.join(placement.seen_by)}, which a state has by name alone"
+        why = f"the model sees it through {', '.join(placement.seen_by)}, and a state has only their names"
         raise TypeError(explain(call, why, right))

@@ -181,7 +181,7 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
         raise ValueError(
             explain(
                 f"partition({{{kinds}}}, labels)",
-                "every label must turn gradients into the same thing",
+                "either every label has an optimizer, or none has",
                 "an optimizer for every label, or for none",
             )
         )
@@ -449,7 +449,7 @@ def _check_names(given: Any, what: str, layout: Layout, paths: Set[str]) -> None
         raise ValueError(
             explain(
                 f"{what} for names such as {name!r}: of {path!r} it {answer}",
-                "torch.compile and other wrappers of modules put an attribute before names, which paths do not have",
+                "torch.compile and other wrappers put a prefix before names of parameters; paths have no such prefix",
                 f"{what} of names such as {path!r}: those of named_parameters() before the model is wrapped",
             )
         )
@@ -468,9 +468,9 @@ def _member(t: Transform, where: str) -> Transform:
     for part in t.parts or (t,):
         why, does = None, effect(part)
         if part.facts.holds or does.over_ranks or does.cast_by or does.unscaled_by:
-            why = "concerns the whole tree; on a part of it the step has no meaning"
+            why = "concerns the whole tree, and cannot be applied to some leaves only"
         elif part.view_fn is not no_view:
-            why = "has a view half, between what is stored and what the model sees; of a part of the tree none is made"
+            why = "has a view half, which changes what the model sees; a view is made for the whole tree only"
         if why:
             wrong, right = f"{where}({part.name}(...), ...)", f"chain({part.name}(...), {where}(...))"
             raise ValueError(explain(wrong, f"{part.name} {why}", right))

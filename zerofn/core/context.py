@@ -134,7 +134,7 @@ class WithinBucket:
 
 
 def _of_a_bucket(call: str) -> ValueError:
-    why = "it is called once for each bucket of leaves, so this would be a number of one bucket, and not of the tree"
+    why = "update_fn is called once for each bucket of leaves, so this would be a number of one bucket, not of the tree"
     right = (
         'in a prepare_fn of Transform("mine", Scope.TREE, needs="number", ...), which is called once with all leaves;\n'
     )
@@ -573,5 +573,5 @@ def check_prepared(name: str, given: Any) -> Any:
         return given
     shown = f"<tensor of shape {tuple(emit.shape)}, {emit.dtype}>" if isinstance(emit, Tensor) else repr(emit)
     wrong = f"{name}: a prepare_fn that gives Prepared(emit={shown})"
-    why = "emit says of the step as a whole whether it goes on to the next transform: a bool, or a 0-d tensor of bools"
+    why = "emit is a bool, or a 0-d tensor of bools: it says whether the whole step goes on to the next transform"
     raise TypeError(explain(wrong, why, "Prepared(emit=torch.isfinite(norm)) of a 0-d norm; flags.all() of several"))

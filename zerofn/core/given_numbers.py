@@ -80,7 +80,7 @@ def _number(name: str, value: Any, shape: tuple[int, ...], ctx: Context) -> Tens
         right = f"{name}=losses.mean()" if name == "loss" else f"{name}={f'torch.zeros({shape})' if shape else 0.5}"
         raise ValueError(explain(f"{name}=<{shown}>", why, right))
     if ctx.unread and not ctx.verdicts and not isinstance(x, Tensor):
-        why = "each replay of a captured step would take the number of this one"
+        why = "a replay of the captured step would use the Python number of this step"
         raise ValueError(explain(f"{name}={x!r} in a step that can be captured", why, f"{name}=tensor, 0-d"))
     x = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)
     return x if ctx.recorded else x.detach()

@@ -38,7 +38,7 @@ def check_guest(t: Any, where: str, right: str) -> None:
         raise TypeError(
             explain(
                 where.format(f"{type(t).__name__}(...)"),
-                "a torch.optim optimizer owns its parameters and updates them in place; it is no function of gradients",
+                "a torch.optim optimizer owns its parameters and updates them in place; a chain takes functions",
                 "chain(..., zf.adamw(lr=1e-3)) or chain(..., zf.from_torch(torch.optim.NAdam, lr=1e-3)), and\n"
                 "zf.attach(model, tx) for something that looks like an optimizer",
             )

@@ -212,7 +212,7 @@ def not_a_parameter(leaf: Any) -> str | None:
     if leaf is None:
         return None
     if isinstance(leaf, UninitializedParameter | UninitializedBuffer):
-        return "not initialised yet, as of a lazy module; run the model once on a batch before"
+        return "not initialised yet, as in a lazy module; run the model once on a batch before"
     if isinstance(leaf, Tensor):
         if leaf.is_nested:
             return "a nested tensor, of rows of several lengths; give x.to_padded_tensor(0.0), or its rows, x.unbind()"

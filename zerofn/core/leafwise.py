@@ -134,12 +134,12 @@ def _check_signature(function: Any, init: Any) -> None:
     given = ("grad", "param", "state")[: 2 if init is None else 3]
     own = ""
     if isinstance(function, type):
-        why = "called with tensors a class makes an object, and no gradient; an object with __call__ is a function"
+        why = "calling a class makes an object and returns no gradient; pass an object with __call__"
         raise TypeError(explain(f"leafwise({name})", why, f"leafwise({name}(...))"))
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        why = "Python cannot tell the arguments of a C function, so none of its own could be set"
+        why = "Python cannot list the arguments of a C function, so none of them could be set"
         right = f"@zf.leafwise\ndef mine({', '.join(given)}): return ..."
         raise TypeError(explain(f"leafwise({name})", why, right)) from None
     keywords = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -150,9 +150,9 @@ def _check_signature(function: Any, init: Any) -> None:
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         why = "it returns before it has computed anything: a generator, or something to await"
     elif init is None and (stateful or (len(placed) == 3 and placed[2].default is inspect.Parameter.empty)):
-        why = "it takes a state, and no init says what that is at first"
+        why = "it takes a state, and there is no init that makes the first state"
     elif init is not None and any(p.name == "state" for p in keywords):
-        why = "the state is its third argument, and not by keyword"
+        why = "the state is passed as its third argument, not by keyword"
     elif len(placed) > len(given):
         why = f"it is called with ({', '.join(given)}); arguments of its own are keyword-only, behind a *"
         own = ", ".join(str(p) for p in placed[len(given) :])

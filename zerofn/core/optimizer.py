@@ -1024,7 +1024,7 @@ def rate_of(inner: Transform, state: TransformState, ctx: Context) -> Any:
     rate = ctx.lr.get(ctx.prefix, inner.facts.rate)
     if rate is None:
         right = "zf.leafwise(optimizer=True) of a function with an argument lr, or one of zf's own"
-        raise ValueError(explain(f"the learning rate of {inner.name}(...)", "it has none that others can read", right))
+        raise ValueError(explain(f"the learning rate of {inner.name}(...)", "it has no Facts.rate", right))
     return _rate_at(inner.name, rate, state["step"], ctx) if callable(rate) else _rate_at(inner.name, rate, None, ctx)
 
 

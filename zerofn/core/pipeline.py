@@ -452,7 +452,7 @@ def check_model_axes(reduced: Sequence[tuple[str, Group]], model: Sequence[Group
                 explain(
                     f"chain(..., {name}, ...) over ranks {sorted(group.ranks)} of a model whose parameters "
                     f"are DTensors over ranks {sorted(other.ranks)}",
-                    f"ranks {both} have different parts of one parameter, of which there is no mean",
+                    f"ranks {both} have different parts of one parameter, and a mean of different parts has no meaning",
                     "mesh = init_device_mesh(device, (replicas, parts), mesh_dim_names=('dp', 'tp'))\n"
                     f"         parallelize_module(model, mesh['tp'], plan); zf.{name}(mesh['dp'])",
                 )
@@ -470,7 +470,7 @@ def check_model_parts(parts: Sequence[Transform], layout: Layout, where: str, at
     """
     within = {leaf.path: leaf.within for leaf in layout.leaves if leaf.within is not None}
     if within and not attached:
-        why = "its parameters are parts of distributed tensors, over ranks that functions of a state do not know"
+        why = "its parameters are parts of DTensors, and functions of a state do not know over which ranks these lie"
         right = "what the attached model has: opt.step(), model.state_dict(), zf.save(directory, opt)"
         raise ValueError(explain(f"{where} with the state of a model that is itself cut over ranks", why, right))
     cut = {path: whole for path, whole in within.items() if whole.cut}
@@ -584,13 +584,13 @@ def _check_second(parts: Sequence[Transform], road: Road) -> None:
     asking = [part.name for part in parts if part.facts.evaluates_at is not None]
     inside = [repr(part) for part in parts if any(map(_asks_inside, part.parts))]
     if inside:
-        why = "a second gradient is one of all parameters, at a point that the gradient of all determines"
+        why = "the second gradient is taken for all parameters at once, at a point that all gradients determine"
         raise ValueError(explain(inside[0], why, "zf.chain(..., zf.sam(), ...), as a member of the chain itself"))
     if len(asking) > 1:
-        why = "each would take the gradient that the other has asked for"
+        why = "both ask for a second gradient, and each would get the one of the other"
         raise ValueError(explain(f"chain(..., {', ..., '.join(asking)}, ...)", why, "one of the two"))
     if asking and road.late:
-        why = "gradients are reduced once a window there: each rank would move by its own gradient"
+        why = "accumulate comes before the reduction, so each rank would move by its own unreduced gradient"
         right = f"chain(reduce_scatter(), {asking[0]}(), accumulate(4), ...), or shard() in front"
         raise ValueError(explain(f"chain(accumulate(4), reduce_scatter(), ..., {asking[0]}(), ...)", why, right))
 
@@ -599,7 +599,7 @@ def _check_owing(parts: Sequence[Transform]) -> None:
     """Refuse a transform that adds to gradients before their reduction, if they are reduced during backward."""
     for i, part in enumerate(parts):
         if part.facts.owes and not any(before.facts.holds for before in parts[:i]):
-            why = f"gradients are reduced during backward there; {part.name} adds a state to those of a whole window"
+            why = f"{part.name} adds to unreduced gradients, and here backward reduces them"
             raise ValueError(explain(f"chain({part!r}, ...)", why, f"chain(accumulate(2), {part!r}, ...)"))
 
 
@@ -701,7 +701,7 @@ def _resolved(part: Transform, layout: Layout, ranks: Ranks) -> View | None:
     if view is None:
         return None
     if not isinstance(view, View):
-        why = "what a transform does to leaves and gradients is a zerofn.extend.View, or None"
+        why = "a view_fn returns a zerofn.extend.View, or None"
         right = "view_fn=lambda layout, ranks: View(view=..., pull=...)"
         raise TypeError(explain(f"{part.name}: a view_fn that gives {kind_of(view)}", why, right))
     touched = frozenset([leaf.path for leaf in layout.leaves if view.changes(leaf)])
@@ -811,7 +811,7 @@ def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
     mine, theirs = pipe.layout.placement, state.layout.placement
     if (mine.rank, mine.size) != (theirs.rank, theirs.size):
         wrong = f"{where} on rank {mine.rank} of {mine.size}, of a state that has the shards of rank {theirs.rank} of "
-        why = "each rank has its own shards, and a file of torch.save has those of one"
+        why = "each rank has its own shards, and a file of torch.save has the shards of one rank"
         right = "torch.save(state, f'{rank}.pt') on each rank, and torch.load of its own on as many;\n"
         right += "zf.save(directory, state) and zf.load(directory, like=zf.init(tx, params)) for any number of ranks"
         raise ValueError(explain(f"{wrong}{theirs.size}", why, right))

@@ -298,7 +298,7 @@ DEVICES = "the devices of parameters"
 def _other_devices(kinds: str, group: Group) -> str:
     """The error text if ranks have parameters on different kinds of devices; the same text on every rank."""
     found = _by_value(gather_objects(kinds, group), group)
-    why = "what ranks send each other is on devices of one kind, or some wait for ever"
+    why = "ranks send tensors on devices of one kind; with several kinds some ranks would wait for ever"
     return explain(f"parameters on devices of several kinds: {found}", why, "model.to(device) alike on every rank")
 
 
@@ -412,7 +412,7 @@ def first_states(
         failure = error
     bad = tell(failure is not None)
     if failure is None and bad:
-        why = "a transform raised there, which says more, and all ranks make first states together"
+        why = "a transform raised on that rank; its own error says more. All ranks make first states together"
         right = f"{call} again, with a transform that does not raise"
         failure = RuntimeError(explain(f"first states failed on rank {', '.join(map(str, bad))}", why, right))
     if failure is not None:
@@ -560,7 +560,7 @@ def made_by(init: Init, like: Tensor, path: str, seed: int, device: torch.device
     with seeded(seed, path, device), torch.no_grad():
         init(path, x)
     if unset(x, before):
-        why = "init must write every element of x in place, and it left some as they were"
+        why = "init must write every element of x in place, and some elements were not written"
         raise ValueError(explain(f"init({path!r}, x of shape {tuple(x.shape)})", why, INIT))
     return x
 

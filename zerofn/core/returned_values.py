@@ -239,7 +239,7 @@ def check_returned(
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         kind = f"{len(returned)} values" if isinstance(returned, tuple | list) else kind_of(returned)
-        raise TypeError(explain(f"{name}: an update that returned {kind}", "it gives updates and a state", PAIR))
+        raise TypeError(explain(f"{name}: an update that returned {kind}", "it returns a pair", PAIR))
     out, state = returned
     # A transformation of another library may return any state, such as a tuple or None.
     if not isinstance(state, Mapping) and not facts.adds:
@@ -251,7 +251,7 @@ def check_returned(
     if out is grads or (out is None and facts.holds) or _all_fit(facts, out, grads, params):
         return out, state
     if not isinstance(out, Mapping):
-        why = "updates are by path, as gradients are"
+        why = "updates are a dict by path, as gradients are"
         if out is None and not facts.adds and not facts.watches:
             why += "; None is for one that holds gradients, which says Facts(window=...)"
         right = TO_WATCH if facts.watches else PAIR

@@ -143,7 +143,7 @@ class LeafTensors(MutableMapping[str, Any]):
         if not isinstance(mine, Tensor) or not isinstance(value, Tensor) or mine.shape != value.shape:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
             held = {k: tuple(x.shape) if isinstance(x, Tensor) else kind_of(x) for k, x in self.items()}
-            why = f"of {self._path} the pipeline keeps {held or 'nothing'}, whose shapes are those of the pipeline"
+            why = f"the pipeline keeps {held or 'nothing'} for {self._path}, and their shapes cannot change"
             wrong = f"opt.state[{self._path}][{name!r}] = {what}"
             raise ValueError(explain(wrong, why, "a tensor of that shape, under one of these names"))
 
@@ -163,7 +163,7 @@ class LeafTensors(MutableMapping[str, Any]):
 
 def entries_stay(wrong: str) -> TypeError:
     """The error for taking an entry out of a state."""
-    why = "a state has the entries that its transforms have made, of every parameter"
+    why = "a state has, for every parameter, the entries that its transforms have made"
     anew = "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for states made anew"
     return TypeError(explain(wrong, why, f"opt.state[parameter]['exp_avg'].zero_();\n{anew}"))
 
@@ -172,7 +172,7 @@ def assign(mine: LeafTensors, given: Any) -> None:
     """Copy all values of another mapping with the same names. On an error nothing is changed."""
     if not isinstance(given, Mapping) or set(given) != set(mine):
         what = f"{sorted(map(str, given))}" if isinstance(given, Mapping) else kind_of(given)
-        why = f"of this parameter the pipeline keeps {sorted(mine)}"
+        why = f"the pipeline keeps {sorted(mine)} for this parameter"
         raise ValueError(explain(f"opt.state[parameter] = {what}", why, "a dict with these names, each a tensor"))
     for name, x in given.items():
         mine.check(name, x)

@@ -267,7 +267,7 @@ def _contradiction(before: Spec, claimed: Spec, found: Spec, wire: Wire | None) 
     if claimed is before is found:
         return ""
     if FIXED(claimed) != FIXED(before):
-        return "its `through` changes what it cannot: the leaf, the ranks, or what a rank has of it"
+        return "its `through` changes a field that it may not: the leaf, the ranks, or the range of a rank"
     if claimed.dtype not in (before.dtype, found.dtype):
         return f"its `through` says {claimed.dtype}, and its view gives {found.dtype}"
     if not set(claimed.scaled_by) <= set(before.scaled_by):
@@ -360,7 +360,7 @@ def _check_dtypes(names: Sequence[str]) -> None:
     if len(names) < 2:
         return
     wrong = f"chain({', '.join(f'..., {name}' for name in names)}, ...), each with View(dtypes=...)"
-    why = f"parameters have one set of dtypes; those of {names[0]} would be taken, and those of {names[1]} ignored"
+    why = f"parameters have one set of dtypes: {names[0]} would set them, and {names[1]} would be ignored"
     raise ValueError(explain(wrong, why, "one of them, as zf.precision(param_dtype=..., store_dtype=...)"))
 
 
@@ -523,9 +523,9 @@ def _reason(part: Transform, view: View) -> str:
     state, or whose transform has no update half, would compute the number from this rank's shard alone.
     """
     if part.needs in OF_LEAVES:
-        return f"{part.name} needs {NEEDED[part.needs]} (needs={part.needs!r}), and has a flat piece of it"
+        return f"{part.name} needs {NEEDED[part.needs]} (needs={part.needs!r}), and has a flat shard of it"
     if part.needs == "number" and view.of_leaves and part.idle and not view.reads:
-        return f"{part.name} needs a number (needs='number') and reads none of its state: it takes that of a flat piece"
+        return f"{part.name} needs a number (needs='number') and reads no state: it computes it from a flat shard"
     return ""
 
 

@@ -386,7 +386,7 @@ def check_state(name: str, state: Any, leaves: Mapping[str, Tensor], paths: Coll
         raise TypeError(explain(f"{name}: an init_fn that gives {kind_of(state)}", why, RIGHT_STATE))
     own = [isinstance(x, Tensor) and p in leaves and x.shape == leaves[p].shape for p, x in state.items()]
     if own and all(own) and state.keys() == leaves.keys():
-        why = "what belongs to leaves stands below a name: an entry may have the name of a leaf"
+        why = "tensors of leaves stand in a named entry, since an entry of the state may have the same name as a leaf"
         raise ValueError(explain(f"{name}: a state that is by path itself", why, RIGHT_STATE))
     check_entries(name, state, paths)
     twice = [key for key, n in Counter(map("/".join, tree_keys(state))).items() if n > 1]
@@ -426,7 +426,7 @@ def _check_entry(name: str, x: Any, paths: Collection[str], keys: tuple[Any, ...
     if isinstance(x, Tensor):
         return
     if type(x) is not dict:
-        why = "a state is dicts of tensors, which every rank, file and compiler knows"
+        why = "a state consists of dicts and tensors only, which files, other ranks and the compiler can handle"
         right = "torch.tensor(0) for a number" if isinstance(x, int | float) else '{"m": ..., "v": ...}, a dict'
         raise TypeError(explain(f"{name}: a state whose entry {where} is {kind_of(x)}", why, right))
     mixed = [key for key, y in x.items() if key in paths and isinstance(y, Tensor)]
@@ -434,7 +434,7 @@ def _check_entry(name: str, x: Any, paths: Collection[str], keys: tuple[Any, ...
         first = next(iter(x))
         if all([is_by_path(y, paths) for y in x.values()]):
             wrong = f"{name}: a state whose entry {where} has dicts by path by the names of parameters, as {first!r}"
-            why = "that may be a name or the path of a leaf, whose own state is that dict"
+            why = f"it cannot be told whether {first!r} is such a name, or the path of a leaf with a dict of its own"
             raise ValueError(explain(wrong, why, f"another name, as {'n_' + first!r}"))
         # Below the path of a leaf, keys may be any names.
         paths = ()

@@ -94,7 +94,7 @@ def check_not_exported() -> None:
         what = "make_fx" if makes_proxies() and forward_level() == NO_LEVEL and not functorch_active() else ""
     if not what:
         return
-    why = "a step counts, and chooses by numbers that a program of tensors alone does not have: rates, windows, clips"
+    why = "a step counts and branches in Python (rates, windows, clips), which an exported program of tensors cannot"
     right = "torch.compile(zf.make_step(loss_fn, tx), fullgraph=True), a whole step that is one graph;\n"
     right += "torch.export.export(model, inputs) of a plain model, after opt.detach(), for what is to be served"
     raise RuntimeError(explain(f"{what} over a step of zf.make_step", why, right))

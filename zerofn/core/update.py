@@ -218,7 +218,7 @@ def _check_recordable(ctx: Context, values: Iterable[Any]) -> None:
         raise RuntimeError(
             explain(
                 "a step that writes into its state, being differentiated",
-                "it is donated, or of an attached model: the values that a derivative needs are overwritten",
+                "the step is donated, or of an attached model: it overwrites the values that a derivative needs",
                 "step = zf.make_step(loss_fn, tx), without donate, on state = zf.init(tx, params); "
                 "for a model, loss_fn(params, x) calls torch.func.functional_call(model, params, (x,))",
             )
@@ -281,7 +281,7 @@ def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tupl
             raise ValueError(
                 explain(
                     "a step with donate=True under torch.func.vmap over a state that is not batched",
-                    "the state has one memory, and each member of the batch a result of its own",
+                    "all members of the batch share the memory of this state, and each has a result of its own",
                     "zf.make_step(loss_fn, tx), without donate; or a state per member, stacked",
                 )
             )

@@ -621,7 +621,7 @@ class ForwardOnlyView(LeafView):
         raise ValueError(
             explain(
                 "a derivative of zf.bind(fn, tx, state) where accumulate(weighted=True) comes before the reduction",
-                "it would be averaged over ranks in this backward, before any weight is known to it",
+                "this backward would average it over ranks before the weights are known",
                 "out, pullback = zf.vjp(fn, tx, state, *inputs); grads, *_ = pullback(torch.ones_like(out)); "
                 "zf.update(tx, grads, state, weight=...)",
             )

@@ -64,13 +64,13 @@ class AccumulationWindow:
             ValueError: weights divide already, or the window has begun with the other value.
         """
         if not scale_wrt_gas and any(p.facts.weighted for p in self.parts):
-            why = "with accumulate(weighted=True) the weights divide, and no number of micro-steps does"
+            why = "with accumulate(weighted=True) the sum is divided by the weights, not by the number of micro-steps"
             raise ValueError(explain("opt.backward(loss, scale_wrt_gas=False)", why, "opt.backward(loss)"))
         if self.averaged is not None and self.averaged is not scale_wrt_gas:
             raise ValueError(
                 explain(
                     f"opt.backward(loss, scale_wrt_gas={scale_wrt_gas}) in a window that began with {self.averaged}",
-                    "the sum of the window is either divided or not",
+                    "all losses of a window must be divided, or none",
                     "the same scale_wrt_gas until step() has closed the window",
                 )
             )

@@ -492,7 +492,7 @@ class Attachment:
             right = f"opt = zf.attach(model, tx), then opt.{what}()"
             raise RuntimeError(explain(f"opt.{what}() after opt.detach()", "the model is plain", right))
         if graph_task() != NO_BACKWARD:
-            why = "gradients are still arriving, so some parameters would be updated with half of theirs"
+            why = "gradients are still arriving, so some parameters would be updated with a part of their gradients"
             right = "call it after loss.backward() has returned"
             raise RuntimeError(explain(f"opt.{what}() in the middle of a backward", why, right))
         if not inside and (self.averages.on or self.home.is_full):
@@ -501,7 +501,7 @@ class Attachment:
     def _refuse_inside(self, what: str) -> None:
         self.averages.refuse(f"opt.{what}()")
         if self.home.is_full:
-            why = "the parameters are gathered ones there, and what was stored of them comes back at its end"
+            why = "inside of it parameters are full, and their stored values come back at its end"
             raise RuntimeError(
                 explain(f"opt.{what}() inside of `with opt.gathered():`", why, f"opt.{what}() behind it")
             )
@@ -527,7 +527,7 @@ class Attachment:
         home, asking = self.home, self.pipe.second
         assert asking is not None
         if closure is None:
-            wrong, why = f"opt.step() through {asking.name}", "it needs the gradient at a second point"
+            wrong, why = f"opt.step() through {asking.name}", "a transform asks for the gradient at a second point"
             raise ValueError(explain(wrong, why, CLOSURE))
         rates, numbers = self.groups.given()
         settings = as_text(rates, numbers, self.watch.frozen) if rates or numbers or self.watch.frozen else ""
@@ -699,7 +699,7 @@ class Attachment:
         """Run `opt.zero_grad`."""
         if not to_none and self.home.in_backward is not None:
             wrong = "opt.zero_grad(set_to_none=False) with in_backward=True"
-            why = "a gradient is gone once its leaf is updated, and no zeros can stand in its place"
+            why = "each gradient is freed once its leaf is updated, so p.grad cannot be set to zeros"
             raise ValueError(explain(wrong, why, "opt.zero_grad()"))
         self.home.gradients.clear(to_none)
         self.loss, self._cleared = None, self._writes
@@ -739,7 +739,7 @@ class Attachment:
             bad = [path for path, p in self.params.items() if read_grad(p) is not None]
         if bad:
             wrong = f"the first opt.backward(loss), after steps of loss.backward(), with a gradient in {bad[0]}.grad"
-            why = "it drops what the last step has used, which is known from the first opt.backward on"
+            why = "opt.backward drops gradients that a step has used; steps note them after the first opt.backward"
             raise RuntimeError(
                 explain(wrong, why, "opt.zero_grad() after each step; or opt.backward in every micro-step")
             )
@@ -757,7 +757,7 @@ class Attachment:
             raise RuntimeError(
                 explain(
                     "opt.state_dict() between a backward and opt.step(), with in_backward=True",
-                    "leaves that had a gradient are updated and counters are not: another run would go on from that",
+                    "leaves with a gradient are updated and counters are not: no run can go on from such a state",
                     "opt.state_dict() after opt.step()",
                 )
             )
@@ -793,7 +793,7 @@ class Attachment:
 def _check_second_ways(name: str, in_backward: bool, fully: bool) -> None:
     if in_backward or fully:
         how = "in_backward=True" if in_backward else "a model of fully_shard"
-        why = "it asks for a second gradient, at parameters that the step moves to and back"
+        why = "a transform asks for a second gradient, for which the step moves the parameters and moves them back"
         right = f"zf.attach(model, zf.chain(zf.shard(), zf.{name}(), ...)), and opt.step(closure)"
         raise ValueError(explain(f"zf.attach with {name} and {how}", why, right))
 
@@ -804,7 +804,7 @@ def _check_capturable_ways(in_backward: bool, fully: bool) -> None:
     wrong = "zf.attach(model, tx, capturable=True" + (", in_backward=True)" if in_backward else ") of fully_shard")
     why = "hooks of the host update leaves within backward" if in_backward else "FSDP2 gathers on the host's orders"
     raise ValueError(
-        explain(wrong, f"{why}, and a replay runs no code of the host", f"{wrong.split(', capt')[0]}) without it")
+        explain(wrong, f"{why}, and a replay runs no Python code", f"{wrong.split(', capt')[0]}) without it")
     )
 
 

@@ -52,7 +52,7 @@ def leafwise_updates(pipe: Pipeline) -> tuple[Transform, ...]:
     """
     parts = tuple(p for p in pipe.updates if p is not GRAD_NORM)
     if sum(view.resident for view in pipe.stages) > 1:
-        why = "within backward the gradient of a whole parameter takes one reduction, and here it takes two"
+        why = "within backward a gradient is reduced once, and this chain reduces it twice"
         right = "attach(model, chain(shard(...), all_reduce(...), ...), in_backward=True)"
         raise ValueError(explain("attach(in_backward=True) with reduce_scatter and all_reduce", why, right))
     owned = {name for name, _, _ in pipe.layout.placement.owners}
@@ -144,7 +144,7 @@ class InBackward:
             raise RuntimeError(
                 explain(
                     f"a second gradient of {path} before opt.step(), with in_backward=True",
-                    "its first gradient has been used and is gone, so they cannot be added up",
+                    "the first gradient has been used and freed, so the second cannot be added to it",
                     "one backward for each step (add the losses), or attach without in_backward;\n"
                     "opt.zero_grad() after a backward that was interrupted: leaves that it has updated stay so",
                 )

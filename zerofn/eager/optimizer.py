@@ -140,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         own = self._own
         if lr_kwargs is not None and self.lr_scheduler is None:
-            why = "it has no effect without a scheduler, to whose step() it would be given"
+            why = "it is passed to the step() of opt.lr_scheduler, and there is none"
             raise ValueError(explain("opt.step(lr_kwargs=...)", why, "opt.lr_scheduler = scheduler, before opt.step()"))
         loss = None
         if closure is not None:
@@ -262,7 +262,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise: groups are written as `zf.partition`."""
-        why = "the state is made once, for the model as it was attached"
+        why = "the state was made for the parameters that the model had when it was attached"
         right = "zf.partition({'a': zf.adamw(1e-3), 'b': zf.adamw(1e-4)}, lambda path: ...) before zf.attach"
         raise NotImplementedError(explain("opt.add_param_group(...)", why, right))
 
@@ -279,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         wrong = "a copy or a pickle of what zf.attach returned"
-        why = "it is bound to its model by hooks, and a copy would be bound to nothing"
+        why = "an optimizer belongs to one model by hooks, and a copy would belong to none"
         right = "opt.state_dict() to keep it; for a second model, another = zf.attach(other_model, opt.tx)"
         raise TypeError(explain(wrong, why, right))
 
@@ -374,7 +374,7 @@ class Optimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 explain(
                     "opt.gathered() of a model of fully_shard",
-                    "its parameters are FSDP2's, which gathers them for forward and backward",
+                    "FSDP2 gathers its parameters for forward and backward, and zerofn does not",
                     "p.full_tensor(), on every rank;\n"
                     "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) for all of them",
                 )
@@ -455,11 +455,11 @@ def _not_assigned(name: str, why: str, right: str) -> AttributeError:
 
 def _refuse_scaler(own: Attachment) -> None:
     if own.pipe.step_groups:
-        why = "each rank looks for overflow in what it has alone, and some would skip a step that others make"
+        why = "each rank would look for overflow in its own gradients, and some would skip a step that others make"
         right = 'zf.scale_loss("dynamic") in the chain, and loss.backward() and opt.step() without a scaler'
         raise RuntimeError(explain("torch.amp.GradScaler with a pipeline over ranks", why, right))
     if own.home.in_backward is not None:
-        why = "backward has updated parameters with gradients that were scaled, and none is left to be looked at"
+        why = "backward has already updated parameters with scaled gradients, and has freed these"
         right = "zf.attach(model, tx) without in_backward; or bf16, which needs no scale"
         raise RuntimeError(explain("torch.amp.GradScaler with in_backward=True", why, right))
 

@@ -87,7 +87,7 @@ def _faces(home: ResidentParams, late: list[weakref.ref[Units]]) -> ModelFaces |
 def _there(late: list[weakref.ref[Units]]) -> Units:
     units = late[0]()
     if units is None:
-        why, right = "nothing is left that could gather it", "the model's own parameters, which are plain ones again"
+        why, right = "the optimizer that gathered it is gone", "the model's own parameters, which are plain ones again"
         raise RuntimeError(explain("a sharded parameter after opt.detach()", why, right))
     return units
 

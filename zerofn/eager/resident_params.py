@@ -109,7 +109,7 @@ def _check_gradients(made: list[str]) -> None:
         raise RuntimeError(
             explain(
                 f"with opt.gathered(): ... .backward(), which gave {made[0]} a gradient",
-                "inside parameters are whole, and a step takes each rank's part of the mean over ranks",
+                "inside parameters are full, and a step takes each rank's shard of the mean over ranks",
                 "the backward outside of it; torch.autograd.grad(loss, parameters) inside; opt.zero_grad() at its end",
             )
         )
@@ -188,7 +188,7 @@ class AveragedParameters:
     def refuse(self, what: str) -> None:
         """Raise for a call that would take averages for parameters."""
         if self.on:
-            why = "the parameters are averages there, and would be taken for what is trained"
+            why = "inside of it the parameters are averages, and not the values that are trained"
             raise RuntimeError(explain(f"{what} inside of `with opt.averaged():`", why, f"{what} behind it"))
 
 

@@ -68,7 +68,7 @@ class StateDicts:
     def check_complete(self) -> None:
         """Refuse models that are themselves cut over ranks: these formats know the chain's shards only."""
         if any(leaf.within is not None and leaf.within.cut for leaf in self.pipe.layout.leaves):
-            why = "its states are of parts, over ranks that this form does not know"
+            why = "its states belong to parts of tensors, and a state dict does not say over which ranks these lie"
             right = "zf.save(directory, opt) and zf.load(directory, like=opt); model.state_dict() of parameters alone"
             raise ValueError(explain("opt.state_dict() of a model that is itself cut over ranks", why, right))
 
@@ -77,7 +77,7 @@ class StateDicts:
         state = self.home.state_now()
         if held := open_windows(state):
             wrong = "opt.state_dict() with sums, or errors, of gradients that are each rank's own"
-            why = f"those of {', '.join(held)} are not reduced, and one dict for all ranks has no place for them"
+            why = f"those of {', '.join(held)} differ between ranks until they are reduced, and a dict is for all ranks"
             right = (
                 "zf.save(directory, opt); of sums, opt.state_dict() after a step that ends a window (opt.is_boundary)"
             )

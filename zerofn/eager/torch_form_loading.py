@@ -137,7 +137,7 @@ class Loading:
             lengths = [len(x) for x in mine], [len(x) for x in keys]
             if lengths[0] != lengths[1]:
                 wrong = f"load_state_dict of groups of {lengths[1]} parameters into groups of {lengths[0]}"
-                why = "this state dict has no names, so parameters are told by their place in the groups,\n"
+                why = "this state dict has no names, so parameters are matched by their place in the groups,\n"
                 why += "and the groups are those of zf.partition"
                 right = "the chain of that checkpoint, with the groups of that checkpoint; or names in it:\n"
                 right += "torch.optim.AdamW(model.named_parameters()), get_optimizer_state_dict(model, optimizer)"
@@ -245,7 +245,7 @@ class Loading:
                 self.pairs.append((e.value, torch.tensor(self.most)))
             elif given is not None:
                 if e.owner in self.names.apart and _is_number(given) and float(given):
-                    why = f"{float(given):g}: in the middle of a window, where each rank here has sums of its own"
+                    why = f"{float(given):g}: in the middle of a window, and here each rank has its own sums"
                     self.bad.append((name, why))
                 self._number(name, x, given)
             elif e.owner in self.absent:

@@ -53,7 +53,7 @@ def _check_same_scale(used: Tensor, now: Tensor | None) -> None:
         raise RuntimeError(
             explain(
                 f"a second derivative after the loss scale went from {float(used):g} to {float(now):g}",
-                "the first derivative was taken with the old scale, and they no longer cancel",
+                "the first derivative was taken with the old scale, so the two scales do not cancel",
                 "both derivatives before opt.step()",
             )
         )

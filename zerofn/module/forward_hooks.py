@@ -500,7 +500,7 @@ def _recorded(recorder: str) -> RuntimeError:
     return RuntimeError(
         explain(
             f"{recorder} of an attached model",
-            "what it records would have in it how this pipeline sees parameters, and none of their later values",
+            "the recording would contain the casts and gathers of this pipeline, and no later values of parameters",
             f"{recorder}(opt.detach(), example) after training; torch.compile(model) while it is attached",
         )
     )

@@ -206,7 +206,7 @@ def _refuse_escape(owner: Any, leak: Step, reached_by: dict[int, Step]) -> NoRet
     raise RuntimeError(
         explain(
             f"the loss uses {what} that did not come out of it",
-            "its cotangent does not pass the boundary where the loss scale acts, so gradients would be wrong",
+            "its cotangent bypasses the boundary, where the loss scale is applied, so gradients would be wrong",
             "return it from forward, in place of an attribute of a module, a hook or a closure;\n"
             "or no scale_loss: bf16 needs none",
         )

@@ -105,7 +105,7 @@ def _refuse_copy(how: str) -> NoReturn:
     raise RuntimeError(
         explain(
             f"{how} of an attached sharded model",
-            "under shard its parameters are this rank's shards, and a copy would have no other",
+            "under shard its parameters are this rank's shards, and a copy would have no way to gather the others",
             f"with opt.gathered(): {how}",
         )
     )

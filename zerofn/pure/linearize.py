@@ -326,7 +326,7 @@ class Blocks(Units):
             raise RuntimeError(
                 explain(
                     "a parameter used after the function that got it has returned",
-                    "under shard a use all-gathers it, which all ranks must join, and they no longer do",
+                    "under shard its use all-gathers it, which all ranks must join, and others have ended",
                     "return what is computed from it, or keep params['w'].clone()",
                 )
             )
@@ -349,7 +349,7 @@ class Blocks(Units):
             raise RuntimeError(
                 explain(
                     f"pullback after a parameter of the state was written ({changed})",
-                    "under shard backward gathers parameters again, and they are no longer those of forward",
+                    "under shard backward gathers parameters again, and they have changed since forward",
                     "call pullback before a step with donate=True",
                 )
             )

@@ -91,7 +91,7 @@ def make_step(
     check_flag("make_step", "capturable", capturable)
     if capturable and (not donate or create_graph):
         wrong = f"zf.make_step(loss_fn, tx{'' if donate else ', donate=False'}, capturable=True)"
-        why = "each replay would begin from the same state: the next one must be in its memory"
+        why = "without donate each replay would begin from the same state"
         if donate:
             wrong = "zf.make_step(loss_fn, tx, capturable=True, create_graph=True)"
             why = "a captured step writes into its state, and a derivative needs the old one"

@@ -247,7 +247,7 @@ REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduce
 # The error of collectives under `makes_proxies()`.
 RECORDED = explain(
     "torch.func.linearize, or make_fx, over what goes over several ranks",
-    "it records operations and runs them again; collectives are not among what it records",
+    "it records operations to run them again, and cannot record collectives",
     "torch.func.jvp(fn, (x,), (tangent,)) for each tangent; torch.func.vjp for derivatives backwards",
 )
 

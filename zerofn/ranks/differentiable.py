@@ -621,7 +621,7 @@ def check_batch(batch: tuple[int, ...], path: str, group: Group, parts: Tensor |
         raise ValueError(
             explain(
                 f"torch.func.vmap over batches that differ between ranks, through {path}: {by_rank}",
-                "what a member of the batch does with the parameters is exchanged with the same member of other ranks",
+                "each member of the batch is sent together with the same member of other ranks",
                 "batches of one length on every rank: as many samples, or outputs of a Jacobian"
                 + ("" if parts is None else f". Where it was torch.func.hessian, jacfwd or jacrev:\n{PRODUCTS}"),
             )

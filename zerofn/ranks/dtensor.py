@@ -277,7 +277,7 @@ def why_not_by_rows(x: Any) -> str | None:
     """Why the rows of a DTensor parameter cannot be found; `None` if they can."""
     placements = tuple(x.placements)
     if any([p.is_partial() for p in placements]):
-        return f"is a sum that is not made yet: {placements}"
+        return f"is a sum that is not reduced yet: {placements}"
     axis = _axis_of_rows(placements)
     if axis is None:
         return f"is not sharded by rows: {placements}; fully_shard(..., shard_placement_fn) chose another dimension"

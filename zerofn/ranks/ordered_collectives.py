@@ -404,6 +404,6 @@ class Rounds:
 def cut_short() -> RuntimeError:
     """The error of every collective after one that a second Ctrl-C has stopped."""
     wrong = "a collective between ranks after Ctrl-C twice, of which the second came while one was handed over"
-    why = "this rank and the others no longer know which one comes next; the first Ctrl-C waits until all have it"
+    why = "this rank no longer knows which collective comes next on the others; a first Ctrl-C waits for the collective"
     right = "the ranks started anew, and zf.load(directory, like=opt) to go on from what was saved"
     return RuntimeError(explain(wrong, why, right))

@@ -490,7 +490,7 @@ class _Call:
             where = self.here.waiting(rank)
             # That rank waits for a collective or call which this rank has not begun, and will not begin while it waits.
             if where is not None and mine.get(where.channel, where.number) < where.number:
-                return f"rank {rank} is somewhere else: it waits for rank {self.here.rank} in {where.what}"
+                return f"rank {rank} makes another call: it waits for rank {self.here.rank} in {where.what}"
             if self.opens and waited >= limit() and (call := self.here.went_alone(rank, self.channel)):
                 return (
                     f"rank {rank} has made {call} with a chain that reduces gradients over no ranks, and did not come\n"

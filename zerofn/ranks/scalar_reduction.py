@@ -47,7 +47,7 @@ class RankReduction:
             raise ValueError(
                 explain(
                     "ctx.reduction.sum(x) of a model that is itself cut over ranks",
-                    "parameters that are whole on all of those would be counted on each, and a number does not tell",
+                    "parameters that all ranks have in full would be counted on each of them",
                     "ctx.total(squared_norm, grads): of what, and how a number is made of it",
                 )
             )

@@ -174,7 +174,7 @@ class Gathering:
             RuntimeError: one of them will not come, or the model was detached.
         """
         if self.left():
-            why, right = "this rank's rows are of a model that is a plain one again", "it before opt.detach()"
+            why, right = "the model was detached, so these rows can no longer be gathered", "it before opt.detach()"
             raise RuntimeError(explain(f"{asked}, after opt.detach()", why, right))
         apart = self.meet(asked)
         if apart:
@@ -504,7 +504,7 @@ def _check_no_argument() -> None:
 
 def refuse_other_memory(how: str, x: Any) -> NoReturn:
     """Refuse what exchanges a tensor's memory, as parametrizations with a `right_inverse` do."""
-    why = "it gives the tensor other memory, and under shard this rank's rows are stored in what it has"
+    why = "it gives the tensor other memory, and under shard the optimizer updates the present memory"
     right = "x.copy_(y); p.grad = y; p.data = y"
     if x.of.whole is not None:
         right = "torch.nn.utils.parametrize and parametrizations before zf.attach, or after opt.detach();\n"
@@ -1008,7 +1008,7 @@ def _write_elements(func: Any, name: str, args: tuple, kwargs: dict, targets: An
 
 
 def _refuse_write(name: str, x: Any) -> NoReturn:
-    why = "autograd would have to record it, and what is stored is this rank's rows"
+    why = "autograd would have to record the write, and only this rank's rows are stored"
     raise RuntimeError(explain(f"{name} of {x.of}, which requires grad", why, f"with torch.no_grad(): x.{name}(...)"))
 
 
@@ -1016,7 +1016,7 @@ def _refuse_list(name: str, faces: list) -> NoReturn:
     raise RuntimeError(
         explain(
             f"{name} into {faces[0].of if faces else 'tensors'} and others",
-            "under shard each has this rank's rows of a leaf; what this does to a list of them is not known",
+            "under shard each tensor is a shard, and zerofn does not know what this function does to a list of shards",
             'a transform in the chain of zf.attach; for torch.amp.GradScaler, zf.scale_loss("dynamic")',
         )
     )
@@ -1067,7 +1067,7 @@ def _by_autograd(func: Any, args: tuple, kwargs: dict) -> Any:
         raise NotImplementedError(
             explain(
                 f"{name} of {like.of}, below autograd",
-                "it was not asked by way of torch's functions, and of this rank's rows it would be another number",
+                "it was not called by a function of torch, and on this rank's rows it would give another result",
                 "x.full_tensor(), which every rank calls; x.to_local() for this rank's rows by themselves",
             )
         )

@@ -143,7 +143,7 @@ class Units:
                 raise RuntimeError(
                     explain(
                         "backward through a graph from before the parameters were updated",
-                        "under shard they are gathered again, and are no longer those of forward",
+                        "under shard they are gathered again in backward, and have changed since forward",
                         "all backwards of a graph before opt.step() or a change by hand, or the forward again after it",
                     )
                 )
@@ -203,7 +203,7 @@ class Units:
             raise RuntimeError(
                 explain(
                     "backward through a graph from before opt.detach()",
-                    "under shard parameters are gathered again, and this rank has no parts of them any more",
+                    "under shard backward gathers parameters again, and after detach this rank has no shards",
                     "all backwards of a graph before opt.detach(), or the forward again after it",
                 )
             )

@@ -107,7 +107,7 @@ def call(func: Any, name: str, args: tuple, kwargs: dict, x: Any) -> Any:
 
 
 def refuse(name: str, x: Any) -> NoReturn:
-    why = "it is not gathered here, and what this rank has of it alone would give another result"
+    why = "it cannot be gathered here, and this rank's part would give another result"
     raise RuntimeError(explain(f"{name} of {x.how}", why, f"{x.right}\nx.to_local() for this rank's part by itself"))
 
 

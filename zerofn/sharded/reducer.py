@@ -433,7 +433,7 @@ class UnclearedGradients:
             raise RuntimeError(
                 explain(
                     "opt.step() with gradients that were never cleared since the last step",
-                    "torch adds them to those of this step; here they have left to be reduced, and are used up",
+                    "torch would add them to the gradients of this step; here the last step has used and freed them",
                     "opt.zero_grad() after opt.step(); or opt.backward(loss), which drops what the last step has used",
                 )
             )

@@ -34,7 +34,7 @@ def absolute_path(call: str, directory: str | os.PathLike) -> Path:
         ValueError: `directory` is "", for instance from an empty setting. pathlib would take the working directory.
     """
     if not os.fspath(directory):
-        why = "no name would be the directory that the process is in, among whatever else lies there"
+        why = "an empty name would mean the working directory of the process"
         raise ValueError(explain(call.format('""'), why, call.format('"runs/net"')))
     return Path(directory).absolute()
 

@@ -324,11 +324,11 @@ def _pipe(like: State, opt: Optimizer | None, strict: bool, tx: Transform | None
     """The pipeline that makes the entries that the checkpoint does not have."""
     if strict or opt is not None:
         if tx is not None:
-            why = "tx makes what a checkpoint does not have, of a state and with strict=False"
+            why = "tx is used only with like=state and strict=False, to make entries that the checkpoint lacks"
             raise TypeError(explain("zf.load(directory, like, tx=tx)", why, "zf.load(directory, like=like)"))
         return None if strict or opt is None else opt._own.pipe
     if tx is None:
-        why = "what the checkpoint does not have is made by the pipeline, and a state does not say by which"
+        why = "the pipeline makes the entries that the checkpoint lacks, and a state does not have its pipeline"
         right = "zf.load(directory, like=state, strict=False, tx=tx), or like=opt of an attached model"
         raise TypeError(explain("zf.load(directory, like=state, strict=False)", why, right))
     return pipe_of(tx, like, "zf.load")

@@ -276,7 +276,7 @@ def _loading_pipeline(state: State, opt: Optimizer | None, tx: Transform | None)
     if opt is not None:
         return opt._own.pipe
     if tx is None:
-        why = "the states of its transforms are made from what is read, and a state does not say by whom"
+        why = "the pipeline makes the states of its transforms anew, and a state does not have its pipeline"
         right = "zf.load_safetensors(path, like=state, tx=tx), or like=opt of an attached model"
         raise TypeError(explain("zf.load_safetensors(path, like=state)", why, right))
     return pipe_of(tx, state, "zf.load_safetensors")

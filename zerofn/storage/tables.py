@@ -542,9 +542,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         try:
             state = first_state(pipe, stored)
         except NoNumbers as error:
-            why = (
-                f"the first state of a transform follows from numbers ({error}), and a plan has shapes and dtypes alone"
-            )
+            why = f"the first state of a transform depends on values ({error}), and a plan has shapes and dtypes only"
             raise ValueError(explain("zf.plan(tx, params)", why, "zf.describe(zf.init(tx, params))")) from error
         return replace(table_of(state, buffers), road=stations_table(pipe, world_size))
 

@@ -152,7 +152,7 @@ def _reports(run: _Run) -> str:
 def _old(run: _Run) -> str:
     if not run.t.facts.watches or run.t.facts.sees_old or _same(run.last(), run.last(old=torch.nan)):
         return ""
-    return "sees_old=False says that it looks at no old parameters. With other ones it gives other numbers."
+    return "sees_old=False says that it reads no old parameters. With other old parameters it gives other numbers."
 
 
 def _settable(run: _Run) -> str:

@@ -63,7 +63,7 @@ def apply_if(transform: Transform, fn: Callable[[Any], Any]) -> Transform:
     reports = inner.facts.reports
     skips = inner.facts.holds or (not callable(reports) and SKIPPED_STEPS in reports)
     if inner.parts or inner.view_fn is not no_view or skips or inner.facts.adds:
-        why = "it stands for one transform that is applied or not: no chain or group, nothing that holds or skips steps"
+        why = "it takes one transform: no chain, no group, and none that holds or skips steps"
         raise ValueError(explain(f"apply_if({inner.name}(...), fn)", why, "apply_if(clip_by_value(1.0), fn) for each"))
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:

@@ -52,7 +52,7 @@ def cautious(transform: Transform) -> Transform:
     """
     inner = as_transform(transform)
     if inner.in_turn or inner.view_fn is not no_view or inner.facts.watches or inner.facts.holds:
-        why = "it compares the gradient that one transform gets with the direction that it gives"
+        why = "it compares the gradient of one transform with its direction"
         raise ValueError(
             explain(f"cautious({inner.name}(...))", why, "chain(cautious(scale_by_adam()), scale_by_lr(lr))")
         )

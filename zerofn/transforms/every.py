@@ -88,7 +88,7 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
         check_dtype("every", "wire", wire, WIRES)
     inner = as_transform(outer)
     if not inner.facts.optimizes or inner.needs != "element" or inner.scope is not Scope.LEAF or inner.facts.wants:
-        why, right = "the outer step is one of an optimizer that treats elements alone", "sgd(0.7, 0.9, nesterov=True)"
+        why, right = "the outer optimizer must treat elements alone", "sgd(0.7, 0.9, nesterov=True)"
         raise ValueError(explain(f"every({updates}, {inner.name}(...))", why, f"every({updates}, {right})"))
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
@@ -100,7 +100,7 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
         count = state[COUNT_OF_UPDATES] + 1
         now = ctx.read(count)
         if isinstance(now, Tensor):
-            why = "ranks exchange differences in some updates only, by a count that is not known here"
+            why = "ranks exchange differences in some updates only, and the count of updates cannot be read here"
             right = "torch.compile(loss_fn) and the step outside of graphs; a loop in place of torch.func.vmap"
             raise ValueError(explain("a step through every(...) in a graph or a batch", why, right))
         own = {COUNT_OF_UPDATES: count}
@@ -129,7 +129,7 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
 
 
 def _through(spec: Spec) -> Spec:
-    why = "it gives parameters new values behind the optimizer, which has 8 bits more of the old ones"
+    why = "it changes parameters behind the optimizer, which keeps 8 more bits of the old values"
     spec.refuse("split_by", why, "precision(store_dtype=torch.float32, param_dtype=torch.bfloat16)")
     return watches_parameters(spec)
 

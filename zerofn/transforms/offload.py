@@ -84,7 +84,7 @@ def offload(
         # Offload each member by itself: it runs over its own leaves, so the states of all need not fit at once.
         return of_members(inner, lambda member: offload(member, device, compute, master_dtype))
     if inner.view_fn is not no_view:
-        why = f"{inner.name} says how the model sees parameters; offload moves the state of an optimizer and its like"
+        why = f"{inner.name} changes what the model sees; offload takes optimizers and transforms of gradients"
         raise ValueError(explain(f"offload({inner.name}(...))", why, f"chain({inner.name}(...), offload(adamw(...)))"))
     if compute == "host":
         return _on_host(inner, master_dtype)
@@ -150,10 +150,10 @@ def _check_host(inner: Transform, device: Any, compute: str, master_dtype: torch
     if inner.in_turn or inner.members_fn is not None:
         return
     if not inner.facts.optimizes:
-        why = f"{inner.name} makes no new parameters, which are what comes back from the host"
+        why = f"{inner.name} makes no new parameters, and only new parameters come back from the host"
         raise ValueError(explain(call, why, f"offload({inner.name}(...)), whose state alone is on the host"))
     if inner.scope is not Scope.LEAF:
-        why = "gradients go to the host bucket by bucket, and it must see those of all leaves at once"
+        why = "gradients go to the host bucket by bucket, and this optimizer must see all leaves at once"
         raise ValueError(explain(call, why, f"offload({inner.name}(...)), which runs on the device"))
 
 

@@ -156,7 +156,7 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
 
 def _two_masters(name: str) -> str:
     wrong = f"precision(store_dtype={SPLIT!r}) with offload({name}(...), compute='host', master_dtype=...)"
-    why = "each keeps what bf16 parameters have lost, and one of the two would have no effect"
+    why = "both keep the bits that bf16 parameters have lost, so one of them would have no effect"
     return explain(wrong, why, f"precision(store_dtype={SPLIT!r}) with offload({name}(...), compute='host')")
 
 

@@ -379,24 +379,21 @@ def _check_arguments(
         raise ValueError(explain(f"{call}, slots={slots!r})", why, f"{call}, slots=({slots!r},))"))
     check_seed("quantize", seed)
     if inner.view_fn is not no_view and not inner.in_turn:
-        why = f"{inner.name} says how the model sees parameters; quantize is of the state of an optimizer and its like"
+        why = f"{inner.name} changes what the model sees; quantize takes optimizers and transforms of gradients"
         raise ValueError(explain(f"{call})", why, f"chain({inner.name}(...), quantize(adamw(...)))"))
     if inner.init_fn is no_state:
         raise ValueError(explain(f"{call})", f"{inner.name} has no state", f"{inner.name}(...)"))
     inside = [inner]
     for one in inside:
         if one.factory is quantize and not one.in_turn and one.members_fn is None:
-            why = "its state would be coded twice, and the outer codes know nothing of the inner ones"
+            why = "its state would be coded twice"
             raise ValueError(explain(f"{call}) of a quantize", why, f"quantize({one.name}(...)) once"))
         inside += one.parts
 
 
 def _nothing_to_code(name: str, missing: set[str], fit: set[str]) -> str:
     if not missing:
-        why = (
-            "none of its entries is a float tensor of its leaf's shape, but for an average of parameters, whose bits\n"
-        )
-        why += "are needed"
+        why = "none of its entries is a float tensor of its leaf's shape (an average of parameters is not coded)"
         return explain(f"quantize({name}(...))", why, f"{name}(...); or quantize(adamw(...)), which has two moments")
     why = f"it has no float tensor of its leaf's shape by this name: {', '.join(sorted(missing))}"
     return explain(f"quantize({name}(...), slots=...)", why, f"some of {', '.join(map(repr, fit)) or 'none'}")

@@ -127,7 +127,7 @@ def spectrum(name: str, path: str, x: Tensor) -> Any:
     try:
         return torch.linalg.eigh(x)
     except RuntimeError as error:  # torch.linalg.LinAlgError
-        why = f"torch.linalg.eigh failed, as it does where a gradient was NaN or infinite: {error}"
+        why = f"torch.linalg.eigh failed, as it does after a NaN or infinite gradient: {error}"
         right = f"zf.chain(..., zf.skip_nonfinite(), zf.{name}(...))"
         raise FloatingPointError(explain(f"{name}: the eigenvectors of {path}", why, right)) from error
 

@@ -78,7 +78,7 @@ def _out_of_patience(patience: int) -> Exception:
     return FloatingPointError(
         explain(
             f"skip_nonfinite(patience={patience}) skipped {patience} steps in a row",
-            "so many are not single bad batches: the loss itself is not finite, or the model diverged",
+            "so many in a row are more than a few bad batches: the loss itself is not finite, or the model diverged",
             "a lower learning rate, or clip_by_global_norm(1.0) after it; the parameters have not changed",
         )
     )
