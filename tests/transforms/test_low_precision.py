@@ -50,12 +50,23 @@ def same_on_all(model, rank, step, talk):
     ((model(x, "a").float() - y) ** 2).mean().backward()
 
 
+def followed(*first):
+    """Parameters after two updates that autograd follows: by the formula, and not by a kernel."""
+    tx = zf.chain(*first, zf.precision(store_dtype=BF), zf.low_precision_adam(0.1))
+    state = zf.init(tx, {"w": torch.linspace(-1, 1, 77).view(7, 11), "b": torch.linspace(0.1, 1, 5)})
+    by = torch.ones((), requires_grad=True)
+    step = zf.make_step(lambda p, by: by * sum(x.float().square().sum() for x in p.values()), tx, create_graph=True)
+    for _ in range(2):
+        state, _ = step(state, by)
+    return {path: x.detach() for path, x in zf.full_params(tx, state).items()}
+
+
 def bitwise():
     out = {}
     for name, pipe in PIPES.items():
         result = P.eager(zf.chain(*pipe()), same_on_all, 4, P.make(F32, cls=Once))
         out[name] = {n: x for n, x in result["after"].items()}
-    return out
+    return {**out, ("ZeRO-3", "followed"): followed(zf.shard())}
 
 
 @functools.cache
@@ -71,7 +82,7 @@ def one_process():
         }
         assert all(m > 0 for n, m in moved.items() if n.startswith(P.ALWAYS_USED)), moved
         out[name] = result["after"]
-    return out
+    return {**out, ("ZeRO-3", "followed"): followed()}
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
