@@ -132,6 +132,18 @@ def test_norms_and_bits_on_several_threads(threads):
     assert {int(x) for kept in residuals for x in kept.unique()} == {102}
 
 
+def test_few_elements_are_updated_in_place_without_a_kernel():
+    """All leaves in their memory: the optimizer returns its whole state, with numbers of all leaves."""
+    model = torch.nn.Linear(4, 4)
+    opt = zf.attach(model, zf.chain(zf.precision(store_dtype="bf16+8"), zf.adamw(0.1)))
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        model(torch.ones(1, 4, dtype=BF16)).float().sum().backward()
+        opt.step()
+    for x, y in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(x.float() - y.detach().float(), torch.full(x.shape, 0.2), rtol=0.02, atol=0.004)
+
+
 def test_a_wrapper_of_an_optimizer_is_not_left_out():
     """Its update half is another one, of which the kernel is no part."""
     dtypes = zf.precision(store_dtype="bf16+8")
