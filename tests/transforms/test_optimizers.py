@@ -194,13 +194,13 @@ WRONG.rows(
     (lambda: zf.lookahead(zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1))), re.compile(r"lookahead\(chain\(...\)\)")),
     (
         lambda: zf.init(zf.lookahead(zf.schedule_free_adamw()), {"w": torch.zeros(2)}),
-        re.compile("both would keep 'average'"),
+        re.compile("have state entries of the same name, and one would be lost: 'average'"),
     ),
     (lambda: zf.schedule_free(zf.clip_by_value(1.0)), re.compile(r"schedule_free\(clip_by_value\(...\)\)")),
     (lambda: zf.schedule_free(without_a_rate()), re.compile("iterates are weighted by its learning rate")),
     (
         lambda: zf.init(zf.schedule_free(zf.lookahead(zf.sgd(0.1))), {"w": torch.zeros(2)}),
-        re.compile("both would keep 'average' in the state of sgd"),
+        re.compile("the wrapper and sgd have state entries of the same name, and one would be lost: 'average'"),
     ),
     (lambda: zf.lookahead(zf.sgd(0.1), slow_step_size=1.5), re.compile("slow_step_size must lie in")),
     (lambda: zf.apply_if(zf.chain(zf.clip_by_value(1.0), zf.sgd(0.1)), later), re.compile(r"apply_if\(chain\(...\)")),

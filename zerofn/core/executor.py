@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter, is_not, or_
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -411,6 +411,14 @@ def listened_update(
 def _touched(state: TransformState, grads: Leaves, params: Leaves) -> list[Any]:
     """The tensors of a state that are shared, or of leaves that have a gradient."""
     return flatten(of_leaves(state, places(state, params), grads))[0]
+
+
+@overload
+def both(emitted: bool | Tensor, emit: Tensor) -> Tensor: ...
+
+
+@overload
+def both(emitted: bool | Tensor, emit: bool | Tensor) -> bool | Tensor: ...
 
 
 def both(emitted: bool | Tensor, emit: bool | Tensor) -> bool | Tensor:
