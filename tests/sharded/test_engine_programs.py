@@ -38,7 +38,7 @@ IN_WORDS = {
     "a gradient penalty": "the loss penalizes the gradient of an input",
     "a write into a parameter in forward": "forward writes into a parameter",
     "an exception in backward": "backward raises, and training goes on",
-    "an exception in backward, then reset_iter_state": "the same, and FSDP2's `reset_iter_state()` is called",
+    "an exception in backward, then reset_iter_state": "backward raises, then FSDP2's `reset_iter_state()` runs",
     "tied across blocks": "two blocks share a weight",
     "gradients by parameters": "a call of `torch.autograd.grad(loss, params)`",
     "a penalty on gradients of parameters": "the loss penalizes the gradients of parameters",
