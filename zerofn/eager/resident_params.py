@@ -25,7 +25,6 @@ from ..core.state import State, averages_of
 from ..core.transform import TransformState
 from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers, needs_boundary
 from ..ranks.group import Group
-from ..sharded.opaque import plain
 from .channels import open_channels
 from .current_state import CurrentState
 from .stored_parameters import StoredParameters, put, to_resident
@@ -61,6 +60,9 @@ def full_parameters(
     Yields:
         The paths that were stored, once it has ended.
     """
+    # Imported here: one process without shards does not load the folder.
+    from ..sharded.opaque import plain
+
     parts = {path: plain(p.data) for path, p in params.items()}
     with grad_mode_kept():
         fulls = pipe.road.whole(current.state.leaves)

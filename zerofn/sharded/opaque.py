@@ -1,9 +1,9 @@
-"""This rank's part of a tensor that lies as no DTensor of torch's can say, and is not gathered.
+"""This rank's part of a tensor whose placement no DTensor can describe, and which is not gathered.
 
-So are leaves that a wire of one's own cuts, or that the model sees as other numbers; states that are cut twice, and
-what an owner keeps. Sizes are those of the whole. Elementwise functions of parts and numbers run on the part. All else
-is refused, since of the part alone it would be another number: `x.to_local()` is the part by itself, a plain tensor on
-the same memory.
+Such parts are of leaves that a wire of one's own shards, of leaves of which the model sees other numbers, of states
+that are sharded twice, and of states that an owner keeps. A part says that it has the sizes of the full tensor.
+Elementwise functions of parts and numbers run on the part. All other functions are refused, since of one part they
+would compute a different number. `x.to_local()` is the part as a plain tensor on the same memory.
 """
 
 from __future__ import annotations
