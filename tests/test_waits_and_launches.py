@@ -15,6 +15,10 @@ from transforms_table import ROWS, row_params
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(virtual_cuda.COMPILER is None, reason="no C++ compiler to build the device with"),
+    # torch's own kernels for GPUs are registered there already, and the process would end.
+    pytest.mark.skipif(
+        (torch.version.cuda or torch.version.hip) is not None, reason="the device needs the CPU build of torch"
+    ),
 ]
 
 # Rows with a budget of launches, which has their waits too.

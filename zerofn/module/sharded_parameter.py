@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from .._compat.autograd import gradient_hooks, hooks_after, share_hooks
 from .._compat.functorch import uncompiled
@@ -43,6 +44,14 @@ _FLAT = methodcaller("reshape", -1)
 NOBODY = Asks(lambda: False, lambda: False, lambda x: None, lambda x: None)
 
 
+def as_face(g: Tensor, of: Origin) -> Tensor:
+    """A gradient that autograd has accumulated, as a Face on the same memory; a plain tensor as it is.
+
+    torch 2.11 detaches a subclass of DTensor in C++, without its `__torch_dispatch__`, and makes a plain DTensor of it.
+    """
+    return wrap(local_of(g), of) if type(g) is DTensor else g
+
+
 class ShardedParameter(Face, GuardedParameter):
     """A parameter of which this rank has some rows.
 
@@ -53,6 +62,9 @@ class ShardedParameter(Face, GuardedParameter):
     row: nn.Parameter
 
     def _shown(self, x: Tensor, how: str) -> Tensor:
+        if type(x) is DTensor:
+            x = as_face(x, self.of)
+            write_grad(self, x)
         return x if isinstance(x, Face) else self._own(x, how)  # type: ignore[return-value]
 
     def _own(self, value: Tensor | None, how: str) -> Tensor | None:
@@ -240,7 +252,10 @@ class ModelFaces:
     def mine(self, path: str, g: Tensor) -> Tensor:
         """This rank's elements of a gradient, flat: a plain tensor, which a hook may return, is the whole."""
         of = self.origins.get(path)
-        return g if of is None else flat(g) if isinstance(g, Face) else rows_of(g, of).reshape(-1)
+        if of is None:
+            return g
+        g = as_face(g, of)
+        return flat(g) if isinstance(g, Face) else rows_of(g, of).reshape(-1)
 
     def mine_of(self, grads: Leaves) -> Leaves:
         """`mine` of each of these gradients, by path: by functions of C where all are this rank's rows."""
