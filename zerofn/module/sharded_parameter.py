@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Collection
 from operator import methodcaller
 from typing import Any, NoReturn
@@ -16,13 +17,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from .._compat.autograd import gradient_hooks, hooks_after, share_hooks
 from .._compat.functorch import uncompiled
 from .._compat.tensors import local_of, locals_of, read_grad, registered, set_local, set_spec, spec_of, write_grad
-from .._errors import explain
+from .._errors import explain, users_line
 from ..core.layout import Layout, Leaf, Leaves, span
+from ..ranks.dtensor import is_distributed
 from ..sharded.face import (
     AfterGradients,
     Face,
@@ -49,7 +50,7 @@ def as_face(g: Tensor, of: Origin) -> Tensor:
 
     torch 2.11 detaches a subclass of DTensor in C++, without its `__torch_dispatch__`, and makes a plain DTensor of it.
     """
-    return wrap(local_of(g), of) if type(g) is DTensor else g
+    return wrap(local_of(g), of) if is_distributed(g) and not isinstance(g, Face) else g
 
 
 class ShardedParameter(Face, GuardedParameter):
@@ -62,7 +63,7 @@ class ShardedParameter(Face, GuardedParameter):
     row: nn.Parameter
 
     def _shown(self, x: Tensor, how: str) -> Tensor:
-        if type(x) is DTensor:
+        if is_distributed(x) and not isinstance(x, Face):
             x = as_face(x, self.of)
             write_grad(self, x)
         return x if isinstance(x, Face) else self._own(x, how)  # type: ignore[return-value]
@@ -193,6 +194,8 @@ class ModelFaces:
 
     def put(self, model: nn.Module, undo: list[Callable[[], object]]) -> None:
         """Put them into the model; `undo` gets a function that puts the old ones back."""
+        for path in [*self.origins][:1]:
+            _tell_undispatched(self.shown[path])
         new = {id(self.params[path]): self.shown[path] for path in self.origins}
         undo.append(functools.partial(self._leave, model))
         for path in self.origins:
@@ -272,6 +275,18 @@ class ModelFaces:
     def local(self, p: Tensor) -> Tensor:
         """A parameter that is whole now, as a plain tensor, differentiable."""
         return p.to_local() if isinstance(p, Face) else p.view_as(p)
+
+
+def _tell_undispatched(p: Face) -> None:
+    """Warn if torch does not call the `__torch_dispatch__` of `Face`, as torch 2.11 does not."""
+    with torch.DisableTorchFunctionSubclass():
+        if isinstance(p.detach(), Face):
+            return
+    wrong = f"shard over several ranks with torch {torch.__version__}"
+    why = "this release runs operators of every DTensor in C++. A function of a parameter or of p.grad\n"
+    why += "outside of the model's forward may raise, or may compute with this rank's shard alone"
+    right = 'pip install "torch>=2.13"; or fully_shard(model), and a chain without shard'
+    warnings.warn(explain(wrong, why, right), UserWarning, stacklevel=users_line())
 
 
 def placed_by_torch(by: Gathering, leaf: Leaf, row: Tensor) -> bool:
