@@ -377,7 +377,8 @@ def triton_kernel(kind: Kind, how: Codes, random: bool, device: int) -> bool:
         return False
     call = functools.partial(_launch, kind)
     at = 2**31 if random else None
-    # The samples have the whole blocks of a program and one more, and blocks at the ends of rows.
+    # The first sample has one block more than one program of the kernel updates. The second one has rows that end with
+    # a part of a block.
     shapes = (1, _triton().TILE * _triton().TILES + how.block // 16 * 16), (16, how.block + 6)
     try:
         same = all(_has_bits_of_torch(call, kind, how, shape, at, 0.9, device) for shape in shapes)

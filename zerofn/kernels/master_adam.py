@@ -8,7 +8,6 @@ write 19. `coded_adam.py` does the same where moments are codes.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from torch.autograd.graph import increment_version
 from zerofn._compat.tensors import has_triton
 
 from . import native
+from .formulas import warn_without_triton
 from .fused_adam import can_masters, fused_update, fused_update_of_masters, scalars
 from .masters import LARGE, Master, master_of
 
@@ -127,13 +127,8 @@ def triton_kernel(decoupled: bool, grad: torch.dtype, device: int) -> bool:
     except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
         same, why = False, f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})"
     if not same:
-        warnings.warn(
-            f"zerofn: the Triton kernel of precision(store_dtype='bf16+8') {why}; so torch joins masters, updates them "
-            "and takes them apart, in some twenty launches. Triton needs a C compiler ($CC, gcc or clang) for its "
-            "launcher.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        instead = "torch joins masters, updates them and takes them apart, in some twenty launches"
+        warn_without_triton(why, instead, "the Triton kernel of precision(store_dtype='bf16+8')")
     return same
 
 

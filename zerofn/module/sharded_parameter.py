@@ -63,10 +63,10 @@ class ShardedParameter(Face, GuardedParameter):
     row: nn.Parameter
 
     def _shown(self, x: Tensor, how: str) -> Tensor:
-        if is_distributed(x) and not isinstance(x, Face):
-            x = as_face(x, self.of)
-            write_grad(self, x)
-        return x if isinstance(x, Face) else self._own(x, how)  # type: ignore[return-value]
+        face = as_face(x, self.of)
+        if face is not x:
+            write_grad(self, face)
+        return face if isinstance(face, Face) else self._own(face, how)  # type: ignore[return-value]
 
     def _own(self, value: Tensor | None, how: str) -> Tensor | None:
         if value is None:

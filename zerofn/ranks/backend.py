@@ -220,15 +220,18 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
     return sorted(dist.get_process_group_ranks(mesh.get_group()))
 
 
+def ranks_along(mesh: DeviceMesh, dim: int, coordinate: Sequence[int]) -> list[int]:
+    """The ranks along a dimension of a mesh, through the rank at a coordinate, in the order of the mesh."""
+    return mesh.mesh[(*coordinate[:dim], slice(None), *coordinate[dim + 1 :])].tolist()
+
+
 def axes_of_root(mesh: DeviceMesh) -> dict[str, list[int]]:
     """By name, the ranks along each axis through this rank, of the mesh that `mesh` was cut from."""
     root = root_of(mesh)
     coordinate, names = root.get_coordinate(), root.mesh_dim_names
     if coordinate is None or names is None:
         return {}
-    return {
-        name: root.mesh[(*coordinate[:i], slice(None), *coordinate[i + 1 :])].tolist() for i, name in enumerate(names)
-    }
+    return {name: ranks_along(root, dim, coordinate) for dim, name in enumerate(names)}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

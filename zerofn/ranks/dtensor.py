@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .backend import world
+from .backend import ranks_along, world
 from .group import Group
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def _is_open(mesh: DeviceMesh, dim: int) -> bool:
     """Whether the process group along a dimension of a mesh exists here, with the ranks of the mesh."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    along = mesh.mesh[(*coordinate[:dim], slice(None), *coordinate[dim + 1 :])].tolist()
+    along = ranks_along(mesh, dim, coordinate)
     try:
         # The order counts: torch's `full_tensor()` is wrong over a mesh with its ranks in another order.
         return dist.get_process_group_ranks(mesh.get_group(dim)) == along

@@ -616,7 +616,7 @@ class Background(threading.Thread):
             self.error = error
             raise
         finally:
-            # The function may hold a copy of all parameters, which is freed here.
+            # `work` may hold the last reference to a copy of all parameters. Without it their memory is freed.
             self.work = None
 
 
