@@ -38,6 +38,11 @@ except ImportError:
     import zerofn as zf
 
 """
+# There is no public copy of the notebooks that a badge could open, so it opens Colab's upload dialog.
+BADGE = """
+[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/#upload=true)
+
+The first cell installs zerofn if it is missing."""
 # Folders that are those of one machine.
 PLACES = r"(?<![\w.])/(home|root|tmp|Users|dev|private|var|opt|usr)/|[A-Z]:\\\\"
 
@@ -210,6 +215,8 @@ def test_notebook_is_kept_with_its_outputs(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
 def test_notebook_installs_the_package_where_it_is_missing(path):
+    cells = nbformat.read(path, as_version=4).cells
+    assert BADGE in cells[0].source
     assert code_of(path)[0].source.startswith(INSTALL)
 
 
