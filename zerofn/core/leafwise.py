@@ -82,7 +82,7 @@ def leafwise(
             `(rows, ...)`, maybe none. `"leaf"`: the function computes a norm, a sort or a matrix product, or uses the
             place in the leaf. If leaves are sharded, one rank, the owner, gathers the leaf, updates it and keeps its
             state. `zf.save` saves this state for any number of ranks; `opt.state_dict()` has it on the owner only. With
-            `"row"` a 0-d leaf has an owner too, and so has a leaf whose state has another shape than the leaf. With
+            `"row"` the state of a sharded leaf has the shape of the rows or `(rows, k)`. With
             `"element"` and without `path`, a GPU computes many leaves in one call if the function consists of
             arithmetic of its tensors.
 

@@ -41,8 +41,8 @@ def reduce_on_plateau(
 
     The loss of each update, its mean over ranks and over the window of `accumulate`, is averaged over
     `accumulation_size` updates. If the average is not below `(1 - rtol) * best - atol` for `patience` times, the scale
-    of the learning rate is multiplied by `factor`. This is optax's `reduce_on_plateau`, except that it scales decoupled
-    weight decay too.
+    of the learning rate is multiplied by `factor`, and with it decoupled weight decay. optax's `reduce_on_plateau` is a
+    member of a chain: it scales the updates of the transforms before it.
 
     A step of `zf.make_step` passes its own loss; pass another one, such as a validation loss, by `loss=`. Otherwise
     write `opt.backward(loss)`, `opt.step(loss=loss)` or `zf.update(tx, grads, state, loss=loss)`.
