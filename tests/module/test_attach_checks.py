@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import zerofn as zf
 
@@ -227,7 +228,7 @@ def test_errors_that_are_of_something_else_are_left_alone():
     assert not hasattr(caught.value, "__notes__")
 
 
-# -- torch.jit.trace and torch.export ---------------------------------------------------------------------------
+# -- torch.jit, torch.export, torch.fx ------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -248,6 +249,49 @@ def test_tracing_an_attached_model(pipe):
     opt.step()
     plain = opt.detach()
     torch.testing.assert_close(torch.jit.trace(plain, X)(X), plain(X))
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.gain = net(), nn.Parameter(torch.full((3,), 1.5))
+
+    def forward(self, x):
+        return self.inner(self.gain * x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("record", [torch.jit.script, torch.fx.symbolic_trace])
+@pytest.mark.parametrize("pipe", PIPES)
+def test_scripts_and_symbolic_traces(pipe, record):
+    """Where modules have hooks a symbolic trace would have constants for parameters of submodules."""
+    model = nn.Sequential(Outer())
+    opt = zf.attach(model, PIPES[pipe]())
+    if pipe != "plain":
+        name = f"{record.__module__.partition('._')[0]}.{record.__name__}"
+        with pytest.raises((RuntimeError, AttributeError), match=rf"{name} of an attached model(.|\n)*opt.detach\(\)"):
+            record(model)
+        opt.detach()
+    torch.testing.assert_close(record(model)(X), model(X))
+
+
+@pytest.mark.parametrize("pipe", PIPES)
+def test_a_graph_of_make_fx_has_the_numbers_of_the_model(pipe):
+    """Its derivatives too if they are taken inside; and later values of parameters."""
+    model = Outer()
+    opt = zf.attach(model, PIPES[pipe]())
+
+    def loss_and_gradients(x):
+        loss = model(x).float().square().mean()
+        return loss, torch.autograd.grad(loss, list(model.parameters()))
+
+    graph = make_fx(loss_and_gradients)(X)
+    for _ in range(2):
+        model(X).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        got, want = graph(2 * X), loss_and_gradients(2 * X)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("pipe", PIPES)

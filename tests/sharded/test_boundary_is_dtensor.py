@@ -1,5 +1,7 @@
 """What torch's own libraries find of a sharded model: DTensors, which they read, write and load."""
 
+import copy
+import io
 import re
 import warnings
 
@@ -58,18 +60,36 @@ def shown():
     assert torch.equal(w.grad.full_tensor(), full) and isinstance(w.grad, DTensor)
     opt.step()
     assert torch.equal(w.full_tensor(), 2 * full - 0.1 * full)
-    told = said(lambda: old.norm())
+    trained_by_torch = torch.optim.SGD([old], lr=0.1)
+    told = [
+        said(use)
+        for use in (
+            lambda: old.norm(),
+            lambda: old.data,
+            lambda: old.shape,
+            lambda: copy.deepcopy(old),
+            lambda: torch.save(old, io.BytesIO()),
+            trained_by_torch.step,
+            trained_by_torch.zero_grad,
+            lambda: torch.nn.utils.clip_grad_norm_([old], 1.0),
+        )
+    ]
     opt.detach()
+    assert old.shape == (3, 2) and old.grad is None
+    told.append(said(lambda: w.grad))
     assert model.odd.weight is old and torch.equal(old, 2 * full - 0.1 * full)
     return told
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_parameters_gradients_and_state_dicts_are_dtensors(ranks):
-    for told in zf.launch(shown, ranks, timeout=limit()):
-        assert re.search(r"norm of the parameter odd.weight from before zf.attach(.|\n)*model.parameters\(\)", told), (
-            told
-        )
+    reads = ("norm", "p.data", "p.shape", "copy.deepcopy", "torch.save", "p.grad", "p.grad", "p.grad")
+    for *before, after in zf.launch(shown, ranks, timeout=limit()):
+        for read, told in zip(reads, before, strict=True):
+            assert re.search(
+                rf"{read} of the parameter odd.weight from before zf.attach(.|\n)*model.parameters\(\)", told
+            ), told
+        assert re.search(r"p.grad of a parameter from before opt.detach(.|\n)*model.parameters\(\)", after), after
 
 
 def checkpoints(folder):

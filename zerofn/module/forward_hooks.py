@@ -21,6 +21,7 @@ from .._compat.functorch import (
     exports,
     innermost,
     is_wrapped,
+    traced_symbolically,
     uncompiled,
     whole_graph_traced,
     whole_graph_wanted,
@@ -323,6 +324,11 @@ class Hook:
     def __init__(self, fn: Callable[..., Any] | None):
         self.fn = fn
 
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script asks a hook for its name first of all.
+        raise AttributeError(_recorded("torch.jit.script"))
+
     @uncompiled
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
@@ -496,13 +502,12 @@ def _restore(module: nn.Module, plain: dict) -> None:
         register_in(module, plain)
 
 
-def _recorded(recorder: str) -> RuntimeError:
-    return RuntimeError(
-        explain(
-            f"{recorder} of an attached model",
-            "the recording would contain the casts and gathers of this pipeline, and no later values of parameters",
-            f"{recorder}(opt.detach(), example) after training; torch.compile(model) while it is attached",
-        )
+def _recorded(recorder: str) -> str:
+    example = "" if recorder in ("torch.jit.script", "torch.fx.symbolic_trace") else ", example"
+    return explain(
+        f"{recorder} of an attached model",
+        "the recording would contain the casts and gathers of this pipeline, and no later values of parameters",
+        f"{recorder}(opt.detach(){example}) after training; torch.compile(model) while it is attached",
     )
 
 
@@ -525,8 +530,9 @@ def _begin_call(
     outermost = not local.calls and not boundary.repeating(module)
     if boundary.scaled:
         check_hooks_of_call(boundary.model(), module, outermost, args)
-    if outermost and (torch.jit.is_tracing() or exports()):  # type: ignore[attr-defined]
-        raise _recorded("torch.export.export" if exports() else "torch.jit.trace")
+    if outermost and (torch.jit.is_tracing() or exports() or traced_symbolically()):  # type: ignore[attr-defined]
+        recorder = "torch.fx.symbolic_trace" if traced_symbolically() else "torch.jit.trace"
+        raise RuntimeError(_recorded("torch.export.export" if exports() else recorder))
     frame = None if local.calls else frame_of_call()
     call = ActiveCall(module, outermost, next_sequence_nr(), sys.exception(), frame)
     if not local.calls:

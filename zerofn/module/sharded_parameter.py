@@ -39,10 +39,24 @@ from ..sharded.face import (
     wrap,
 )
 from ..sharded.guarded_parameter import Asks, GuardedParameter, in_memory
+from ..sharded.torch_functions import tensors_in
 
 _FLAT = methodcaller("reshape", -1)
+
+
+def _is_detached() -> NoReturn:
+    """Refuse `p.grad` of a parameter that the model had until it was detached: it would be `None` for ever."""
+    raise RuntimeError(
+        explain(
+            "p.grad of a parameter from before opt.detach()",
+            "under shard the attached model had DTensors for parameters, and it has its first objects again",
+            "model.get_parameter(path), or model.parameters() after opt.detach()",
+        )
+    )
+
+
 # The callbacks of a parameter whose model is detached.
-NOBODY = Asks(lambda: False, lambda: False, lambda x: None, lambda x: None)
+NOBODY = Asks(lambda: False, _is_detached, lambda x: None, lambda x: None)
 
 
 def as_face(g: Tensor, of: Origin) -> Tensor:
@@ -124,6 +138,10 @@ def _refuse_copy(how: str) -> NoReturn:
     )
 
 
+# Attributes of a `Row` that users may read. Optimizers read `p.grad`: a wrong answer would make their steps do nothing.
+HARMLESS = frozenset({"device", "dtype", "grad_dtype", "grad_fn", "is_leaf", "layout", "requires_grad"})
+
+
 class Row(nn.Parameter):
     """The parameter that a model had before it was attached: it keeps this rank's rows, for this package alone."""
 
@@ -135,21 +153,33 @@ class Row(nn.Parameter):
     @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch.DisableTorchFunctionSubclass():
-            if in_memory(sys._getframe(1)) or func.__name__ in (
-                "__get__",
-                "__hash__",
-                "is_floating_point",
-                "untyped_storage",
+            name = func.__name__
+            attribute = func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else ""
+            if (
+                in_memory(sys._getframe(1))
+                or (name == "__get__" and attribute in HARMLESS)
+                or name in ("__hash__", "is_floating_point", "untyped_storage")
             ):
                 return func(*args, **kwargs or {})
-        path = next((x.path for x in args if isinstance(x, Row)), "")
-        raise RuntimeError(
-            explain(
-                f"{func.__name__} of the parameter {path} from before zf.attach",
-                "under shard the model has another object in its place, a DTensor, and this one is not trained",
-                "model.get_parameter(path), or model.parameters() after zf.attach",
+            _refuse_row(
+                f"p.{attribute}" if attribute else name, next(x for x in tensors_in(args) if isinstance(x, Row))
             )
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        _refuse_row("copy.deepcopy", self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_row("torch.save", self)
+
+
+def _refuse_row(how: str, row: Row) -> NoReturn:
+    raise RuntimeError(
+        explain(
+            f"{how} of the parameter {row.path} from before zf.attach",
+            "under shard the model has another object in its place, a DTensor, and this one is not trained",
+            "model.get_parameter(path), or model.parameters(), after opt = zf.attach(model, tx), and opt.step()",
         )
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -217,6 +247,7 @@ class ModelFaces:
             _unwrap_hooks(p)
             # Its callbacks are dropped: they make a cycle, which would keep the model's process groups.
             p.asks = NOBODY
+            write_grad(p, None)
             if isinstance(row, Row):
                 row.__class__ = row.plain  # type: ignore[assignment]
             for name in ("plain", "path", "lent", "adopted"):
