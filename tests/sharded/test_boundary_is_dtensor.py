@@ -3,7 +3,6 @@
 import copy
 import io
 import re
-import warnings
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import zerofn as zf
-from zerofn.module.sharded_parameter import _tell_undispatched  # inside: CI's torch does not need the warning
 
 
 def shown():
@@ -151,18 +149,3 @@ def test_states_are_dtensors_wherever_they_are_cut():
     for found in zf.launch(states, 2, timeout=limit()):
         for kept in found.values():
             torch.testing.assert_close(kept, want, rtol=1e-12, atol=1e-15)
-
-
-def told() -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        zf.attach(nn.Linear(4, 4), zf.chain(zf.shard(), zf.sgd(0.1))).detach()
-    return [str(each.message).splitlines()[0] for each in found]
-
-
-def test_attach_warns_where_torch_does_not_call_a_subclass_of_dtensor():
-    # torch 2.11 detaches a sharded parameter to something else than the package's class; so does a plain tensor.
-    with pytest.warns(UserWarning, match=r"shard over several ranks with torch .*\n(.*\n)+.*torch>=2\.13"):
-        _tell_undispatched(torch.ones(1))
-    expected = [] if torch.__version__ >= "2.13" else [f"shard over several ranks with torch {torch.__version__}"]
-    assert zf.launch(told, 2, timeout=limit()) == [expected] * 2

@@ -10,7 +10,7 @@ from functools import cache, partial
 from math import gcd
 from operator import attrgetter
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -189,6 +189,27 @@ spec_of: Callable[[Any], Any] = attrgetter("_spec")
 def set_spec(x: Any, spec: Any) -> None:
     """Change the mesh and the placements of a DTensor."""
     x._spec = spec
+
+
+Class = TypeVar("Class", bound=type[Any])
+
+
+def dispatched_in_python(cls: Class) -> Class:
+    """Have torch call the `__torch_dispatch__` of this subclass of DTensor. torch does so by itself from 2.13 on.
+
+    torch 2.11 runs operators of every DTensor in C++, by DTensor's own rules: for a subclass too it computes with this
+    rank's rows and returns plain DTensors. It first asks for a rule that is registered for the operator and exactly
+    this class, and calls that one. So each of the 3,200 operators gets one, which takes 0.2 s once in a process.
+    """
+    if torch.__version__ < "2.13":
+        # torch forgets the rules when this object is deleted.
+        own: Any = cls
+        own.rules = torch.library.Library("aten", "FRAGMENT")
+        rule = own.__torch_dispatch__.__func__
+        for name in torch._C._dispatch_get_all_op_names():  # type: ignore[attr-defined]
+            if name.startswith("aten::"):
+                torch.library.register_torch_dispatch(name, cls, rule, lib=own.rules)
+    return cls
 
 
 def alias_of(x: Tensor, cls: type[Any]) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Collection
 from operator import methodcaller
 from typing import Any, NoReturn
@@ -20,10 +19,19 @@ from torch.autograd.graph import increment_version
 
 from .._compat.autograd import gradient_hooks, hooks_after, share_hooks
 from .._compat.functorch import uncompiled
-from .._compat.tensors import local_of, locals_of, read_grad, registered, set_local, set_spec, spec_of, write_grad
-from .._errors import explain, users_line
+from .._compat.tensors import (
+    dispatched_in_python,
+    local_of,
+    locals_of,
+    read_grad,
+    registered,
+    set_local,
+    set_spec,
+    spec_of,
+    write_grad,
+)
+from .._errors import explain
 from ..core.layout import Layout, Leaf, Leaves, span
-from ..ranks.dtensor import is_distributed
 from ..sharded.face import (
     AfterGradients,
     Face,
@@ -59,14 +67,7 @@ def _is_detached() -> NoReturn:
 NOBODY = Asks(lambda: False, _is_detached, lambda x: None, lambda x: None)
 
 
-def as_face(g: Tensor, of: Origin) -> Tensor:
-    """A gradient that autograd has accumulated, as a Face on the same memory; a plain tensor as it is.
-
-    torch 2.11 detaches a subclass of DTensor in C++, without its `__torch_dispatch__`, and makes a plain DTensor of it.
-    """
-    return wrap(local_of(g), of) if is_distributed(g) and not isinstance(g, Face) else g
-
-
+@dispatched_in_python
 class ShardedParameter(Face, GuardedParameter):
     """A parameter of which this rank has some rows.
 
@@ -77,10 +78,7 @@ class ShardedParameter(Face, GuardedParameter):
     row: nn.Parameter
 
     def _shown(self, x: Tensor, how: str) -> Tensor:
-        face = as_face(x, self.of)
-        if face is not x:
-            write_grad(self, face)
-        return face if isinstance(face, Face) else self._own(face, how)  # type: ignore[return-value]
+        return x if isinstance(x, Face) else self._own(x, how)  # type: ignore[return-value]
 
     def _own(self, value: Tensor | None, how: str) -> Tensor | None:
         if value is None:
@@ -224,8 +222,6 @@ class ModelFaces:
 
     def put(self, model: nn.Module, undo: list[Callable[[], object]]) -> None:
         """Put them into the model; `undo` gets a function that puts the old ones back."""
-        for path in [*self.origins][:1]:
-            _tell_undispatched(self.shown[path])
         new = {id(self.params[path]): self.shown[path] for path in self.origins}
         undo.append(functools.partial(self._leave, model))
         for path in self.origins:
@@ -286,10 +282,7 @@ class ModelFaces:
     def mine(self, path: str, g: Tensor) -> Tensor:
         """This rank's elements of a gradient, flat: a plain tensor, which a hook may return, is the whole."""
         of = self.origins.get(path)
-        if of is None:
-            return g
-        g = as_face(g, of)
-        return flat(g) if isinstance(g, Face) else rows_of(g, of).reshape(-1)
+        return g if of is None else flat(g) if isinstance(g, Face) else rows_of(g, of).reshape(-1)
 
     def mine_of(self, grads: Leaves) -> Leaves:
         """`mine` of each of these gradients, by path: by functions of C where all are this rank's rows."""
@@ -306,18 +299,6 @@ class ModelFaces:
     def local(self, p: Tensor) -> Tensor:
         """A parameter that is whole now, as a plain tensor, differentiable."""
         return p.to_local() if isinstance(p, Face) else p.view_as(p)
-
-
-def _tell_undispatched(p: Face) -> None:
-    """Warn if torch does not call the `__torch_dispatch__` of `Face`, as torch 2.11 does not."""
-    with torch.DisableTorchFunctionSubclass():
-        if isinstance(p.detach(), Face):
-            return
-    wrong = f"shard over several ranks with torch {torch.__version__}"
-    why = "this release runs operators of every DTensor in C++. A function of a parameter or of p.grad\n"
-    why += "outside of the model's forward may raise, or may compute with this rank's shard alone"
-    right = 'pip install "torch>=2.13"; or fully_shard(model), and a chain without shard'
-    warnings.warn(explain(wrong, why, right), UserWarning, stacklevel=users_line())
 
 
 def placed_by_torch(by: Gathering, leaf: Leaf, row: Tensor) -> bool:

@@ -32,6 +32,7 @@ from .._compat.functorch import asked_by_compiler, functorch_active, uncompiled
 from .._compat.tensors import (
     CONVERTING,
     asked_by_fully_shard,
+    dispatched_in_python,
     local_of,
     memory,
     schema,
@@ -207,6 +208,7 @@ class Origin(NamedTuple):
 # `Face`. Operations of autograd in C++ come to its `__torch_dispatch__`, all others to `__torch_function__`.
 
 
+@dispatched_in_python
 class Face(DTensor):
     """This rank's rows of a leaf as a DTensor; or a tensor that all ranks have, which was computed of such.
 
