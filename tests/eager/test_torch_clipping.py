@@ -62,7 +62,7 @@ def everything() -> dict[tuple[int, str], Any]:
 
 WHY = {
     0: "has left to be reduced",
-    1: "is reduced later",
+    1: "is averaged over ranks later",
     2: "has left to be reduced",
 }
 
@@ -167,7 +167,7 @@ def test_edits_of_gradients_are_made_or_refused():
             if stage in (0, 2) and name not in looks:
                 assert "weight, which has no numbers here\n  why:   it has left to be reduced over ranks" in said, name
             elif stage == 1 and name in unlike:
-                assert "it is what this rank has found, and is reduced later: ranks would differ" in said, name
+                assert "this rank's own gradient, which is averaged over ranks later" in said, name
             else:
                 assert said == "", (stage, name)
 

@@ -184,6 +184,21 @@ def test_a_number_of_ones_own_is_given_by_its_name():
         step(state, loss=1.0, scale=1.0)
 
 
+@pytest.mark.parametrize("skip", [zf.skip_nonfinite, lambda: zf.scale_loss(8.0)])
+@pytest.mark.parametrize("by_loss", [zf.scale_by_polyak, zf.scale_by_momo])
+def test_the_loss_of_a_skipped_micro_batch_does_not_count(by_loss, skip):
+    def run(batches):
+        tx = zf.chain(skip(), zf.accumulate(2), by_loss(), zf.sgd(0.3))
+        state, step = zf.init(tx, {"w": torch.ones(2)}), zf.make_step(lambda p, x: (p["w"] * x).square().sum(), tx)
+        for x in batches:
+            state, _ = step(state, torch.tensor(x))
+        return state
+
+    nan, good = float("nan"), [1.0, 2.0, 3.0, 0.5]
+    assert torch.equal(run([nan, 1.0, nan, *good[1:], nan]).params["w"], run(good).params["w"])
+    assert run(good).step == 2
+
+
 def test_a_derivative_goes_through_the_loss():
     tx = zf.chain(zf.scale_by_polyak(max_learning_rate=10.0), zf.sgd(1.0))
     step = zf.make_step(lambda p, x: (p["w"] * x).square().sum(), tx)

@@ -85,7 +85,7 @@ INSTEAD_OF_SCALER = (
     'zf.scale_loss("dynamic") in the chain for torch.amp.GradScaler: delete scaler.scale, unscale_, step and update;\n'
     "zf.clip_by_global_norm(max_norm) behind it for clip_grad_norm_"
 )
-UNREDUCED = "it is what this rank has found, and is reduced later: ranks would differ"
+UNREDUCED = "p.grad is this rank's own gradient, which is averaged over ranks later: each rank would clip differently"
 NORMS = frozenset({"norm", "linalg_vector_norm"})
 
 

@@ -35,6 +35,10 @@ def scale_by_momo(beta: float = 0.9, lower_bound: float = 0.0, max_learning_rate
     of `accumulate`. A step of `zf.make_step` passes its own loss. Otherwise write `opt.backward(loss)`,
     `opt.step(loss=loss)` or `zf.update(tx, grads, state, loss=loss)`. `d` is kept in fp32 or wider.
 
+    As in optax, a NaN loss makes the averages and the parameters NaN, and they stay NaN. `skip_nonfinite()` or
+    `scale_loss()` before `scale_by_momo` skips steps whose gradients are not finite, and then the mean of the loss
+    leaves out the skipped micro-batches. Do not pass a loss that is NaN while its gradients are finite.
+
     Args:
         beta: decay of the averages, in [0, 1).
         lower_bound: of the loss.

@@ -28,6 +28,10 @@ def scale_by_polyak(f_min: float = 0.0, max_learning_rate: float = 1.0, eps: flo
     over the micro-batches of `accumulate`. A step of `zf.make_step` passes its own loss. Otherwise write
     `opt.backward(loss)`, `opt.step(loss=loss)` or `zf.update(tx, grads, state, loss=loss)`.
 
+    As in optax, a NaN loss makes the parameters NaN. `skip_nonfinite()` or `scale_loss()` before `scale_by_polyak`
+    skips steps whose gradients are not finite, and then the mean of the loss leaves out the skipped micro-batches. If
+    a loss may be NaN while its gradients are finite, put `skip_nonfinite()` after `scale_by_polyak` as well.
+
     Args:
         f_min: the least loss that can be reached.
         max_learning_rate: the largest factor.
