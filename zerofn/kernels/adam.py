@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zerofn._compat.functorch import while_traced
-from zerofn._compat.tensors import has_triton
 from zerofn._errors import explain
 from zerofn.kernels import native as _native
-from zerofn.kernels.formulas import at_once, moment_root, once, warn_without_triton
+from zerofn.kernels.formulas import at_once, moment_root, once, triton_module, warn_without_triton
 from zerofn.kernels.fused_adam import check_step, not_wrapped
 from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.recording import differentiated, operator, straight_through
@@ -419,7 +418,7 @@ def _columns(leaves: Leaves) -> list[list[torch.dtype]]:
 
 
 def _launch(leaves: Leaves, settings: Settings, norms: bool = False) -> list[Tensor]:
-    module = triton_module()
+    module = triton_module("triton_adam")
     assert module is not None
     device = leaves.params[0].device
     step, stride = (_readable(x) for x in (settings.step, settings.form))
@@ -441,22 +440,12 @@ def _readable(x: Any) -> Any:
     return x.item() if isinstance(x, Tensor) and x.is_cpu else x
 
 
-@functools.cache
-def triton_module() -> Any:
-    """`zerofn.kernels.triton_adam`, which needs triton; ``None`` if triton is not installed."""
-    if not has_triton():
-        return None
-    from zerofn.kernels import triton_adam
-
-    return triton_adam
-
-
 def _interpreted() -> bool:
     """Whether Triton runs kernels on the CPU: for tests, far slower than eager torch."""
     # This comes before the import of triton, which takes a second.
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return False
-    module = triton_module()
+    module = triton_module("triton_adam")
     return module is not None and module.triton_lists.interpreted()
 
 
@@ -567,7 +556,7 @@ def implementation_for(params: Sequence[Tensor]) -> str:
         return "eager"
     if all(map(_IS_CPU, params)):
         return "native" if _native.compiler() else "triton" if _interpreted() else "eager"
-    return "triton" if all(map(_IS_CUDA, params)) and triton_module() is not None else "eager"
+    return "triton" if all(map(_IS_CUDA, params)) and triton_module("triton_adam") is not None else "eager"
 
 
 def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: str, function: str) -> None:

@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zerofn._compat.tensors import has_triton
-
 from . import native
 from .adam import adam_, scalars
 from .codes import HEADERS, LARGE, Coded, Codes, Draws, defines_of
-from .formulas import warn_without_triton
+from .formulas import triton_module, warn_without_triton
 from .fused_adam import fused_update
 from .masters import Master, master_of
 from .rounding import FORMAT, stride_of
@@ -353,7 +351,7 @@ def _launch(
     norms: bool,
 ) -> list[Tensor]:
     """As `_call`; the norms are on the device."""
-    module = _triton()
+    module = triton_module("triton_coded")
     keys, offsets, draws = _drawn(columns[2:], named, random)
     steps = [[int(x.step) for x in one] for one in draws]
     numbers = module.Numbers(of_params[1], of_params[0], draws[0][0].seed, stride_of(FORMAT), decoupled, given)
@@ -361,25 +359,16 @@ def _launch(
 
 
 @functools.cache
-def _triton() -> Any:
-    """`zerofn.kernels.triton_coded`, which needs triton; ``None`` if triton is not installed."""
-    if not has_triton():
-        return None
-    from . import triton_coded
-
-    return triton_coded
-
-
-@functools.cache
 def triton_kernel(kind: Kind, how: Codes, random: bool, device: int) -> bool:
     """Whether the Triton kernel runs on this device, and gives the bits of torch on the CPU; else a warning."""
-    if _triton() is None:
+    module = triton_module("triton_coded")
+    if module is None:
         return False
     call = functools.partial(_launch, kind)
     at = 2**31 if random else None
     # The first sample has one block more than one program of the kernel updates. The second one has rows that end with
     # a part of a block.
-    shapes = (1, _triton().TILE * _triton().TILES + how.block // 16 * 16), (16, how.block + 6)
+    shapes = (1, module.TILE * module.TILES + how.block // 16 * 16), (16, how.block + 6)
     try:
         same = all(_has_bits_of_torch(call, kind, how, shape, at, 0.9, device) for shape in shapes)
         why = "gives other bits on this device than torch on the CPU"

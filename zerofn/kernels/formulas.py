@@ -7,6 +7,7 @@ operation.
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -719,6 +720,12 @@ def _dense(x: Tensor) -> bool:
     return x.is_contiguous() or (x.ndim in formats and x.is_contiguous(memory_format=formats[x.ndim]))
 
 
+@cache
+def triton_module(name: str) -> Any:
+    """A module of this folder that needs triton, such as `triton_adam`; `None` if triton is not installed."""
+    return importlib.import_module(f".{name}", __package__) if has_triton() else None
+
+
 def warn_without_triton(why: str, instead: str, kernel: str = "Triton") -> None:
     """Warn that a kernel is not used.
 
@@ -737,10 +744,9 @@ def triton_for(device: torch.device) -> Any:
 
     A small kernel is run, once in a process for each device, and its result compared.
     """
-    if device.type != "cuda" or not has_triton():
+    triton_lists = triton_module("triton_lists") if device.type == "cuda" else None
+    if triton_lists is None:
         return None
-    from . import triton_lists
-
     x = torch.linspace(-2.0, 2.0, 100, dtype=torch.float32)
     given, found = x.to(device), torch.empty(100, dtype=torch.float32, device=device)
     steps = (("mul", ("x0", "n0"), 0), ("plus", ("x1", "x0", "n1"), 0))

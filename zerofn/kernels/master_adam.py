@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zerofn._compat.tensors import has_triton
-
 from . import native
-from .formulas import warn_without_triton
+from .formulas import triton_module, warn_without_triton
 from .fused_adam import can_masters, fused_update, fused_update_of_masters, scalars
 from .masters import LARGE, Master, master_of
 
@@ -101,25 +99,15 @@ def _launch(
     beta2, weight, one_minus_beta2, rate, spread, eps, keep, decay = scalars(step, lr, **numbers)
     given = beta2, weight, one_minus_beta2, rate, eps, keep, decay, spread
     # With no decay nothing is added: 0 * p would be NaN for an infinite parameter.
-    found = _triton().run(*columns, given, decoupled or not numbers["weight_decay"], norms)
+    found = triton_module("triton_masters").run(*columns, given, decoupled or not numbers["weight_decay"], norms)
     increment_version([y for x in columns[0] for y in (x.p, x.residual)] + [*columns[2], *columns[3]])
     return found
 
 
 @functools.cache
-def _triton() -> Any:
-    """`zerofn.kernels.triton_masters`, which needs triton; ``None`` if triton is not installed."""
-    if not has_triton():
-        return None
-    from . import triton_masters
-
-    return triton_masters
-
-
-@functools.cache
 def triton_kernel(decoupled: bool, grad: torch.dtype, device: int) -> bool:
     """Whether the Triton kernel runs on this device, and gives the bits of torch on the CPU; else a warning."""
-    if _triton() is None:
+    if triton_module("triton_masters") is None:
         return False
     try:
         same = all(_has_bits_of_torch(decoupled, grad, device, numel) for numel in (1 << 14, 1008))
