@@ -17,6 +17,7 @@ from transforms_table import ROWS, SAMPLE, row_params, smooth
 
 import zerofn as zf
 from zerofn.core.chain import as_transform  # inside: what a chain makes of what it is given
+from zerofn.extend import leaf_key, random_bits
 from zerofn.testing import assert_trees_close, assert_trees_equal, check_transform, random_like
 
 pytestmark = pytest.mark.long
@@ -149,6 +150,31 @@ def draws_by_itself(grad, param):
     return grad + torch.randn(grad.shape, generator=torch.Generator().manual_seed(0))
 
 
+def by_bits(grad, step, path, offset):
+    bits = random_bits(grad.numel(), seed=1, step=step, key=leaf_key(path), offset=offset)
+    return grad * (bits.view(grad.shape) % 7)
+
+
+@zf.leafwise(needs="element")
+def bits_of_elements(grad, param, *, step, path, offset):
+    return by_bits(grad, step, path, offset)
+
+
+@zf.leafwise(needs="row")
+def bits_of_rows(grad, param, *, step, path, offset):
+    return by_bits(grad, step, path, offset)
+
+
+@zf.leafwise
+def bits_of_leaves(grad, param, *, step, path, offset):
+    return by_bits(grad, step, path, offset)
+
+
+@zf.leafwise(needs="element")
+def bits_of_shards(grad, param, *, step, path):
+    return by_bits(grad, step, path, 0)
+
+
 @zf.leafwise(init=torch.randn_like)
 def begins_by_chance(grad, param, state):
     return grad + state, state
@@ -168,9 +194,10 @@ BROKEN.rows(
             (dead(), "nothing is tested"),
             (walks_memory(), "strides of a gradient"),
             (looks_at_others(), "looks_at_others(): the same arguments", "reads something beside its arguments"),
-            (draws(), "draws(): the same arguments", "draws of torch's generators", "random_bits(g.numel()"),
+            (draws(), "draws(): the same arguments", "draws of torch's generators", "random_bits(grad.numel()"),
             (draws_later(), "draws_later(): the same arguments", "draws of torch's generators"),
-            (draws_by_itself(), "draws_by_itself(): it draws no random numbers", "random_bits(g.numel()"),
+            (draws_by_itself(), "draws_by_itself(): it draws no random numbers", "random_bits(grad.numel()"),
+            (bits_of_shards(), "bits_of_shards() says needs='element'", "from its place"),
             (begins_by_chance(), "Two calls of `init` differ", "draws of torch's", "init=torch.zeros_like"),
             (zf.masked(zf.clip_by_value(1.0), lambda path: True), "at the top of a module"),
         ]
@@ -181,6 +208,11 @@ BROKEN.rows(
 @pytest.mark.parametrize("row", BROKEN)
 def test_conformance_check_finds_what_is_broken(row):
     row.check()
+
+
+@pytest.mark.parametrize("tx", [bits_of_elements(), bits_of_rows(), bits_of_leaves()])
+def test_random_bits_of_a_leafwise_function_are_those_of_the_place(tx):
+    check_transform(tx)
 
 
 def test_assertions_report_every_leaf():

@@ -25,7 +25,7 @@ from .tree import flatten, tree_map, unflatten
 
 P = ParamSpec("P")
 # The library passes these to a function that has them as keyword-only arguments without a default.
-STEP, PATH = "step", "path"
+STEP, PATH, OFFSET = "step", "path", "offset"
 WIDER = ": it would lose bits there"
 
 
@@ -66,9 +66,10 @@ def leafwise(
 
     Keyword-only arguments of the function become arguments of the transform. The argument `lr` of an optimizer is its
     learning rate. If the user passes a schedule, the function gets the schedule's number. `opt.param_groups` and the
-    metrics show the rate, and a `torch.optim.lr_scheduler` can set it. If `step` or `path` is a keyword-only argument
-    without a default, zerofn passes it: `step` is the number of earlier updates (a 0-d tensor in a compiled graph and
-    under `vmap`), and `path` is the leaf's path.
+    metrics show the rate, and a `torch.optim.lr_scheduler` can set it. If `step`, `path` or `offset` is a keyword-only
+    argument without a default, zerofn passes it: `step` is the number of earlier updates (a 0-d tensor in a compiled
+    graph and under `vmap`), `path` is the leaf's path, and `offset` is the place of the first element of `grad` in the
+    whole leaf, which `random_bits` needs.
 
     Args:
         function: of tensors of one leaf; left out if `leafwise` is a decorator with arguments.
@@ -83,7 +84,7 @@ def leafwise(
             place in the leaf. If leaves are sharded, one rank, the owner, gathers the leaf, updates it and keeps its
             state. `zf.save` saves this state for any number of ranks; `opt.state_dict()` has it on the owner only. With
             `"row"` the state of a sharded leaf has the shape of the rows or `(rows, k)`. With
-            `"element"` and without `path`, a GPU computes many leaves in one call if the function consists of
+            `"element"`, without `path` and `offset`, a GPU computes many leaves in one call if the function consists of
             arithmetic of its tensors.
 
     Raises:
@@ -212,7 +213,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
     tensor([-1.,  1.])
     """
     options = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    provided = frozenset(name for name in (STEP, PATH) if options.get(name) is inspect.Parameter.empty)
+    provided = frozenset(name for name in (STEP, PATH, OFFSET) if options.get(name) is inspect.Parameter.empty)
     options = {name: default for name, default in options.items() if name not in provided}
 
     @made_outside_of_graphs
@@ -225,7 +226,8 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
         for name, value in config.items():
             if value is inspect.Parameter.empty:
                 raise TypeError(f"{_name_of(function)}() needs {name}=; it has no default.")
-        made = _OnLeaves(function, init, optimizer, needs == "element" and PATH not in provided, config, provided)
+        of_lists = needs == "element" and not provided & {PATH, OFFSET}
+        made = _OnLeaves(function, init, optimizer, of_lists, config, provided)
         return Transform(
             made.name,
             needs=needs,
@@ -315,7 +317,8 @@ class _OnLeaves:
                     kept[path] = own
                 continue
             given = (g, p, kept[path]) if stateful else (g, p)
-            options = {**options, PATH: path} if PATH in self.provided else options
+            of_leaf = {PATH: path, OFFSET: ctx.offsets.get(path, 0)}
+            options = {**options, **{name: x for name, x in of_leaf.items() if name in self.provided}}
             returned = self.function(*given, **options) if stateful else (self.function(*given, **options), None)
             if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
                 wrong.append((path, reason))

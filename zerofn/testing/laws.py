@@ -482,8 +482,8 @@ def _piece(x: Tensor, leaf: Leaf, spans: Mapping[str, tuple[int, int]], needs: s
 
 # These are texts for transforms that draw random numbers.
 DRAWN = "draws of torch's generators depend on the number of ranks, and on whether a run was resumed"
-RANDOM_BITS = """random_bits(g.numel(), seed=seed, step=at.count, key=leaf_key(at.path), offset=at.offset)
-as in docs/writing-a-transform.md and in zerofn/transforms/add_noise.py"""
+RANDOM_BITS = """random_bits(grad.numel(), seed=seed, step=step, key=leaf_key(path), offset=offset)
+as in docs/writing-a-transform.md; in zerofn/transforms/add_noise.py for a transform that is not leafwise"""
 
 
 def check_transform(tx: Any, params: Tree = None) -> None:
