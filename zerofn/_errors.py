@@ -279,8 +279,8 @@ def users_line() -> int:
     """The `stacklevel` with which a warning given by the caller names a line of the user's.
 
     That is the first line outside of zerofn, of torch (whose decorators lie in between), and of the package that calls
-    this. Functions cannot be counted instead: `Checkpoints.load` calls `zf.load`, and a pipeline calls a transform's
-    `init_fn`.
+    `users_line`. A fixed `stacklevel` would name a wrong line, because the number of calls in between varies: the user
+    may call `zf.load`, or `Checkpoints.load`, which calls `zf.load`.
     """
     level, frame = 1, inspect.currentframe()
     frame = frame and frame.f_back

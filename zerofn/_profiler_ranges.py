@@ -28,7 +28,7 @@ class Listener(Protocol):
     def end(self) -> None: ...
 
     def moved(self, name: str, read: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-        """For the update range about to end: the states and parameters that it read and wrote, by owner."""
+        """Get what the update whose range is about to end read and wrote: `""` its state, `"params"` parameters."""
         ...
 
 
@@ -39,10 +39,12 @@ heard = _LISTENER.get
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Give `listener` the ranges of this thread inside: `begin(kind, name)` and `end()`, nested.
+    """Tell `listener` what this thread runs inside of the `with` block: `begin(kind, name)` and `end()` of each range.
 
-    Kinds are `"phase"` of a step, `"update"` and `"view"` of a transform, and `"wait"` for other ranks. Before an
-    update ends, `moved(name, read, written)` gets the states and parameters that it read and wrote, by owner.
+    A range is a phase of a step (kind `"phase"`), the update half or the view half of a transform (`"update"`,
+    `"view"`), or a wait for other ranks (`"wait"`). Ranges are nested. Before an `"update"` range ends,
+    `moved(name, read, written)` gets what the update read and wrote, as two dicts: `""` is the key of the tensors of
+    the transform's state, and `"params"` is the key of parameters.
     """
     token = _LISTENER.set(listener)
     try:

@@ -307,7 +307,8 @@ def layer_keep(theta: float = 0.5, gamma: float = 0.001) -> LayerKeep:
 
     Args:
         theta: in (0, 1].
-        gamma: speed of the decay, not negative; with 0 nothing is dropped. The paper takes 100 / steps of a run.
+        gamma: speed of the decay, not negative; with 0 nothing is dropped. The paper takes `100 / T` for a run of `T`
+            steps.
 
     Raises:
         ValueError: a number is out of range.

@@ -751,7 +751,10 @@ def from_deepspeed(
     | key | becomes |
     |---|---|
     | `gradient_accumulation_steps` | `accumulate(k)`; the three batch sizes are checked against each other |
-    | `zero_optimization.stage` 0, 1, 2, 3 | `all_reduce`, `reduce_scatter` after or before `accumulate`, `shard` |
+    | `zero_optimization.stage: 0` | `all_reduce`, after `accumulate` |
+    | `zero_optimization.stage: 1` | `reduce_scatter`, after `accumulate` |
+    | `zero_optimization.stage: 2` | `reduce_scatter`, before `accumulate` |
+    | `zero_optimization.stage: 3` | `shard`, before `accumulate` |
     | `offload_optimizer` | `offload(optimizer)` |
     | `fp16`, `bf16`, `communication_data_type`, `data_types.grad_accum_dtype` | `precision`, `scale_loss` |
     | `bf16_master_weights_and_grads`, `fp16_master_weights_and_grads` | `precision(store_dtype=...)` |

@@ -536,10 +536,12 @@ def profile(target: Optimizer | Callable[..., Any], steps: Iterable[int] | None 
     `transforms`     seconds in each transform's update, without those of transforms inside of it.
     `read`           bytes of state that each transform's update reads; `"params"`: the parameters that an optimizer
                      reads.
-    `written`        bytes of state and parameters that it writes. Both count this rank's leaves with a gradient.
+    `written`        bytes of state and parameters that each transform's update writes. Like `read`, it counts only
+                     leaves of this rank that have a gradient.
     `sent`           bytes that this rank sends, by collective, counted as for a ring.
     `calls`          number of collectives.
-    `waited`         seconds that this rank waits for them. On a GPU, those in forward and update only.
+    `waited`         seconds that this rank waits for other ranks, by collective. On a GPU, waits in backward are not
+                     counted.
     ===============  ================================================================================================
 
     A number that was not measured, such as the seconds of a backward that did not run, is not there.

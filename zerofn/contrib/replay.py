@@ -118,7 +118,7 @@ def record(step: Callable[..., tuple[State, Any]], last: int = 8) -> Record:
 
     Args:
         step: from `zf.make_step`.
-        last: how many steps to keep. Each takes the memory of a state and a batch.
+        last: how many steps to keep. Each kept step takes the memory of a state and a batch.
 
     Returns:
         A function like `step`. Its `trouble()` runs the kept steps again, and returns the first `Difference`: step,

@@ -176,7 +176,7 @@ def weight_of(weight: Any) -> Tensor:
 
 
 def no_weight(weight: Any) -> ValueError:
-    """The error for a weight that is not such a number."""
+    """The error for a weight of a micro-batch that is not one finite, non-negative number."""
     return ValueError(
         explain(
             f"weight={weight!r}",
@@ -266,7 +266,7 @@ def floats(metrics: Mapping[str, Any]) -> dict[str, float]:
         The same names with floats; a bool becomes 0.0 or 1.0.
 
     Raises:
-        TypeError: one is no number, such as a whole batch of them under `vmap`; it is named.
+        TypeError: a metric is no number, for example a batch of numbers from `vmap`. The message names the metric.
 
     Examples:
         >>> import torch, zerofn as zf

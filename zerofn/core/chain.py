@@ -150,8 +150,8 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
     """Give each leaf to the transform of its label.
 
     Args:
-        transforms: a dict from label to transform, or chain. `None` does not change the leaves of this label. Among
-            optimizers `None` freezes these leaves. Among transforms of gradients it passes their gradients on
+        transforms: a dict from label to a transform or a chain. If the others are optimizers, `None` freezes the leaves
+            of its label. If the others are transforms of gradients, `None` leaves the gradients of these leaves
             unchanged.
         labels: a function `path -> label`, or a tree of labels that may stop above the leaves. A label is hashable: a
             str, a number, a member of an Enum, a tuple of these, or `None`. Names of metrics and states contain
@@ -160,7 +160,8 @@ def partition(transforms: Mapping[str, Transform | None], labels: Any) -> Transf
     Raises:
         ValueError: a label has no transform (every such leaf is named), optimizers are mixed with others, or two labels
             have the same text.
-        TypeError: a label does not hash, or has no text but its address.
+        TypeError: a label cannot be hashed, or `str(label)` contains the label's address in memory, which differs
+            between processes.
 
     Examples:
         >>> import torch, zerofn as zf

@@ -454,7 +454,10 @@ def _merge(into: TransformState, own: TransformState, old: TransformState) -> No
 
 
 def buckets(leaves: Leaves) -> list[list[str]]:
-    """Paths in their order, in buckets of about `BUCKET_BYTES` each, on a GPU of `DEVICE_BUCKET_BYTES` or an eighth."""
+    """Paths in their order, in buckets of about 4 MiB of parameters each.
+
+    On a GPU a bucket has about 256 MiB, or an eighth of all parameters if that is more.
+    """
     # Not `nbytes`, which the compiler does not trace with dynamic shapes.
     sizes = {path: x.numel() * x.element_size() for path, x in leaves.items()}
     on_gpu = any(x.is_cuda for x in leaves.values())

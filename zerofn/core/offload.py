@@ -224,9 +224,11 @@ class Conveyor:
     """The copies of one transform's state in one step.
 
     Args:
-        state: of the transform.
-        params: its leaves, in the order in which they are updated, or in the opposite one, as in backward.
-        ctx: of the step. Where it is recorded nothing is prefetched, and each copy is a plain `Tensor.to`.
+        state: the state of the transform.
+        params: the leaves of the transform, in the order in which they are updated, or in the reverse order, as in
+            backward.
+        ctx: the context of the step. If autograd or torch.func records the step (`ctx.recorded`), nothing is
+            prefetched, and each copy is a plain `Tensor.to`.
     """
 
     def __init__(self, state: TransformState, params: Leaves, ctx: Context):
@@ -247,7 +249,10 @@ class Conveyor:
 
     @staticmethod
     def guarded(inner: Transform) -> Transform:
-        """`inner` with the guard that copies results which share memory. Behind a conveyor it would copy once more."""
+        """`inner` with the guard that copies results which share memory, if `inner` has to be guarded.
+
+        The guard belongs inside of the conveyor: around the conveyor it would copy once more.
+        """
         return guard(inner, 1, True) if inner.facts.keeps else inner
 
     @staticmethod
@@ -271,7 +276,10 @@ class Conveyor:
         return over(state)
 
     def bring(self, state: TransformState, paths: Collection[str]) -> TransformState:
-        """The state with that of some leaves on their parameters' devices; that of the next leaves is prefetched."""
+        """The state, in which the tensors of the leaves `paths` are on the devices of their parameters.
+
+        `bring` also begins to copy the tensors of the bucket of leaves that is updated next.
+        """
         needed = dict.fromkeys(self.of_all)
         for path in paths:
             needed.update(dict.fromkeys(self.of_leaf.get(path, ())))
@@ -298,7 +306,7 @@ class Conveyor:
         return x.to(device) if isinstance(x, Tensor) and device is not None and x.ndim else x
 
     def take_back(self, new: TransformState, homes: TransformState, ctx: Context) -> TransformState:
-        """The new state where the old one lives; in the same memory when donated."""
+        """The new state, on the device of the old one. If the step donates the old state, it is in the same memory."""
         touched: dict[int, Bucket] = {}
 
         def back(x: Any, old: Any) -> Any:

@@ -225,10 +225,10 @@ class State:
 
     @contextmanager
     def given_away(self, written: Collection[str]) -> Iterator[None]:
-        """Mark that the memory of this state belongs to the next one, unless the body raises before it writes.
+        """Mark that the memory of this state belongs to the next one, unless the `with` block raises before it writes.
 
         Args:
-            written: what the body has begun to write (`Context.written`).
+            written: `Context.written` of the step in the `with` block. It is empty until the step begins to write.
         """
         mark(self.micro_step, Fate.DONATED)
         try:

@@ -24,19 +24,23 @@ class Entry:
     """One tensor of a state.
 
     Attributes:
-        owner: the transform, `"params"`, or `""` for the counters of the state itself.
-        slot: its name in the owner's state, for instance `"exp_avg"`.
-        path: the leaf to which it belongs, or `""`; a tree that is one tensor has a leaf of that path too.
+        owner: the name of the transform whose state has the tensor, `"params"`, or `""` for the counters of the state
+            itself.
+        slot: the tensor's name in the owner's state, for instance `"exp_avg"`.
+        path: the leaf to which the tensor belongs, or `""`. A tree that is one tensor has a leaf of path `""` too, so
+            see `of_leaf`.
         value: this process's tensor.
         shape: the full shape over all ranks.
-        offset: flat index in the full tensor of this process's first element; `None` if it has all of it.
-        of_leaf: whether it belongs to a leaf.
-        at_owner: whether only the owner of the leaf has it, in full.
-        elsewhere: whether that owner is another rank.
-        within: how the model itself has sharded the leaf, if it has; then elements are counted box by box.
+        offset: flat index in the full tensor of this process's first element; `None` if this process has the full
+            tensor.
+        of_leaf: whether the tensor belongs to a leaf.
+        at_owner: whether one rank, the owner of the leaf, has the full tensor, and the other ranks have nothing of it.
+        elsewhere: whether the tensor is on another rank, the owner of the leaf (see `at_owner`).
+        within: how the model itself has sharded the leaf, or `None` if it has not. `offset` then counts the elements
+            of one rank's shard after those of another rank's.
         below: keys in the leaf's own tree, if its state is a tree, with slashes between them.
-        of_part: whether its layout over ranks is unknown: then it loads on the same number of ranks only. A first state
-            has none such.
+        of_part: whether zerofn does not know how the tensor is laid out over ranks. A checkpoint of such a tensor loads
+            on the same number of ranks only. The state that `init` makes has no such tensor.
     """
 
     owner: str

@@ -171,8 +171,8 @@ class Wire(Protocol):
             mine: from `send`, whose work handle has been waited for.
             leaves: what is in it.
             numels: as `pack` got them.
-            given: for each leaf, whether this rank has packed a gradient. Then there is one, and nothing has to be read
-                from the device.
+            given: for each leaf, whether this rank has packed a gradient. If it has packed one for every leaf, the
+                gradients of other ranks decide nothing, and the host reads nothing from the device.
         """
         ...
 
@@ -200,25 +200,28 @@ class View:
         changes: whether the view changes a leaf; other leaves are stored as they are seen. A view with a wire changes
             all leaves.
         wire: how leaves travel between ranks, if they do; the three functions above are then the wire's.
-        model_wire: the wire by which the model gets its parameters, if that is another one: it may round them. Whoever
-            else asks for whole parameters gets them by `wire`.
+        model_wire: the wire by which the model gets its parameters, if that is not `wire`. It may round them.
+            Full parameters for anything but the model, such as checkpoints, come by `wire`.
         corrects: a function `(given, gradients, state, ctx) -> (gradients, state)` of the transform, which runs in
             front of a reduction that is made once a window. `given` returns the leaf that the wire cuts.
-        resident: whether its result stays in an attached model between steps, and is made once after an update.
-        dtypes: of a view that only casts.
-        name: of its transform, for profilers.
-        given: returns the leaf on the model's side: all of it, or the shard that a view before this one leaves.
+        resident: whether the seen tensors stay in an attached model between steps, and are made once after an update.
+        dtypes: the dtypes to which the view casts, if casting is all that it does; `None` for other views.
+        name: the name of the view's transform, for profilers.
+        given: maps the `Leaf` of the full parameter to the `Leaf` that this view gets from the model's side. That is
+            the full parameter, or its shard if an earlier view in the chain shards it.
         factor: the factor that multiplies cotangents where they enter the model (at its outputs) and divides them where
             they leave it (at its inputs and parameters), as a function of the transform's state: a 0-d tensor in fp32
-            on the CPU, neither zero nor infinite. Factors of several views are multiplied. It must be a number: only a
-            number commutes with the derivative of every model, so that gradients outside are true, to any order.
+            on the CPU, neither zero nor infinite. Factors of several views are multiplied. The factor must be a number,
+            because only a number commutes with the derivative of every model. So no gradient that leaves the model
+            contains the factor, whatever the order of the derivative.
         reads: whether `view` and `pull` take the transform's state from before the step as a third argument. `store`
             does not, since stored parameters exist before any state. Derivatives take the state for a constant: make
             a learned number a parameter.
-        update: the update half of the transform, in the place of its `update_fn`: one that sends by a group of ranks
-            which `view_fn` has opened.
-        around: of a view that stores less of a parameter than is updated: a function `(optimizer, paths) -> optimizer`
-            that makes of the optimizer of some leaves one that keeps the rest in its state.
+        update: a function that zerofn calls in place of the transform's `update_fn`. An update that sends tensors over
+            ranks needs it, because only `view_fn` gets the group of ranks.
+        around: a function `(optimizer, paths) -> optimizer`, for a view that stores fewer bits of a parameter than the
+            optimizer updates (`precision(store_dtype="bf16+8")`). The optimizer that it returns keeps the other bits of
+            the leaves `paths` in its state.
         traceable: whether a compiler can make a graph of the wire: `unpack` then returns a gradient for every leaf,
             since a graph cannot branch on a number.
     """
@@ -330,7 +333,7 @@ ViewOf = Callable[[Layout, Ranks], View | None]
 
 
 def no_view(layout: Layout, ranks: Ranks) -> View | None:
-    """The view half of a transform that has none."""
+    """The `view_fn` of a transform without a view half; returns `None`."""
     return None
 
 

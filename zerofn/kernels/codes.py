@@ -61,8 +61,8 @@ class Draws:
     Attributes:
         seed: an int of 64 bits.
         step: the number of an update, a 0-d int64 tensor.
-        key: of the leaf, from `leaf_key`.
-        offset: the global index of its first element here.
+        key: the key of the leaf, from `leaf_key`.
+        offset: the index, in the full leaf, of the first element that this rank has.
     """
 
     seed: int
@@ -76,7 +76,10 @@ class Draws:
         return random_bits(high - low, offset=self.offset + low, **how)
 
     def of_one_key(self, numel: int) -> bool:
-        """Whether all of so many elements have one key: another begins after 2**32 elements."""
+        """Whether the first `numel` elements of this leaf on this rank draw with one random key.
+
+        The key changes after every 2**32 elements of the full leaf.
+        """
         return concrete(self.step) and self.offset >> 32 == (self.offset + numel - 1) >> 32
 
 
@@ -84,8 +87,8 @@ class Draws:
 class BlockDraws:
     """Random bits for numbers that have no step and no place: they follow from the numbers of the block, and a seed.
 
-    So the codes of a block are a function of the block alone. Another bit in one number of it gives other random bits
-    for all of them. Blocks that are equal, bit for bit, are rounded equally.
+    So the codes of a block are a function of the block alone. If one bit of one number in a block changes, all numbers
+    of the block get other random bits. Blocks that are equal, bit for bit, are rounded equally.
 
     Attributes:
         seed: an int of 64 bits.
@@ -111,8 +114,10 @@ class Codes:
         block: numbers of a row that share a scale.
         code: `"companded"`, by two functions, or `"dynamic"`, by `dynamic_map`: small magnitudes get more codes than
             large ones; or `"linear"`: codes are evenly spaced.
-        signed: whether a block without a negative number gets the codes of one with. Then every number may become zero,
-            and stochastic rounding is right on average for all of them.
+        signed: whether a block without a negative number gets codes for both signs, as a block with negative numbers
+            always does. With `signed=True` every number may be rounded to zero, and stochastic rounding is right on
+            average for every number. With `signed=False` a positive number in a block without a negative number is
+            never rounded to zero.
 
     Examples:
         >>> codes, scales = Codes(8, 4).encode(torch.tensor([[-0.5, 0.25, 0.0, 1.0, 3.0]]))
@@ -152,12 +157,14 @@ class Codes:
 
         Args:
             x: of a floating-point dtype.
-            draws: by which numbers are rounded up or down at random, right on average; by default they are rounded to
-                the nearest code. A number that has a code gets this code.
+            draws: the random bits of stochastic rounding, which rounds each number up or down at random, right on
+                average. By default each number is rounded to the nearest code. A number that a code represents
+                exactly always gets this code.
 
         Returns:
-            Codes, uint8: of 8 bits in the shape of `x`, of 4 bits `(x.shape[0], half a row)`. Scales in the dtype of
-            `x`, `(x.shape[0], blocks in a row)`.
+            `(codes, scales)`. Codes are uint8: 8-bit codes have the shape of `x`, and 4-bit codes, two in a byte, have
+            the shape `(x.shape[0], bytes in a row)`. Scales have the dtype of `x` and the shape
+            `(x.shape[0], blocks in a row)`.
         """
         row = prod(x.shape[1:])
         rows = x.reshape(x.shape[0], row)
@@ -188,7 +195,7 @@ class Codes:
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(tuple(shape)).contiguous()
 
     def encode_each(self, xs: Sequence[Tensor], draws: Sequence[Draws | None]) -> list[tuple[Tensor, Tensor]]:
-        """`encode` of each tensor: on a GPU in one call of all whose rows are of one length."""
+        """Encode each tensor. On a GPU one call encodes all tensors whose rows have the same length."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for places in _alike([x.shape for x in xs], xs):
             several = [draws[i] for i in places]
@@ -212,7 +219,7 @@ class Codes:
     def decode_each(
         self, codes: Sequence[Tensor], scales: Sequence[Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[Tensor]:
-        """`decode` of each pair: on a GPU in one call of all whose rows are of one length."""
+        """Decode each pair of codes and scales. On a GPU one call decodes all pairs whose rows have the same length."""
         found: dict[int, Tensor] = {}
         for places in _alike(shapes, scales):
             if len(places) == 1:

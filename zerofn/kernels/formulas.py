@@ -30,10 +30,11 @@ _DTYPE = attrgetter("dtype")
 
 
 def once(*numbers: Any) -> tuple[Any, ...]:
-    """The same numbers; in a graph as tensors in memory, which are computed once.
+    """The same numbers; in a compiled graph they are tensors in memory, which are computed once.
 
-    Otherwise the compiler inlines the computation of a small tensor into the loop over elements that uses it: with the
-    two powers of a bias correction in the loop, AdamW takes three times as long. It does not inline through a stack.
+    Without `once` the compiler inlines the computation of a small tensor into the loop over elements that uses it. With
+    the two powers of a bias correction in that loop, AdamW takes three times as long. `once` passes the tensors through
+    `torch.stack`, because the compiler does not inline what is stacked.
     """
     if not torch.compiler.is_compiling():
         return numbers
@@ -156,8 +157,9 @@ def towards(x: Tensor, y: Tensor, weight: Any, out: Tensor | None = None) -> Ten
 def moment_root(x: Tensor) -> Tensor:
     """The root of a second moment, to which the caller adds an epsilon; at least 1e-19 if derivatives may be asked for.
 
-    As `root`, with a third of the operations: a value below the smallest normal number, 1.2e-38, counts as that number
-    and has no derivative. An epsilon from 1e-10 hides that root. In float64, where it is 1.5e-154, any epsilon does.
+    `moment_root` takes a third of the operations of `root`. A value below the smallest normal number of its dtype
+    counts as that number, and its derivative is 0. The root of that number is 1e-19 in float32, which changes no digit
+    of an epsilon of 1e-10 or more. In float64 the root is 1.5e-154, too small beside any epsilon.
 
     Examples:
         >>> torch.func.grad(lambda x: moment_root(x * x) + 1e-8)(torch.tensor(0.0))
@@ -864,11 +866,12 @@ def _columns(columns: Sequence[Sequence[Any]], batch: list[int]) -> list[Any]:
 
 
 def over_leaves(function: Callable[..., Any], *columns: Mapping[str, Any]) -> dict[str, Tensor]:
-    """`function` of each leaf, by path: of many leaves at once on a GPU.
+    """Call `function` on each leaf, and return the results by path. On a GPU one call takes many leaves.
 
     Args:
-        function: of one value from each column, element by element; it may write the first one with `out=`.
-        columns: tensors, or other values, by path; the paths are those of the first column.
+        function: takes one value from each column, and computes element by element. It may write the first value with
+            `out=`.
+        columns: dicts from path to a tensor or another value; the paths are those of the first column.
 
     Examples:
         >>> over_leaves(lambda x, y: x + 2 * y, {"w": torch.ones(1)}, {"w": torch.ones(1), "v": torch.ones(1)})
@@ -911,11 +914,11 @@ def results(function: Callable[..., Any], *columns: Mapping[str, Any]) -> Iterat
 
 
 def sums_over_leaves(function: Callable[..., Sequence[Any]], *columns: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Sums over the elements of each leaf, (sums,) in float64, by path: of many leaves at once on a GPU.
+    """Sums over the elements of each leaf: by path, a float64 tensor of shape (sums,). On a GPU one call takes many.
 
     Args:
-        function: of one value from each column; a list of sums, numbers or 0-d tensors.
-        columns: as of `over_leaves`.
+        function: takes one value from each column, and returns a list of sums, which are numbers or 0-d tensors.
+        columns: dicts from path to a tensor or another value; the paths are those of the first column.
 
     Examples:
         >>> sums_over_leaves(lambda x: [x.sum(), x.square().sum()], {"w": torch.tensor([1.0, 2.0])})
@@ -941,12 +944,13 @@ def sums_over_leaves(function: Callable[..., Sequence[Any]], *columns: Mapping[s
 
 
 def at_once(function: Callable[..., Sequence[Any]], *numbers: Any) -> list[Any]:
-    """The results of `function`, arithmetic of 0-d tensors or of tensors of one shape: on a GPU in one launch.
+    """Call `function`, which does arithmetic on 0-d tensors or on tensors of one shape. On a GPU it takes one launch.
 
     Args:
-        function: returns a list of tensors. It computes with operators, `torch.where` and methods; a bool is the
-            second factor of a product. Two results are two tensors if one is a `clone()` of the other.
-        numbers: tensors; anything else as it is.
+        function: takes `numbers`, and returns a list of tensors. It computes with operators, `torch.where` and the
+            methods of tensors. In a product with a bool tensor, write the bool tensor second: `x * due`. To return one
+            value twice, as two tensors, return `x` and `x.clone()`.
+        numbers: the arguments of `function`. On a GPU `function` gets each tensor as a `TensorList` of one tensor.
 
     Examples:
         >>> at_once(lambda n, due: [(n + 1) * due, torch.where(due, n, 0)], torch.tensor(2), torch.tensor(True))
@@ -965,9 +969,11 @@ def at_once(function: Callable[..., Sequence[Any]], *numbers: Any) -> list[Any]:
 
 
 def in_batches(*columns: Sequence[Tensor]) -> Iterator[Sequence[Any]]:
-    """Rows for a kernel that writes in place: on a GPU each a batch, a `TensorList` of each column; else a leaf.
+    """Iterate over leaves, for a kernel that writes in place.
 
-    What is written into the lists of a batch is computed at once, when the next one is asked for.
+    Each item is a row: one entry of each column. On a GPU a row has the leaves of a batch, and its entries are
+    `TensorList`s; elsewhere it has one leaf, and its entries are tensors. What your loop writes into the lists of a row
+    is computed when the loop asks for the next row.
 
     Examples:
         >>> for p, g in in_batches([torch.ones(1)], [torch.ones(1)]):
@@ -1007,14 +1013,16 @@ TILE = 64
 
 
 def on_stacks(function: Callable[[Tensor], Tensor], factor: Callable[[torch.Size], Any], x: Any) -> Any:
-    """`function` of matrices times a factor; of a `TensorList` in one call for many matrices.
+    """Call `function` on matrices, and multiply its result by a factor. For a `TensorList` a call takes many matrices.
 
     Args:
-        function: of matrices, (..., rows, columns), which keeps the shape. Of transposed matrices it is the transpose;
-            and further columns of zeros stay zeros, and the others what they are but for the order of sums.
-        factor: of the shape of a tensor.
-        x: the argument of a formula. Tensors of one shape are stacked along a new axis, with those whose transposed
-            matrices have it, and with small matrices of as many rows, which get columns of zeros.
+        function: maps matrices (..., rows, columns) to matrices of the same shape. If its argument is transposed, its
+            result must be transposed too. If columns of zeros are appended to its argument, they must be zeros in its
+            result, and the other columns may change only by the order of sums.
+        factor: maps the shape of a tensor to a number.
+        x: the argument of a formula: a tensor or a `TensorList`. In a list, the tensors of one shape make one stack.
+            Tensors whose transpose has this shape join the stack. Small matrices with the same number of rows also
+            join it, with columns of zeros appended.
 
     Examples:
         >>> on_stacks(lambda x: x / x.norm(), lambda shape: 2.0, torch.ones(1, 1))

@@ -82,7 +82,9 @@ def master_of(p: Tensor, residual: Tensor, room: Room | None = None) -> Tensor:
 
 
 def bf16_of_master(p: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The bf16 tensor of a master `x`, fp32, in the place of the old one. Derivatives pass as through a cast.
+    """The new bf16 tensor of a parameter, from its fp32 master `x`. Derivatives pass as through a cast.
+
+    `p` is the old bf16 tensor of the parameter. The result is a new tensor, or is written into `out`.
 
     Examples:
         >>> x = torch.tensor([1.0, 1.0 + 2**-15, 1.0 + 3 * 2**-9, torch.inf])
@@ -101,7 +103,9 @@ def bf16_of_master(p: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor
 
 
 def residual_of_master(residual: Tensor, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The residual, int8, of a master `x`, fp32, in the place of the old one.
+    """The new int8 residual of a parameter, from its fp32 master `x`.
+
+    `residual` is the old residual of the parameter. The result is a new tensor, or is written into `out`.
 
     Examples:
         >>> x = torch.tensor([1.0, 1.0 + 2**-15, 1.0 + 3 * 2**-9, torch.inf])
@@ -118,10 +122,11 @@ def residual_of_master(residual: Tensor, x: Tensor, *, out: Tensor | None = None
 
 
 def together(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Paths whose tensors are handled by one call of each operation, laid one behind the other.
+    """Groups of paths: one call of each operation handles the tensors of a group, laid one behind the other.
 
-    On a GPU a launch, and on a CPU a call, takes longer than many small leaves. Large ones on a CPU are one call each,
-    of C. So are those that are not contiguous: an optimizer's state has their strides.
+    Grouping saves time because a kernel launch on a GPU, or a call of an operation on a CPU, takes longer than the
+    arithmetic on many small tensors. A group of its own is each large tensor on a CPU, which one call of C handles, and
+    each tensor that is not contiguous.
     """
     found: dict[Any, list[str]] = {}
     for path, x in tensors.items():
@@ -141,7 +146,7 @@ def laid_out(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def taken_apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a flat tensor in the shapes of those that it was laid out of.
+    """Split a flat tensor, made by `laid_out`, into views with the shapes of the tensors `like`.
 
     Examples:
         >>> taken_apart(torch.arange(4), [torch.zeros(2), torch.ones(1, 2)])
@@ -151,9 +156,9 @@ def taken_apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Room:
-    """Memory on the CPU for the masters of a bucket, which those of the next one take after it.
+    """Memory on the CPU for the fp32 masters of a bucket. The masters of the next bucket use the same memory.
 
-    New memory costs more than the update: the system fills each page with zeros when it is first written.
+    New memory would cost more time than the update: the system fills each page with zeros when it is first written.
     """
 
     def __init__(self) -> None:
@@ -161,12 +166,12 @@ class Room:
         self.elements = self.taken = 0
 
     def emptied(self, elements: int) -> Room:
-        """The room without tensors, for so many elements."""
+        """Begin a bucket whose masters have `elements` numbers in all, and return this room."""
         self.elements, self.taken = elements, 0
         return self
 
     def of(self, shape: torch.Size) -> Tensor:
-        """A tensor in it."""
+        """A tensor of this shape in the memory, behind the tensors that the bucket has there already."""
         if not self.taken and len(self.flat) < self.elements:
             self.flat = torch.empty(self.elements, dtype=torch.float32)
         begin, self.taken = self.taken, self.taken + shape.numel()

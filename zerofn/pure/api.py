@@ -437,9 +437,9 @@ def update(
         state: its state, which is not written.
         weight: of this micro-batch, for `accumulate(weighted=True)`. Not under `torch.func.vmap` on several ranks.
         create_graph: whether autograd records the update, so that the new state is a function of gradients, state and
-            rates. By default it does if a gradient or a tensor of the state requires grad. If only a learning rate
-            requires grad (or a weight, another number of a transform, a schedule's result), you must pass it: `True`
-            keeps the graph from step to step, `False` treats the number as a constant.
+            rates. By default it does if a gradient or a tensor of the state requires grad. If only a number requires
+            grad (a learning rate, a schedule's result, a weight), you must pass `create_graph`: `True` keeps the graph
+            from step to step, `False` treats the number as a constant.
         given: by keyword, the numbers that a transform wants: `loss=` for `scale_by_polyak`.
 
     Returns:
@@ -449,8 +449,8 @@ def update(
         `grad_norm` is 0, and `lr` is the learning rate of the next update.
 
     Raises:
-        RuntimeError: a derivative through a transform that has none on several ranks; only a number requires grad, and
-            `create_graph` is not given.
+        RuntimeError: on several ranks, a step is differentiated through a transform that has no derivative there; or
+            only a number requires grad, and `create_graph` is not given.
         TypeError: no transform wants a number of that name.
         ValueError: gradients of another structure, shape or dtype, every bad leaf named; a state of meta tensors. In a
             state's first update: gradients that should be averaged and differ between ranks. Under `torch.func.vmap` on
@@ -465,13 +465,13 @@ def update(
         ({'w': tensor([0.5000])}, True)
 
     Notes:
-        torch.func differentiates an update, to any order, and maps it over batches: by gradients, state, rates and
-        other numbers that are tensors. Derivatives are those of the formula in the optimizer's docstring, which is then
-        computed instead of a fused kernel; each optimizer says how close the two are. The new parameters of a step that
-        only accumulates or is skipped depend on the old state only. On several ranks the derivatives are those of the
-        mean over ranks of what each rank computes from the new state with `zf.bind` or `zf.full_params`. By learning
-        rates and by the first parameters every rank gets the full derivative. By the state every rank gets its shard of
-        the derivative.
+        torch.func differentiates an update, to any order, with respect to gradients, state, rates and other numbers
+        that are tensors, and maps it over batches. Derivatives are those of the formula in the optimizer's docstring,
+        which is then computed instead of a fused kernel; each optimizer says how close the two are. The new parameters
+        of a step that only accumulates or is skipped depend on the old state only. On several ranks the derivatives are
+        those of the mean over ranks of what each rank computes from the new state with `zf.bind` or `zf.full_params`.
+        Every rank gets the full derivative with respect to learning rates and to the parameters that `zf.init` was
+        given. Of the derivative with respect to a sharded state, every rank gets its shard.
     """
     pipe = pipe_of(tx, state, "zf.update")
     state.check_data("zf.update")

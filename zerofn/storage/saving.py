@@ -447,11 +447,11 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
     What a checkpoint has, and what you must keep yourself:
 
     =====================================  ===========================================================
-    of a state                             parameters, the states of all transforms, counters
-    of `opt`, besides (in no state)        persistent buffers of the module, such as BatchNorm's running
+    saved from a state and from `opt`      parameters, the states of all transforms, counters
+    saved from `opt` only                  persistent buffers of the module, such as BatchNorm's running
                                            means; learning rates of `param_groups`, as a scheduler of
                                            torch.optim has set them
-    never                                  the scheduler's own `state_dict()`, random number generators, the
+    never saved                            the scheduler's own `state_dict()`, random number generators, the
                                            place in the data, gradients, `get_extra_state` of modules
     =====================================  ===========================================================
 
@@ -461,13 +461,15 @@ def save(directory: str | os.PathLike, state: State | Optimizer, *, wait: bool =
     Raises:
         ValueError: `directory` is "".
         TypeError: `state` is no state, or has a value that is neither a tensor nor a plain number or text.
-        RuntimeError: `opt` makes a step meanwhile, in another thread, or with `in_backward=True` has begun one that
-            `opt.step()` has not closed; or something writes into the state, such as a step with `donate=True`. An old
+        RuntimeError: while `save` runs, another thread makes a step of `opt`, or writes into the state, as a step with
+            `donate=True` does. An old checkpoint stays.
+        RuntimeError: with `in_backward=True`, a backward has begun a step, and `opt.step()` has not ended it. An old
             checkpoint stays.
         OSError: the disk is full or the directory cannot be written. Nothing is lost.
-        RuntimeError: only some ranks call it (`if rank == 0: zf.save(...)`), or some make another call. The others wait
-            for a late rank as long as they see it compute; for one that does not, they wait 25 seconds (set
-            ZEROFN_TOGETHER_TIMEOUT in the environment to change this). Nothing is written.
+        RuntimeError: only some ranks call `save` (`if rank == 0: zf.save(...)`), or some ranks make another call.
+            Nothing is written. The ranks that call `save` wait for a late rank as long as they see it compute,
+            and 25 seconds for a rank that does not compute (set ZEROFN_TOGETHER_TIMEOUT in the environment to change
+            this).
 
     Examples:
         >>> import tempfile, torch, zerofn as zf

@@ -500,7 +500,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         params: a tree of tensors as for `zf.init`, or a module as for `zf.attach`. They may be meta tensors:
             `with torch.device("meta"): model = Model()`.
         world_size: the number of ranks.
-        rank: the rank whose shards are shown. The first rank has the most.
+        rank: the rank whose shards are shown. No rank has larger shards than the first rank.
 
     Raises:
         ValueError: there is no such rank or world, or a transform's first state depends on the parameters' numbers.

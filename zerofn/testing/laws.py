@@ -500,13 +500,16 @@ def check_transform(tx: Any, params: Tree = None) -> None:
     * `donate=True` gives the bits of `donate=False`, in metrics too. `vmap` over stacked states is a loop over states.
     * In an attached model a transform after the optimizer gets the same old and new parameters as in a step.
     * A held or skipped step changes nothing but its transform's counters.
-    * With `needs="element"` or `needs="number"`, flat pieces of leaves, cut anywhere, are updated as in full leaves;
-      with `needs="row"`, some rows are.
-    * Gradients after it have the dtype and placement that its `through` and its view say.
-    * It does what its `Facts` say: it holds the declared number of micro-steps, returns parameters, reports its
-        metrics, and uses what is set.
-    * A view without a wire writes no argument, is the identity after its `store`, has its transpose as `pull` if it is
-      linear, treats pieces as in full leaves if it says so, and communicates with no other rank.
+    * With `needs="element"` or `needs="number"`, flat pieces of leaves, cut anywhere, are updated as in full leaves.
+      With `needs="row"`, some rows of a leaf are updated as in the full leaf.
+    * The gradients that it returns have the dtype and placement that its `through` and its view say.
+    * It does what its `Facts` say: it holds the declared number of micro-steps, returns parameters, and reports its
+      metrics. If it declares hyperparameters that users may set (`rate`, `settable`), it uses the numbers they set.
+    * A view without a wire writes into none of its arguments, and communicates with no other rank.
+    * In a view without a wire, `store` then `view` gives back what the model sees. If `view` is linear, `pull` is its
+      transpose.
+    * With `needs="element"` or `needs="number"`, a view without a wire maps flat pieces of leaves as in full leaves.
+      With `needs="row"`, it maps some rows of a leaf as in the full leaf.
 
     A transform of another library is not asked for `vmap`, meta tensors, missing gradients or pickling.
 
@@ -530,9 +533,9 @@ def check_transform(tx: Any, params: Tree = None) -> None:
         ...
 
     Notes:
-        Pieces and full leaves are compared within two units in the last place of a number as large as the gradients,
-        for each step: some of torch's kernels (fused Adam, `add` with `alpha` in 16 bits, `sigmoid`, `pow`) round the
-        last elements of a tensor differently.
+        Results for pieces may differ from those for full leaves. For each step the check allows two units in the last
+        place of a number as large as the gradients, because some of torch's kernels (fused Adam, `add` with `alpha` in
+        16 bits, `sigmoid`, `pow`) round the last elements of a tensor differently.
     """
     tx = as_transform(tx)
     case = Case(tx, completed(tx), sample_params() if params is None else params)

@@ -46,10 +46,11 @@ def adafactor(
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update). It is
-            the size of an update as a part of that of the leaf.
-        beta2_decay: exponent of the share of the last gradient, in [-1, 0).
-        eps: least root of a second moment, by default the dtype's `eps`; and least size of a leaf that counts.
-        d: largest root mean square of `u`, which is clipped to it; at least 1.
+            the limit of the root mean square of an update divided by that of the leaf.
+        beta2_decay: exponent in `s = t^beta2_decay`, the weight of the last gradient in `r`, `c` and `v`; in [-1, 0).
+        eps: a pair `(eps1, eps2)`. `eps1` is the least root of a second moment, by default the `eps` of the dtype.
+            `eps2` takes the place of `rms(p)` in the update if `rms(p)` is smaller.
+        d: the largest root mean square of `u`: a larger `u` is scaled down to it. At least 1.
         weight_decay: decoupled from the gradient, multiplied by `lr`.
 
     Raises:

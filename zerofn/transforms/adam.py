@@ -73,18 +73,18 @@ def adam(
         tensor([-0.1000])
 
     Notes:
-        The bits are those of `torch.optim.Adam(fused=True)`, also under `torch.func.vmap`. They are the same where
-        autograd or `torch.func.grad` records, in fp32 and fp64, if the hyperparameters are plain numbers: then torch's
-        kernel runs, with the formula's derivative beside it.
+        The bits are those of `torch.optim.Adam(fused=True)`, also under `torch.func.vmap`. If autograd or
+        `torch.func.grad` records an update, this holds in fp32 and fp64 while the hyperparameters are plain numbers:
+        torch's kernel computes the values, and the formula gives the derivative.
 
         The formula is computed operation by operation in batches of derivatives, in forward mode, for derivatives by
         hyperparameters, and in a compiled graph of fewer than 32 leaves. Hyperparameters may then be 0-d tensors that
         differ along a batch or are differentiated, `adam(lr=rate)`. In fp32 the formula agrees with the kernel, which
         fuses products with sums, to 3e-7 of the largest term in each update.
 
-        An element whose gradient has always been zero has the derivative that its neighbours tend to, `lr / eps` at the
-        first update. In derivatives and in the formula the root of a second moment below 1e-38 counts as 1e-19, which
-        shows only with an `eps` below 1e-10.
+        The derivative at an element whose gradient has always been zero is the limit for gradients that tend to zero:
+        `lr / eps` at the first update. In derivatives and in the formula the root of a second moment below 1e-38 counts
+        as 1e-19, which shows only with an `eps` below 1e-10.
 
         A shard has the bits of the full leaf, except in its last elements, those that do not fill a vector register.
         torch's kernel rounds them otherwise: a moment differs by about one unit in the last place in each update.

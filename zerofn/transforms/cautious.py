@@ -30,16 +30,18 @@ def cautious(transform: Transform) -> Transform:
     """Leave out elements of an update that do not go against the gradient (Liang et al., 2024, "Cautious Optimizers").
 
     `u *= (u * g > 0) / max(mean(u * g > 0), 1e-3)`, where `g` is the gradient that comes to the transform, `u` is its
-    direction, or what an optimizer subtracts from the parameter, and the mean is over the whole leaf. C-AdamW is
-    `chain(cautious(scale_by_adam()), add_decayed_weights(d), scale_by_lr(lr))`: of `cautious(adamw(lr))` the decay is
-    left out with the rest. Where leaves are sharded, ranks send one number for each leaf.
+    direction, or what an optimizer subtracts from the parameter, and the mean is over the whole leaf. Where leaves are
+    sharded, ranks send one number for each leaf.
+
+    C-AdamW is `chain(cautious(scale_by_adam()), add_decayed_weights(d), scale_by_lr(lr))`, which decays every element.
+    In `cautious(adamw(lr))` the decay is a part of `u`, so an element that is left out is not decayed either.
 
     Args:
-        transform: one that gives directions, such as `scale_by_adam` or `trace`; an optimizer; or a `partition` of
-            such.
+        transform: a transform that gives directions, such as `scale_by_adam` or `trace`; an optimizer; or a `partition`
+            of these.
 
     Raises:
-        ValueError: it is a chain, or has a view.
+        ValueError: `transform` is a chain, or has a view.
 
     Examples:
         >>> import torch, zerofn as zf

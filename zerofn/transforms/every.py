@@ -45,12 +45,13 @@ WIRES = (torch.bfloat16, torch.float16, torch.float32)
 
 @transform
 def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | str | None = None) -> Transform:
-    """Run an outer optimizer once in so many updates, on the mean over ranks of what these have changed (DiLoCo).
+    """Run an outer optimizer once in every `updates` updates, on the mean over ranks of the changes since (DiLoCo).
 
-    Put it after the optimizer, whose updates are local to each rank, or to each group of ranks along `mesh`. After
+    Put `every` after the optimizer, whose updates are local to each rank, or to each group of ranks along `mesh`. After
     every `updates` updates `d = mean over ranks of (anchor - p)`, `anchor = outer(anchor, d)` and `p = anchor`
-    (Douillard et al., 2023, algorithm 1, with `outer=sgd(0.7, momentum=0.9, nesterov=True)`). The state of the
-    optimizer goes on. The anchor starts as the parameters, which are equal on all ranks, and is kept in fp32 or wider.
+    (Douillard et al., 2023, algorithm 1, with `outer=sgd(0.7, momentum=0.9, nesterov=True)`). An outer update does not
+    change the state of the optimizer, such as its moments. The anchor starts as the parameters, which are equal on all
+    ranks, and is kept in fp32 or wider.
 
     Between two outer updates nothing is sent along `mesh`. In an outer update each rank sends its stored parameters (or
     its shards), in one all-reduce for each 32 MiB.
@@ -59,13 +60,14 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
         updates: the number of updates of the optimizer for one update of `outer`.
         outer: an optimizer that treats elements alone.
         mesh: a one-dimensional `DeviceMesh` along which gradients are not reduced; by default all ranks.
-        wire: the dtype in which differences are sent; by default the anchor's. With `"int8"` they are sent as codes of
-            8 bits with a scale for each block of 128, in two hops: each rank rounds its differences, stochastically,
-            and sums them for its share of the leaves; their mean is rounded once more. See `reduce_scatter`.
+        wire: the dtype in which differences are sent; by default the anchor's. With `"int8"` differences are sent as
+            codes of 8 bits with a scale for each block of 128. Each rank rounds its differences stochastically, and
+            sends every other rank the codes for that rank's share of the elements. Each rank averages what it gets,
+            rounds the mean once more, and sends the mean to all ranks. See `reduce_scatter`.
 
     Raises:
-        ValueError: `updates` is not positive, or `outer` is no such optimizer; at an update, in a graph or a batch in
-            which Python cannot read the count.
+        ValueError: `updates` is not positive, or `outer` is no optimizer that treats elements alone; or an update runs
+            in a compiled graph or under `torch.func.vmap`, where Python cannot read the count of updates.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -79,8 +81,8 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
     Notes:
         On several ranks say that nothing else is reduced along `mesh`: `chain(local(), adamw(lr), every(...))`, or
         `chain(shard(mesh["shard"]), adamw(lr), every(..., mesh["replicate"]))`. Each group then has a state of its own:
-        save each in a directory of its own. All ranks along `mesh` must make equally many updates: one waits for the
-        others in the outer step.
+        save each in a directory of its own. All ranks along `mesh` must make equally many updates, because a rank waits
+        for the others in an outer update.
     """
     check_count("every", "updates", updates, "updates")
     codes = codes_of_wire("every", wire) if isinstance(wire, str) else None

@@ -36,10 +36,10 @@ def lamb(
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update). It is
-            the length of an update as a part of the length of the leaf.
+            the norm of an update divided by the norm of the leaf.
         betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the second moment.
-        weight_decay: decoupled from the gradient; inside of the norm.
+        weight_decay: multiplies the parameter in `u`. So it counts in `norm(u)`, and the moments do not contain it.
 
     Raises:
         ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.

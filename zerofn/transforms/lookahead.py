@@ -31,16 +31,17 @@ def lookahead(transform: Transform, sync_period: int = 5, slow_step_size: float 
 
     After every `sync_period` updates of a leaf `slow += slow_step_size * (p - slow)`, and `p = slow`. The slow weights
     start as the parameters and are kept in fp32 or wider. Evaluate them by `opt.averaged()`, or
-    `zf.full_params(tx, state, of="adamw")` with the optimizer's name. The optimizer's own state goes on.
+    `zf.full_params(tx, state, of="adamw")` with the optimizer's name. When `p` is set to `slow`, the optimizer's own
+    state, such as its moments, stays as it is.
 
     Args:
         transform: an optimizer, or a `partition` of optimizers.
         sync_period: the number of updates of the optimizer for one update of the slow weights.
-        slow_step_size: the part of the way to `p` that the slow weights go in their update, in (0, 1].
+        slow_step_size: the part of the difference `p - slow` that an update adds to the slow weights, in (0, 1].
 
     Raises:
-        ValueError: an argument is out of range, or the transform is no optimizer; when the state is made, it keeps an
-            average itself.
+        ValueError: an argument is out of range, or `transform` is no optimizer, or (when the state is made) `transform`
+            keeps an average itself.
 
     Examples:
         >>> import torch, zerofn as zf

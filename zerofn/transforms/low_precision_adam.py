@@ -71,9 +71,9 @@ def low_precision_adam(
         seed: of the stochastic rounding, an int of 64 bits.
 
     Raises:
-        ValueError: an argument is out of range; fp16 moments, whose range ends at 6e-8, far above squared gradients; an
-            unknown rounding. When the state is made: parameters in float64; a rounding without effect, because every
-            stored number is fp32.
+        ValueError: an argument is out of range; or `state_dtype` is fp16, whose smallest positive number, 6e-8, is far
+            above squared gradients; or `rounding` is unknown; or (when the state is made) a parameter is in float64, or
+            `rounding` has no effect, because every stored number is fp32.
 
     Examples:
         >>> import torch, zerofn as zf

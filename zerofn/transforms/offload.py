@@ -41,27 +41,29 @@ def offload(
 
     The arithmetic still runs on the device of the parameters, so the numbers do not change. If the parameters are on a
     GPU, host memory is pinned. While the GPU updates one bucket, the next bucket is copied to the GPU and the last
-    bucket is copied back; with `attach(..., in_backward=True)` this happens during backward. The host does not wait for
-    these copies in a step. `opt.state`, `state.transforms` and a save wait for them when you ask, so ask again after
-    each step. If the parameters are already on `device`, nothing is moved and nothing allocated. The state of another
-    library's optimizer (`zf.guest`) is copied all at once.
+    bucket is copied back; with `attach(..., in_backward=True)` this happens during backward. A step does not wait until
+    these copies have ended. Reading `opt.state` or `state.transforms` waits, and so does a save. After each step read
+    the states again: tensors that you kept from before the step may be in the middle of a copy. If the parameters are
+    already on `device`, nothing is moved and nothing allocated. The state of another library's optimizer (`zf.guest`)
+    is copied all at once.
 
-    With `compute="host"` optimizers run on the host, as in ZeRO-Offload (Ren et al., 2021): gradients go there bucket
-    by bucket, and new parameters come back. The host waits for each bucket. For each bf16 parameter 6 bytes are copied
-    instead of 16 or 32. A clip before `offload` in the chain still runs on the device.
+    With `compute="host"` optimizers run on the host, as in ZeRO-Offload (Ren et al., 2021): gradients and parameters go
+    to the host bucket by bucket, and new parameters come back. The host waits for each bucket. For each bf16 parameter
+    with a bf16 gradient 6 bytes are copied, whatever the size of the optimizer's state. A clip before `offload` in the
+    chain still runs on the device.
 
     Args:
-        transform: an optimizer, an `accumulate`, an `ema`, or a chain of such.
+        transform: an optimizer, an `accumulate`, an `ema`, or a chain of these.
         device: where the state lives; `"cuda"` is any GPU that a parameter is on, `"cuda:1"` is that one.
         compute: where optimizers run: `"device"`, that of the parameters, or `"host"`.
-        master_dtype: with `compute="host"`, the dtype of parameters that are kept and updated there, such as
-            `torch.float32` for bf16 parameters. The device then has no fp32 numbers, and the same parameters as with
-            `precision(param_dtype=torch.bfloat16)`. If you write into a parameter, the written number replaces the
-            master.
+        master_dtype: with `compute="host"`, the dtype of the copies of the parameters (masters) that are kept and
+            updated on the host, such as `torch.float32` for bf16 parameters. The device then has no fp32 numbers; its
+            parameters are those that `precision(param_dtype=torch.bfloat16)` gives to a model. If you write into a
+            parameter, the written number replaces the master.
 
     Raises:
-        ValueError: the transform has a view, such as `precision`; there is no such device; what is to run on the host
-            is no optimizer, or one that must see all leaves at once.
+        ValueError: `transform` has a view, as `precision` has; or torch has no device `device`; or, with
+            `compute="host"`, `transform` is no optimizer, or an optimizer that must see all leaves at once.
 
     Examples:
         >>> import torch, zerofn as zf

@@ -223,7 +223,7 @@ def precision(
         reduce_dtype: dtype of sums over ranks; by default `param_dtype`, and fp32 if that is fp16.
         output_dtype: dtype of the model's floating-point outputs. The outputs are then copies. So if the model returns
             `y, h` and computes `y` from `h`, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in
-            a backward from `y`. A cast outside of the model, `y.float()`, has no such limit.
+            a backward from `y`. If your own code casts outside of the model, `y.float()`, none of the three raises.
         labels: a function `path -> label`, or a tree of labels that may stop above the leaves; labels are hashable.
         buffer_dtype: dtype of the floating-point buffers of an attached model. `opt.detach()` restores the old dtype,
             with all bits of elements that have not changed; until then both copies are in memory. Complex and integer

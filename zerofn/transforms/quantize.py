@@ -64,30 +64,30 @@ def quantize(
     arithmetic of the transform does not change. At most one bucket of leaves has its state decoded at a time. A tensor
     of the state is kept as codes if it has the shape of its leaf and codes take fewer bytes. AdamW's two moments take
     2.06 bytes for each parameter with 8 bits and 1.06 bytes with 4 bits, instead of 8 bytes. The states of biases and
-    gains are not coded, since a row of them is one number. Counters, averages of parameters and tensors of other shapes
-    are not coded either.
+    gains are not coded, since a row of them is one number. Counters and averages of parameters are not coded.
 
     Blocks are cut from rows, and a shard has whole rows (`needs="row"`). Random bits depend on seed, entry, path,
     update and global element index. So codes are equal, bit for bit, at every ZeRO stage, on any number of ranks and
     after a resume.
 
     Args:
-        transform: an optimizer, an `accumulate`, another transform with a state, or a chain or `partition` of such.
-        bits: of a code, 8 or 4.
-        block: numbers of a row that share a scale.
-        code: `"companded"`: small numbers get more codes than large ones; blocks without a negative number, as those
-            of second moments, get codes by the square root (FlashOptim, 2026). Or `"linear"`: evenly spaced. Or
-            `"dynamic"`: the map of bitsandbytes and torchao (Dettmers et al., 2022), which reaches six powers of ten
-            down, in 4 bits two. As published its largest negative number is 0.993 of the scale, in 4 bits 0.888.
-        rounding: `"stochastic"`: up or down at random, right on average; or `"nearest"`, by which a second moment that
-            changes by a thousandth in a step does not change at all.
-        slots: names of the entries of the state to keep as codes; by default all. Of `schedule_free_adamw` choose
+        transform: an optimizer, an `accumulate`, another transform with a state, or a chain or `partition` of these.
+        bits: the bits of a code, 8 or 4.
+        block: how many numbers of a row share a scale.
+        code: which numbers the codes stand for. `"companded"`: small numbers get more codes than large ones; blocks
+            without a negative number, as those of second moments, get codes by the square root (FlashOptim, 2026).
+            `"linear"`: evenly spaced numbers. `"dynamic"`: the numbers of bitsandbytes and torchao (Dettmers et al.,
+            2022), which reach from the scale down over six powers of ten, or with 4 bits over two. As in the paper,
+            the most negative number is -0.993 times the scale, or with 4 bits -0.888 times the scale.
+        rounding: `"stochastic"`: up or down at random, right on average; or `"nearest"`. To the nearest code, a change
+            of a second moment by a thousandth in a step is rounded away.
+        slots: names of the entries of the state to keep as codes; by default all. For `schedule_free_adamw` choose
             `("exp_avg_sq",)`, since another of its entries is an iterate of the parameters.
-        seed: of the stochastic rounding, an int of 64 bits.
+        seed: the seed of the stochastic rounding, an int of 64 bits.
 
     Raises:
-        ValueError: an argument is out of range; the transform has a view, or no state; when the state is made, it has
-            no entry that could be kept so, or none of the given name.
+        ValueError: an argument is out of range; or `transform` has a view, or no state; or (when the state is made) the
+            state has no entry that codes would make smaller, or no entry of a name in `slots`.
         RuntimeError: a step is differentiated: codes have no derivative.
 
     Examples:

@@ -49,7 +49,7 @@ def schedule_free(
 
     Gradients are taken at the parameters `y`, and the optimizer updates `z` with them: `z -= lr * weight_decay_at_y *
     y`, and `z = optimizer(z, gradient)`. Then `x += c (z - x)`, where `c` is `w / (sum of all w)` with `w = t^r *
-    (largest lr so far)^weight_lr_power`, and `y = (1 - momentum) z + momentum x`. As the authors'
+    (largest lr so far)^weight_lr_power`, and `y = (1 - momentum) z + momentum x`. The formula is that of the authors'
     `ScheduleFreeWrapper`.
 
     Evaluate and export `x`, the average: `opt.averaged()`, or `zf.full_params(tx, state, of="adamw")` with the
@@ -57,16 +57,16 @@ def schedule_free(
 
     Args:
         transform: an optimizer with a learning rate, such as `sgd(lr)` or `adamw(lr, betas=(0.0, 0.999))`; or a
-            `partition` of such.
-        momentum: share of the average in `y`, in [0, 1).
-        r: exponent of the update in the weight of an iterate.
-        weight_lr_power: exponent, in the same weight, of the largest learning rate so far.
-        weight_decay_at_y: weight decay of `y`, multiplied by the learning rate. The optimizer's own weight decay is of
+            `partition` of these.
+        momentum: share of the average `x` in `y`, in [0, 1).
+        r: exponent of `t`, the number of the update, in the weight `w` of an iterate.
+        weight_lr_power: exponent of the largest learning rate so far, in the weight `w` of an iterate.
+        weight_decay_at_y: weight decay of `y`, multiplied by the learning rate. The optimizer's own weight decay decays
             `z`.
 
     Raises:
-        ValueError: an argument is out of range, or the transform is no optimizer, or tells no rate; when the state is
-            made, it keeps an average itself.
+        ValueError: an argument is out of range, or `transform` is no optimizer, or has no learning rate, or (when the
+            state is made) keeps an average itself.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -114,13 +114,13 @@ def schedule_free_adamw(
     without a first moment.
 
     Args:
-        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update). For a
-            warmup, `zf.schedules.warmup(2.5e-3, 1000)`; it need not fall.
-        betas: share of the average in `y`, and decay of the second moment, each in [0, 1).
+        lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update). The
+            learning rate need not fall. For a warmup write `zf.schedules.warmup(2.5e-3, 1000)`.
+        betas: share of the average `x` in `y`, and decay of the second moment, each in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: decoupled from the gradient, multiplied by `lr`.
-        r: exponent of the update in the weight of an iterate.
-        weight_lr_power: exponent, in the same weight, of the largest learning rate so far.
+        r: exponent of `t`, the number of the update, in the weight `w` of an iterate.
+        weight_lr_power: exponent of the largest learning rate so far, in the weight `w` of an iterate.
 
     Raises:
         ValueError: an argument is out of range.

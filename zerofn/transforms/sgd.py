@@ -59,8 +59,8 @@ def sgd(
         {'w': tensor([-0.5000])}
 
     Notes:
-        The bits are torch's. A shard has the bits of the full leaf; in 16 bits not near the ends of shards, where
-        torch's vectorized `add` rounds the last elements once more.
+        The bits are torch's. In fp32 and fp64 a shard has the bits of the full leaf. In bf16 and fp16 the last elements
+        of a shard may differ, because torch's vectorized `add` rounds the last elements of a tensor once more.
     """
     check_lr("sgd", lr)
     check_number("sgd", "momentum", momentum, high=1.0)

@@ -55,8 +55,8 @@ def shard(mesh: Any = None, wire: str | None = None, reduce_wire: str | None = N
     `precision(reduce_dtype=...)`.
 
     One rank may call the model alone (`if rank == 0: evaluate(model)`): the other ranks send it their shards. If
-    forward writes into parameters (a momentum encoder), evaluate on every rank instead. Otherwise some ranks may have
-    written their shards and others not, and the evaluation would see a mixture.
+    forward writes into parameters (a momentum encoder), call the model on every rank, not on one rank alone. Otherwise
+    some ranks may have written their shards and others not, and the evaluation would see a mixture.
 
     With `wire` ranks send parameters in 8 bits (the qwZ of ZeRO++: Wang et al., 2023), rounded to nearest, with a scale
     for each block of 128. The model gets the decoded parameters, which are equal on all ranks. State, checkpoints,
@@ -67,14 +67,15 @@ def shard(mesh: Any = None, wire: str | None = None, reduce_wire: str | None = N
 
     Args:
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["shard"]`; by default all ranks.
-        wire: how parameters are all-gathered: `"fp8"`, floats with 3 bits of mantissa (e4m3), whose error is at most a
-            16th of the number, or a 450,000th of the largest magnitude in the block; `"int8"`, whose error is at most a
-            254th of that magnitude; or `None`: in the dtype of the model.
+        wire: how parameters are all-gathered. `"fp8"`: as floats with 3 bits of mantissa (e4m3). The error of a number
+            is then at most a 16th of the number, or, if that is larger, a 450,000th of the largest magnitude in its
+            block. `"int8"`: as codes of 8 bits. The error of a number is then at most a 254th of the largest magnitude
+            in its block. `None`: in the dtype of the model.
         reduce_wire: how gradients are reduce-scattered: `"int8"`, or `None`: in the dtype of the sum.
 
     Raises:
-        ValueError: when the chain is built, something before it must come after it; names an order that works. With
-            `reduce_wire`, `precision(reduce_dtype=...)` asks for another dtype than fp32.
+        ValueError: when the chain is built, a transform before `shard` must come after it (the message names an order
+            that works); or, with `reduce_wire`, `precision(reduce_dtype=...)` asks for another dtype than fp32.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -123,9 +124,9 @@ def reduce_scatter(mesh: Any = None, wire: str | None = None, error_feedback: bo
         error_feedback: whether the state keeps the errors of rounding, and the next gradient makes up for them.
 
     Raises:
-        ValueError: after `shard` without a mesh or over the same ranks, or after a transform that it must come before;
-            with a wire, `precision(reduce_dtype=...)` asks for another dtype than fp32; `error_feedback` without a
-            wire, or without an accumulation of several micro-steps before it.
+        ValueError: `reduce_scatter` comes after `shard`, and has no mesh or the same ranks as `shard`; or a transform
+            before `reduce_scatter` must come after it; or, with a wire, `precision(reduce_dtype=...)` asks for another
+            dtype than fp32; or `error_feedback` has no wire, or no accumulation of several micro-steps before it.
 
     Examples:
         >>> import torch, zerofn as zf

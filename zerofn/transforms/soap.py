@@ -48,7 +48,7 @@ def soap(
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
-        betas: decay of the moments; the second one of `L` and `R` too. Each in [0, 1).
+        betas: decay of the two moments, each in [0, 1). The second number is the decay of `L` and `R` too.
         eps: added to the root of the second moment.
         weight_decay: decoupled from the gradient, multiplied by `lr`.
         precondition_frequency: updates from one step of the power iteration to the next.
@@ -69,9 +69,9 @@ def soap(
         tensor([-0.1000,  0.1000])
 
     Notes:
-        Where the first gradient of a leaf has fewer independent rows (columns) than rows (columns), the rest of the
-        basis is whatever `torch.linalg.eigh` returns: rounding decides. Runs on other numbers of ranks then differ as
-        runs with other bases of that rest do.
+        If the rows, or the columns, of a leaf's first gradient are linearly dependent, `L` or `R` has an eigenvalue
+        zero. Rounding then decides which eigenvectors `torch.linalg.eigh` returns for it. Rounding depends on the
+        number of ranks, so runs on different numbers of ranks may get different bases, and then different parameters.
     """
     check_adam("soap", lr, betas, eps, weight_decay)
     check_count("soap", "precondition_frequency", precondition_frequency, "updates")
