@@ -39,24 +39,24 @@ def reduce_on_plateau(
 ) -> Transform:
     """Wrap an optimizer whose learning rate is multiplied by `factor` when the loss stays on a plateau.
 
-    The loss of each update, its mean over ranks and over the window of `accumulate`, is averaged over
-    `accumulation_size` updates. If `patience` averages in a row are not below `(1 - rtol) * best - atol`, where `best`
-    is the lowest average so far, the scale of the learning rate is multiplied by `factor`. Decoupled weight decay is
-    scaled too, since it is multiplied by the learning rate. optax's `reduce_on_plateau` is a member of a chain: it
-    scales the updates of the transforms before it.
+    The loss of an update is the mean over ranks and over the window of `accumulate`. The losses of every
+    `accumulation_size` updates are averaged. An average is better if it is below `(1 - rtol) * best - atol`, and then
+    becomes `best`. After `patience` averages in a row that are not better, the scale of the learning rate is multiplied
+    by `factor`. Decoupled weight decay is scaled too, since it is multiplied by the learning rate. optax's
+    `reduce_on_plateau` is a member of a chain: it scales the updates of the transforms before it.
 
     A step of `zf.make_step` passes its own loss; pass another one, such as a validation loss, by `loss=`. Otherwise
     write `opt.backward(loss)`, `opt.step(loss=loss)` or `zf.update(tx, grads, state, loss=loss)`.
 
     Args:
-        transform: an optimizer with a learning rate, or a `partition` of these.
+        transform: an optimizer with a learning rate, or a `partition` of such optimizers.
         factor: what the scale is multiplied by, in (0, 1).
         patience: how many averages in a row are not better before the scale changes.
         rtol: the relative part of the least improvement, in [0, 1]. An average is better if it is below
             `(1 - rtol) * best - atol`.
         atol: the absolute part of the least improvement. An average is better if it is below
             `(1 - rtol) * best - atol`.
-        cooldown: how many averages after a change of the scale are not compared.
+        cooldown: how many averages after a change of the scale do not count towards `patience`.
         accumulation_size: how many losses are averaged.
         min_scale: the least scale.
 
