@@ -161,34 +161,38 @@ class Context:
     Attributes:
         layout: structure of the parameters.
         donate: whether state and parameters may be written in place. Gradients never are.
-        donate_to_kernels: whether kernels may write in place where `donate` is false, in a graph or under `vmap`: the
-            state is donated, and no later `torch.where` needs the old values.
-        recorded: whether torch.func, the compiler or autograd records what is computed. Then nothing is written, no
-            kernel is called that they do not know, and numbers may be tensors that Python cannot read.
-        unrecorded: the right code, for the error about a number that requires grad in a step that is not recorded;
-            empty if such numbers are not refused.
-        looks: whether results of update halves are checked for graphs, as in the first step.
+        donate_to_kernels: whether kernels may write in place although `donate` is false. It is true only in a compiled
+            graph or under `vmap`, if the state is donated and no later `torch.where` reads the old values.
+        recorded: whether torch.func, the compiler or autograd records what is computed. Then the functions of the
+            context write into no tensor, a number may be a tensor that Python cannot read, and an update half must call
+            only kernels that can be recorded.
+        unrecorded: a part of an error message: the code to write instead if a number requires grad in a step that is
+            not recorded. If the text is empty, numbers that require grad are not refused.
+        looks: whether the step raises if a result of an update half has a `grad_fn`. It is true in the first step of a
+            pipeline, unless the step is recorded.
         weight: weight of this micro-batch, for instance its number of tokens.
-        given: numbers of this step by name, such as the loss, that a transform wants (`Facts.wants`): 0-d tensors where
-            the parameters are, means over ranks and, behind what accumulates, over the window; and tensors of largest
-            elements (`Facts.wants_largest`). Empty where a `prepare_fn` is called for its rate alone.
-        given_weight: the mean weight of this micro-batch over ranks.
-        boundary: overrides whether the accumulation window closes now.
+        given: the numbers of this step, by name, that a transform wants (`Facts.wants`), such as the loss. Each is a
+            0-d tensor on the device of the parameters, and the mean over ranks. For a transform after `accumulate` it
+            is the mean over ranks and over the window. Tensors of `Facts.wants_largest` are in `given` too. `given` is
+            empty if a step calls `prepare_fn` only for the learning rate.
+        given_weight: the weight of this micro-batch, averaged over ranks.
+        boundary: whether the accumulation window closes in this step. With `None`, `accumulate` decides.
         averaged: whether accumulated gradients are divided; if not, the caller has divided the losses.
         lr: learning rates set from outside, by the optimizer's prefix.
         numbers: other hyperparameters set from outside, by the same prefix and by name.
         offsets: global index of the first stored element of a leaf, where this rank has a shard of it.
-        reduction: sums of scalars over ranks.
-        micro_step: micro-steps before this one, for messages.
-        metrics: filled by `report`.
+        reduction: the object with methods that reduce scalars over ranks: `sum`, `total`, `mean` and `max`.
+        micro_step: the number of micro-steps before this one.
+        metrics: the metrics of this step, by name. `report` adds to them.
         norms: norms of gradients for a metric; not used in a step that is recorded.
-        verdicts: whether a transform may leave its `emit` on the device, as a tensor that nobody reads (`verdict`).
-        unread: whether the numbers of the state are on the device and nobody reads them, though the step is not
-            recorded: in a step that can be captured, and behind a verdict. `number` and `read` return tensors, and
-            functions that write into donated memory leave it as it is where `comes` is false.
-        comes: whether an update reaches this transform in this step; a tensor in a graph, under `vmap`, and behind a
-            verdict that is on the device.
-        standing: metrics of this transform, by name, for a step that does not reach it.
+        verdicts: whether `verdict` returns a tensor on the device, which Python does not read, in place of a bool.
+        unread: whether Python may not read the numbers of the state in a step that is not recorded, because they stay
+            on the device. It is true if the step can be captured in a CUDA graph, and for a transform after one whose
+            `emit` is a tensor on the device. Then `number` and `read` return tensors, and functions that write into
+            donated memory do not change it if `comes` is false.
+        comes: whether an update reaches this transform in this step: a bool, or a 0-d bool tensor. It can be a tensor
+            in a compiled graph, under `vmap`, and for a transform after one whose `emit` is a tensor on the device.
+        standing: the metrics of this transform, by name, for a step in which no update reaches the transform.
         under_way: copies into the new state, filled by `before_the_end`.
         written: prefixes of the transforms that have begun to write into donated memory. If an error is raised after
             that, the state is neither the old one nor the new. Filled by `own` and `into`.
@@ -289,7 +293,7 @@ class Context:
         return old
 
     def number(self, x: Any) -> Any:
-        """The Python number in a 0-d tensor; the tensor itself if the computation is recorded, or numbers unread."""
+        """The Python number in a 0-d tensor; the tensor itself if `recorded` or `unread` is true."""
         return x if self.recorded or self.unread or not isinstance(x, Tensor) else x.item()
 
     def read(self, x: Tensor) -> Any:
@@ -305,10 +309,11 @@ class Context:
         return dict(zip(xs, map(number if self.recorded else Tensor.item, xs.values()), strict=True))
 
     def verdict(self, x: Tensor) -> Any:
-        """Whether a step goes on, from a 0-d bool tensor, for `Prepared.emit`: a bool; or the tensor itself.
+        """The value for `Prepared.emit` from a 0-d bool tensor that says whether the step goes on.
 
-        The tensor is returned where Python cannot read it, and on a GPU if all transforms behind know a choice that is
-        made there (`Facts.capturable`): then no step waits for the answer.
+        The value is a bool if Python can read the tensor, and otherwise the tensor itself. On a GPU the value is the
+        tensor also if `verdicts` is true, so that Python does not wait for the GPU. `verdicts` can be true only if
+        every transform of the chain declares `Facts.capturable`.
         """
         return x if self.verdicts else self.read(x)
 
@@ -318,14 +323,15 @@ class Context:
         return self.verdicts or self.unread
 
     def put_each(self, operation: str, olds: Leaves, given: Any, begun: Mapping[str, Any] | None = None) -> Leaves:
-        """`put` of each leaf, by path, in the memory of the old ones if that is donated: one call for all of them.
+        """`put` for several leaves in one call: the results by path, in the memory of `olds` if it is donated.
 
         Args:
             operation: the name of an operation of torch that has a foreach form, such as `"add"`.
-            olds: the first arguments, which the results replace.
-            given: its second argument for all of them, a number; or by path, a tensor for each. A leaf without one has
-                no result.
-            begun: by path, whether the first argument counts; where not, the result is the second. From `read_each`.
+            olds: the first argument of the operation for each leaf, by path. The result replaces it.
+            given: the second argument of the operation: one number for all leaves, or a tensor for each leaf, by path.
+                A leaf without a tensor in this dict has no result.
+            begun: for each path, a bool or 0-d bool tensor (from `read_each`). If it is false, the result for the leaf
+                is a copy of the second argument, and the first argument is not used. By default all are true.
         """
         several = isinstance(given, Mapping)
         if several and len(given) < len(olds):
@@ -377,7 +383,14 @@ class Context:
         return found
 
     def marked(self, flags: Leaves, paths: Collection[str], known: Mapping[str, Any]) -> Leaves:
-        """0-d flags, by path, with those of these paths true; one that is `known` to be true stays the same tensor."""
+        """`flags`, in which the flags of the leaves in `paths` become true.
+
+        Args:
+            flags: a 0-d bool tensor for each leaf, by path.
+            paths: the leaves whose flags become true.
+            known: the values of `flags` by path, from `read_each`. A flag whose value here is `True` stays the same
+                tensor.
+        """
         if not self.recorded and set(map(known.__getitem__, paths)) <= {True}:
             return flags
         return {p: torch.ones_like(x) if p in paths and known[p] is not True else x for p, x in flags.items()}
@@ -385,7 +398,7 @@ class Context:
     def on_host(self, *numbers: Tensor) -> tuple[Tensor, ...]:
         """0-d tensors of one dtype in host memory, for `check` and `agreed`; copied together, so that a GPU waits once.
 
-        In a graph and in a batch they stay where they are.
+        If the step is recorded the tensors stay where they are.
         """
         if self.recorded or all([x.is_cpu for x in numbers]):
             return numbers
@@ -396,15 +409,15 @@ class Context:
     ) -> None:
         """Raise `error()` unless the number in a 0-d tensor is good.
 
-        In a graph and in a batch, where Python cannot read it, nothing is checked.
+        In a compiled graph and under `vmap` Python cannot read the number. Then nothing is checked.
 
         Args:
-            x: the number.
-            good: whether it is.
-            error: what is raised.
-            every: on a GPU, where reading it waits for the device, it is read once in so many micro-steps, by all ranks
-                alike; and never where the micro-steps are counted there, as in a step that can be captured. By default
-                it is read in every step.
+            x: the 0-d tensor.
+            good: a function of the number that returns whether the number is good.
+            error: a function that makes the exception.
+            every: check a tensor on a GPU only once in `every` micro-steps, because reading the number waits for the
+                GPU. All ranks check in the same micro-steps. If `unread` is true, a tensor on a GPU is never checked.
+                By default the number is checked in every micro-step.
         """
         if self.recorded and not concrete(x):
             return
@@ -414,9 +427,9 @@ class Context:
             raise error()
 
     def agreed(self, x: Tensor, error: Callable[[Tensor], Exception]) -> None:
-        """Raise `error(largest)` on every rank where ranks do not have the same finite number in a 0-d tensor.
+        """Raise `error(largest)` on every rank if ranks do not have the same finite number in a 0-d tensor.
 
-        In a graph and in a batch, where Python cannot read it, nothing is compared.
+        In a compiled graph and under `vmap` Python cannot read the number. Then nothing is compared.
         """
         if self.recorded and not concrete(x):
             return
@@ -436,14 +449,15 @@ class Context:
         """A number of the whole tree that is a sum over elements: `ctx.total(squared_norm, grads)`.
 
         It is summed over all ranks, and every element counts once, whichever ranks have it, also if the model itself is
-        sharded. It is for use with each rank's shard of a leaf, like the result of `replicated`.
+        sharded. You may combine the result with each rank's shard of a leaf without a call of `replicated`.
         """
         return self.reduction.total(number, leaves)
 
     def total_each(self, rows: Leaves) -> Leaves:
-        """Sum over ranks, in one message, a row of numbers for each leaf, by path; each is a sum over its elements.
+        """Sum over ranks a row of numbers for each leaf, by path, in one message.
 
-        As `total`, whose result is one number of all leaves. Every rank passes the same paths, in one order.
+        Each number is a sum over the elements that this rank has of the leaf. The result has a row for each leaf, and
+        not one number for all leaves as with `total`. Every rank must pass the same paths in the same order.
         """
         if not rows:
             return {}
@@ -460,15 +474,15 @@ class Context:
         return {path: x.to(row) for (path, row), x in zip(rows.items(), found, strict=True)}
 
     def report(self, name: str, value: Any, own: bool = False, of: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Show a number in the step's metrics. If several have one name the first one counts, before any clipping.
+        """Add a number to the step's metrics. If a name is reported twice in a step, the first number stays.
 
-        For its derivative the number must be made of results of `total` and `replicated`.
+        If you differentiate the metric, compute the number from results of `total` and `replicated`.
 
         Args:
-            name: of the metric.
-            value: the number.
-            own: whether this tensor is made for the metric alone, and so need not be copied.
-            of: what is shown of a tensor, such as its root.
+            name: the name of the metric.
+            value: the number: a Python number or a 0-d tensor.
+            own: whether `value` is a tensor that was made for the metric alone. Then it is not copied.
+            of: a function of the tensor; the metric is its result, such as the square root.
         """
         given = value
         if isinstance(value, float):
@@ -493,19 +507,26 @@ class Context:
         self.metrics.setdefault(self.prefix + name, value)
 
     def before_the_end(self, copies: UnderWay) -> None:
-        """Note copies into the new state, which begin before the step returns it, and may end later."""
+        """Register copies into the new state. They begin before the step returns, and may end after that."""
         if copies not in self.under_way:
             self.under_way.append(copies)
 
     def begun_copies(self, before: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-        """Begin all noted copies. Returns them, and those from `before` this step whose queue has no later copy."""
+        """Begin all registered copies, and return the copies for which a reader of the new state must wait.
+
+        These are the copies that this call begins, and the copies in `before` whose queue gets no copy from this call.
+        The copies of one queue end in the order in which they begin.
+
+        Args:
+            before: copies that earlier steps began.
+        """
         found = [copies.send() for copies in self.under_way]
         self.under_way.clear()
         later = {copy.queue for copy in found}
         return (*[copy for copy in before if copy.queue not in later], *found)
 
     def wait_for_copies(self) -> None:
-        """Return once all noted copies have ended."""
+        """Begin all registered copies, and return once they have ended."""
         while self.under_way:
             self.under_way.pop().wait_on_host()
 

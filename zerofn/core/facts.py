@@ -12,53 +12,59 @@ from typing import Any
 class Facts:
     """Static properties of a transform, which other code reads without knowing which transform it is.
 
-    A transform that contains others declares these for all of them.
+    In the list "it" is the transform. A transform that contains other transforms declares the facts of all of them.
 
     Attributes:
         optimizes: it returns new parameters.
-        watches: it looks at new parameters, behind the optimizer.
-        sees_old: whether a watching transform gets the old parameters too, as `params`. The executor then copies each
-            bucket of them before it is written in place, or all of them if the watcher must see the whole tree.
-            With `False` it gets the new ones twice, and nothing is copied.
-        window: how many micro-steps it accumulates before one goes on; 1 if it accumulates none.
-        weighted: whether those are weighted.
+        watches: it looks at new parameters, and comes after the optimizer.
+        sees_old: whether a watching transform gets the old parameters too, as `params`. With `True` the executor copies
+            each bucket of old parameters before the bucket is written in place, or all old parameters if the watching
+            transform must see the whole tree. With `False` both `grads` and `params` are the new parameters, and
+            nothing is copied.
+        window: how many micro-steps it accumulates for one update; 1 if it accumulates none.
+        weighted: whether the accumulated micro-steps are weighted.
         adds: its result is added to the parameters if no other transform makes new ones.
         directs: it returns the direction of a step, and no longer a gradient.
-        rate: the learning rate that `opt.param_groups` shows and sets; `None` if there is none. In a step that does not
-            reach it, its `prepare_fn` is called without gradients to report the rate, unless it is of `Scope.TREE`.
+        rate: the learning rate that `opt.param_groups` shows and sets; `None` if there is none. In a step in which no
+            update reaches the transform, its `prepare_fn` is called without gradients to report the rate. If its scope
+            is `Scope.TREE`, `prepare_fn` is not called in such a step.
         settable: other hyperparameters that `opt.param_groups` shows and sets, each with its value.
-        reports: metrics of the full gradient that it reports, which the pipeline then does not compute, and counts of
-            its own. In a step that does not reach it each is 0, or the entry of its state with that name. An optimizer
-            that looks at gradients (`Scope.TREE`) does not run in such a step, not even for its rate. Names that depend
-            on the leaves are a function `(layout, paths) -> names`.
+        reports: the names of metrics that it reports in every step: metrics of the full gradient, and counts. If
+            `"grad_norm"` is one of them, the pipeline does not compute `grad_norm` itself. In a step in which no update
+            reaches the transform, a metric is the entry of its state with the same name, or 0 if there is no such
+            entry. If the names depend on the leaves, `reports` is a function `(layout, paths) -> names`.
         copies: whether its update makes temporary tensors as large as its arguments.
-        keeps: whether returned tensors may share memory with arguments or with one another (state, carry, metrics, new
-            parameters), or updates with parameters of other leaves. Such tensors are copied, and the
-            first steps compare addresses to find them. `False` says that it always returns memory of its own.
+        keeps: whether a tensor that it returns (a new parameter, or a tensor in its state, carry or metrics) may share
+            memory with an argument or with another returned tensor. With `True` zerofn compares addresses in the
+            first steps, and copies a tensor if a write into the shared memory could change it. `False` promises that
+            every returned tensor has memory of its own.
         counterpart: the class of `torch.optim` that does the same, whose form its state dicts have; `None` without one.
         torch_names: the names of slots that differ in that class, as `(here, there)`.
         starts_wide: its first state is made from leaves in the dtype of gradients, if `precision` makes that wider than
             the stored dtype: sums of fp32 gradients of bf16 parameters are in fp32.
-        fixed: slots of its state by leaf whose tensors have one shape whatever the leaf is, and are equal on all ranks.
-            Where leaves are sharded, any other tensor of a leaf in its state has the shape of the shard, or is 0-d. A
-            key of a nested dict has a slash before it: `"moments/edges"`.
-        even_numbers: whether 0-d tensors of a leaf in its state are equal on all ranks, as a count is, where it has
-            `needs="row"`. By default such a state is refused there: a number made of a rank's rows is not.
-        capturable: its update half reads no number of a device, also where numbers of its state are there
-            (`Context.unread`), and writes into donated memory by functions of the context alone. So it may run in a
-            captured CUDA graph, and behind a verdict that only the device knows.
+        fixed: names of slots with a tensor for each leaf. These tensors are equal on all ranks, and their shapes do not
+            depend on the leaf. If leaves are sharded, a tensor in any other slot has the shape of the shard, or is 0-d.
+            The name of a slot in a nested dict is written with a slash: `"moments/edges"`.
+        even_numbers: for a transform with `needs="row"`: whether the 0-d tensors that its state has for a leaf, such as
+            a count, are equal on all ranks. With `False` (the default) a state with such 0-d tensors is refused if
+            leaves are sharded by rows, because ranks could compute different numbers from their rows.
+        capturable: its update half reads no number of a GPU in Python, also not of its own state (`Context.unread`). It
+            writes into donated memory only by functions of the context. So it may run in a captured CUDA graph, and
+            after a transform whose `emit` is a tensor on the device.
         skips: it may skip a step by a number that the device has (`Context.verdict`).
-        wants: numbers that its `prepare_fn` reads in `Context.given`: `"loss"`, or names of its own, which a step is
-            given by keyword as `weight=` is. It gets their means over the window and over ranks, and a step without one
-            is refused.
-        wants_largest: tensors that it reads there in the same way, each by its name and shape. It gets the largest of
-            each element over the window and over ranks.
-        evaluates_at: a function `(grads, params, ctx) -> params`, by path: the parameters at which a step evaluates its
-            loss once more. The gradient there goes through the chain in the place of the first one. It gets true,
-            reduced gradients, and stored parameters, which it does not write.
-        constant: entries of its state that never change. They stay on the host where its counters are on the device.
-        owes: its state is of gradients that are not reduced yet, and each rank's own, as the sums of an accumulation
-            are: it adds them to gradients in front of a reduction that runs once a window.
+        wants: names of numbers that its `prepare_fn` reads in `Context.given`: `"loss"`, or names of its own. The
+            caller passes each number to the step as a keyword argument; without it the step raises. `prepare_fn` gets
+            the mean of each number over the window and over ranks.
+        wants_largest: tensors that its `prepare_fn` reads in `Context.given`, each as `(name, shape)`. The caller
+            passes each tensor to the step as a keyword argument. `prepare_fn` gets, for each element, the largest value
+            over the window and over ranks.
+        evaluates_at: a function `(grads, params, ctx) -> params` of dicts by path. It gets reduced gradients without a
+            loss scale, and the stored parameters, into which it must not write. It returns the parameters at which the
+            step evaluates the loss a second time. The gradient of the second evaluation goes through the chain.
+        constant: names of entries of its state that never change. They are not moved when zerofn moves the counters in
+            the state to the GPU.
+        owes: its state has tensors that each rank computes from its own gradients, before these are reduced. In each
+            window it adds the tensors to the accumulated gradients, before the reduction.
         holds: it keeps gradients for a later micro-step.
     """
 

@@ -100,12 +100,12 @@ class Partial:
 
 @dataclass(frozen=True)
 class Flat:
-    """Our own: each rank has a range of the flattened tensor, which may begin within a row."""
+    """Each rank has a range of the flattened tensor. The range may begin within a row. torch has no such placement."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Our own: one rank has the full tensor, the others nothing."""
+    """One rank has the full tensor, and the other ranks have nothing. torch has no such placement."""
 
     rank: int
 
@@ -356,13 +356,13 @@ class Layout:
         leaves: each distinct tensor once, in the order of the tree.
         places: for every position of the tree, the index into `leaves`, or -1 for `None`.
         paths: for every position, its path; tied tensors have several.
-        placement: how what is stored lies over ranks.
+        placement: how stored tensors are placed over ranks.
         wrapped: for every position, its name in a model whose modules are wrapped; empty where none is.
         at: for every position, the path of its leaf, or `None`.
         trainable: the leaves that want a gradient.
-        trained: their paths.
+        trained: the paths of the trainable leaves.
         every: the paths of all leaves.
-        elements: how many all of them have.
+        elements: the number of elements of all leaves together.
         numbered: the tree with the number of each position in its place, for a compiler.
         readable: whether torch's own library of trees knows the containers.
     """
@@ -420,7 +420,7 @@ class Layout:
         return [(i, p, e) for i, p, e in zip(self.places, self.paths, entries, strict=True) if i >= 0]
 
     def only(self, paths: Set[str]) -> Layout:
-        """The layout of only these leaves, for a member of a group, which does not see leaves of others."""
+        """The layout of only the leaves in `paths`."""
         if paths >= self.every:
             return self
         leaves = tuple([leaf for leaf in self.leaves if leaf.path in paths])

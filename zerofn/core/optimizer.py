@@ -59,9 +59,11 @@ class LeafStep:
     derived: Numbers = field(default_factory=dict)
 
     def scalar(self, value: Any, like: Tensor) -> Any:
-        """A number to compute with beside `like`: a tensor in its dtype and on its device, anything else as it is.
+        """A number to compute with beside the tensor `like`.
 
-        For a formula that has numbers in another dtype than that of `optimizer(in_fp32=, rounds_grads=)`.
+        If `value` is a tensor it is converted to the dtype and the device of `like`. Anything else is returned
+        unchanged. A formula calls `scalar` if it computes in another dtype than the one in which `optimizer` gives it
+        numbers.
         """
         return beside(value, like, like.dtype) if isinstance(value, Tensor) else value
 
@@ -76,21 +78,26 @@ class LeafStep:
 
 @dataclass(frozen=True)
 class LeafList:
-    """The leaves that a kernel updates, as lists of tensors: leaves with equal counts of updates (in a graph all).
+    """The leaves that one call of a kernel updates, as lists of tensors.
+
+    All leaves of the lists have had the same number of updates. In a compiled graph and for a `device_kernel` the lists
+    have all leaves, whatever their numbers of updates are.
 
     Attributes:
-        params: to be written in place.
-        grads: never written.
-        slots: state by name, to be written in place.
-        count: updates including this one; in a graph a tensor of the shape `(leaves,)`.
-        lr: learning rate of this update.
-        paths: names of the leaves.
-        offsets: global index of each leaf's first stored element.
+        params: the parameters, which the kernel writes in place.
+        grads: the gradients, which the kernel never writes.
+        slots: by name, the tensors of each slot, which the kernel writes in place.
+        count: the number of updates including this one. In a compiled graph and for a `device_kernel` it is a tensor of
+            the shape `(leaves,)`.
+        lr: the learning rate of this update.
+        paths: the paths of the leaves.
+        offsets: the global index of each leaf's first stored element.
         numbers: hyperparameters by name.
-        shared: state that all leaves share, by name; only read.
-        norms: an empty list where a metric needs the norms of the gradients. A kernel that computes them anyway appends
-            one for each; otherwise another pass does.
-        comes: a 0-d bool tensor of the device: where it is false nothing is written. For a `device_kernel`.
+        shared: state that all leaves share, by name. The kernel only reads it.
+        norms: an empty list if a metric needs the norms of the gradients, otherwise `None`. A kernel that computes the
+            norms anyway appends one for each leaf. If the list stays empty, zerofn computes the norms in another pass.
+        comes: for a `device_kernel`: a 0-d bool tensor on the device, or `None`. If it is false, the kernel must write
+            nothing.
     """
 
     params: list[Tensor]
@@ -478,14 +485,15 @@ StoredKernel = tuple[Callable[[LeafList], list[bool]], Kernel]
 
 
 class UpdateOfStored(partial):
-    """An update half that can also update leaves as they are stored, without all their numbers in memory.
+    """An update half with a second function that updates leaves in the form in which they are stored.
 
-    It is called as the update half on numbers, by C.
+    `UpdateOfStored(update_fn, stored_fn)` is called like `update_fn`.
 
     Attributes:
-        stored_fn: the same where slots have `zerofn.kernels.codes.Coded`, or parameters are each a
-            `zerofn.kernels.masters.Master`, in place of tensors. It returns parameters and slots, in their memory if
-            that is donated, of those leaves that it can update so.
+        stored_fn: a function with the arguments of `update_fn`, for slots whose tensors are each a
+            `zerofn.kernels.codes.Coded`, or for parameters that are each a `zerofn.kernels.masters.Master`. It returns
+            new parameters and slots of only those leaves that it can update in this form. If the state is donated, it
+            writes the new values into the memory of the old ones.
     """
 
     stored_fn: Callable[..., tuple[Leaves, TransformState]]
@@ -572,48 +580,59 @@ def optimizer(
 ) -> Transform:
     """An optimizer from its formula on one leaf.
 
-    State: `step`, the updates applied (schedules read it); `count`, the same per leaf, since a leaf without a gradient
-    is left alone, as in torch.optim, and its bias correction must not move; one tensor per leaf for each slot.
+    The state has the number of updates (`step`, which schedules read), the number of updates of each leaf (`count`),
+    and, for each slot, one tensor per leaf. A leaf without a gradient is not updated, as in `torch.optim`, and its
+    `count` does not grow.
 
     Args:
         name: the transform's name.
-        lr: a number, or a function of the step.
-        slots: how each per-leaf state tensor starts, from the parameter.
-        formula: the arithmetic, in torch operations that write none of their arguments. It is differentiated, batched
-            and compiled. Each element depends only on its own elements, its leaf's path and its place in the leaf.
-        kernel: the same in place, on lists. It runs if nothing records, and under `torch.func.vmap` alone, on the
-            leaves of all members. Its bits are those of the formula, or the transform states the bound.
+        lr: the learning rate: a number, a 0-d tensor, or a function of the step.
+        slots: by name, a function that makes the slot's first tensor for a leaf from the parameter, such as `like`.
+        formula: the arithmetic of one leaf: `formula(p, g, slots, at) -> (new p, new slots)`, where `at` is a
+            `LeafStep`. Its torch operations must not write into arguments, since zerofn differentiates, batches and
+            compiles them. An element of a result may depend only on the elements at the same position in `p`, `g` and
+            `slots`, on the leaf's path, and on the position in the leaf.
+        kernel: a function of a `LeafList` that computes the formula in place. It runs in steps that are not recorded.
+            Under one `torch.func.vmap`, if nothing is differentiated, it runs on the leaves of all members of the
+            batch. The kernel must compute the same bits as the formula, or the transform's docstring must state a bound
+            of the difference.
         numbers: hyperparameters of the formula, by name.
-        shared: the initial value of each further tensor that all leaves share; it never changes.
+        shared: by name, a function that makes a tensor which all leaves share. No step changes the tensor.
         settable: hyperparameters that `opt.param_groups` may change, with their values, by the names of the
-            transform's arguments. A pair such as `betas` is `beta1` and `beta2` among `numbers`, or `betas`.
-        derived: takes the count of updates, the rate and the hyperparameters, and returns further numbers of the
-            formula by name, `at.derived`: bias corrections. It is computed once for leaves with equal counts; if counts
-            cannot be read, once for all, on tensors of the shape `(leaves,)`. Tensors come in float64.
-        operator: whether `graph_kernel` runs on these leaves in a compiled graph. Otherwise, and for derivatives, the
-            formula does.
-        graph_kernel: the kernel in a compiled graph, if it is another one: it calls an operator that `torch.library`
-            knows, `count` is a tensor of the shape `(leaves,)`, and numbers may be tensors.
-        device_kernel: the kernel where counts are on the device and nobody reads them (`Context.unread`): `count` is a
-            tensor of the shape `(leaves,)`, the rate may be a 0-d tensor, and `comes` says whether to write.
-            Otherwise the formula is computed there.
-        pulled: the hand-written derivative of the formula, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`. It
-            takes cotangents of the new parameter and slots, the old parameter, the gradient and the new slots, and
-            returns cotangents of the old ones. With it the kernel runs in steps that are differentiated in reverse
-            mode, but not by their numbers.
+            transform's arguments. If `betas` is settable and `numbers` has no `betas`, a change sets the numbers
+            `beta1` and `beta2`.
+        derived: a function of the count of updates, the rate and the hyperparameters. It returns further numbers by
+            name, such as bias corrections, which the formula finds in `at.derived`. It is called once for all leaves
+            with the same count. If Python cannot read the counts it is called once for all leaves, with a tensor of the
+            shape `(leaves,)` as the count. Tensors among its arguments are float64.
+        operator: a function of a `LeafList` that says whether `graph_kernel` updates these leaves in a compiled graph.
+            If it returns `False`, and if the graph computes derivatives, the formula updates them.
+        graph_kernel: the kernel for compiled graphs; by default `kernel`. It must call an operator that
+            `torch.library` knows. Its `count` is a tensor of the shape `(leaves,)`, and its numbers may be tensors.
+        device_kernel: the kernel for steps in which Python may not read the counts (`Context.unread`). Its `count` is a
+            tensor of the shape `(leaves,)`, its rate may be a 0-d tensor, and `comes` says whether it must write.
+            Without a `device_kernel` these steps compute the formula.
+        pulled: the hand-written derivative of the formula, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`. Its
+            arguments `dp` and `dslots` are cotangents of the new parameter and the new slots, `p` is the old parameter,
+            `g` the gradient, and `slots` the new slots. It returns cotangents of the old parameter, the gradient and
+            the old slots. With `pulled` the kernel runs also in a step that is differentiated in reverse mode, if the
+            rate and the hyperparameters are no tensors.
         counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
-        torch_names: the names of slots that differ in that class.
-        of_lists: whether the formula may be given lists of leaves (`TensorList`) in place of tensors, on a GPU, so that
-            launches do not grow with leaves. It then asks for no path and no offset, and computes with operators and
-            with functions of this module, such as `plus`. Where a list lacks an operation it runs leaf by leaf.
-        of_norms: whether the formula needs norms of whole leaves, a trust ratio. It returns tensors of the leaf and a
-            function, which gets the norm of each of them, 0-d, over all ranks that have shards of the leaf, and
-            returns what a formula does. Ranks send two numbers for each leaf, and not the leaf.
-        stored_kernel: a kernel on lists as they are stored, whose slots are `Coded` (`zf.quantize`) or whose parameters
-            are each a `Master` (`precision(store_dtype="bf16+8")`), with the bits of decoding or joining, `kernel`, and
-            encoding or taking apart; and what says for each leaf of a list whether it can be used.
-        in_fp32: whether the formula is given parameter, gradient and `like` slots in fp32 at least, and its numbers in
-            that dtype too. What it returns becomes the parameter's dtype again.
+        torch_names: for slots whose names differ in that class, from the name here to the name there.
+        of_lists: whether, on a GPU, the formula may be given lists of leaves (`TensorList`) in place of tensors. Then
+            the number of launches does not grow with the number of leaves. Such a formula reads no path and no offset,
+            and computes with operators and with functions such as `plus`. If a list lacks an operation, the formula
+            runs leaf by leaf.
+        of_norms: whether the formula needs norms of whole leaves, for instance for a trust ratio. Such a formula
+            returns a pair: a list of tensors, and a function. zerofn computes the norm of each tensor over all ranks
+            that have shards of the leaf, and calls the function with these 0-d norms. The function returns the new
+            parameter and the new slots. Ranks send one number for each norm, and do not send the leaf.
+        stored_kernel: a pair `(takes, kernel)` of functions of a `LeafList` whose slots are each a `Coded`
+            (`zf.quantize`), or whose parameters are each a `Master` (`precision(store_dtype="bf16+8")`). `takes`
+            returns a bool for each leaf. `kernel` updates, in place, leaves for which it is `True`, and must compute
+            the same bits as if the leaves were decoded to tensors, updated by the argument `kernel`, and encoded again.
+        in_fp32: whether the formula is given the parameter, the gradient and slots made by `like` in fp32 at least, and
+            its numbers in that dtype too. Its results are converted back to the parameter's dtype.
         rounds_grads: whether gradients are rounded to the parameter's dtype first, as torch's kernels do. Without
             `in_fp32` the formula computes in that dtype, and is given its numbers in it.
 
@@ -962,13 +981,14 @@ def direction(
 
     Args:
         name: the transform's name.
-        slots: how each per-leaf state tensor starts, from the parameter.
-        formula: as for `optimizer`, but its first result is the direction; `at.lr` is `None`.
+        slots: by name, a function that makes the slot's first tensor for a leaf from the parameter, such as `like`.
+        formula: as for `optimizer`, but its first result is the direction, and `at.lr` is `None`.
         numbers: hyperparameters of the formula, by name.
-        derived: as of `optimizer`; the rate is `None`.
-        of_lists: as of `optimizer`.
-        of_norms: as of `optimizer`.
-        in_fp32, rounds_grads: as of `optimizer`. The direction stays in that dtype.
+        derived: as for `optimizer`, but its second argument, the rate, is `None`.
+        of_lists: as for `optimizer`.
+        of_norms: as for `optimizer`.
+        in_fp32, rounds_grads: as for `optimizer`, but the direction stays in the dtype in which the formula computed
+            it.
 
     Examples:
         >>> import torch, zerofn as zf

@@ -25,12 +25,12 @@ ONE_OF_TWO = "one of the two"
 
 
 class Misplaced(Exception):
-    """A transform cannot stand behind another one.
+    """The error of a transform that cannot come after an earlier transform of the chain.
 
     Attributes:
-        left: the other one.
+        left: the name of the earlier transform.
         why: the reason.
-        right: an order that works; the two in the other order, by default.
+        right: an order that works. By default the error shows the two transforms in the opposite order.
     """
 
     def __init__(self, left: str, why: str, right: str = ""):
@@ -42,34 +42,37 @@ class Misplaced(Exception):
 class Spec:
     """A gradient between two transforms of a chain: which transform did what to it; its shape, dtypes, placements.
 
-    At the model it is this rank's own (`Partial` along each axis of ranks), in the compute dtype, times the loss scale
-    if there is one. Behind the optimizer it is a new parameter. An empty string says that no transform did it yet. When
-    a chain is built no leaf is known: `shape` and dtypes are `None`, and there are no placements.
+    A gradient that comes from the model is this rank's own (`Partial` along each axis of ranks), in the compute dtype,
+    times the loss scale if there is one. After the optimizer the tensor is a new parameter. A field whose name ends in
+    `_by` is the name of a transform; it is an empty string as long as no transform did what the field describes. When a
+    chain is built no leaf is known: `shape` and dtypes are `None`, and there are no placements.
 
     Attributes:
         here: the name of the transform whose `through` is called.
-        sharded_by: parameters live as shards; the gradient is reduced to them (`Shard`).
-        scattered_by: gradients are reduced to shards (`Shard`).
-        averaged_by: gradients are averaged over replicas (`Replicate`).
-        local_by: it is to stay this rank's own.
-        cast_by: it has the dtype of gradients.
-        split_by: the optimizer is to keep some bits of the parameter, which are not stored with it.
-        unscaled_by: the loss scale has been divided out.
-        summed_by: it is a sum over micro-batches.
-        changed_by: it is a function of the gradient, and not the gradient itself.
-        updated_by: it is a new parameter.
-        watched_by: new parameters have been looked at.
+        sharded_by: the transform that stores parameters as shards, and reduces the gradient to shards (`Shard`).
+        scattered_by: the transform that reduces gradients to shards (`Shard`).
+        averaged_by: the transform that averages gradients over replicas (`Replicate`).
+        local_by: the transform that says that the gradient stays this rank's own.
+        cast_by: the transform that cast the gradient to the dtype of gradients.
+        split_by: the transform by which a stored parameter lacks some bits, which the optimizer keeps in its state.
+        unscaled_by: the transform that divided the gradient by the loss scale.
+        summed_by: the transform that adds up the gradients of micro-batches.
+        changed_by: the transform that replaced the gradient by a function of it.
+        updated_by: the optimizer that made the new parameter.
+        watched_by: the transform that looked at new parameters.
         shape: the full shape of the leaf, over all ranks that the chain knows of.
-        dtype: of the elements.
-        sum_dtype: the default dtype of sums over ranks. A gradient cast from bf16 has its digits, and is sent in bf16.
+        dtype: the dtype of the gradient.
+        sum_dtype: the dtype in which gradients are sent and summed over ranks, unless the transform has a dtype of its
+            own for that. For a bf16 gradient that was cast to fp32 it is bf16, because fp32 would send no more digits.
         sent_as: the codes in which the transform `here` sends gradients; `None` if it sends them in `sum_dtype`.
-        gathered_as: the codes in which it sends parameters to the model, if it does.
-        stored_dtype: of the leaf in the state.
+        gathered_as: the codes in which the transform `here` sends parameters to the model; `None` without codes.
+        stored_dtype: the dtype of the leaf in the state.
         mesh: how many ranks there are along each axis of a reduction, in the order of the chain.
-        placements: along each of these axes, how it lies on the ranks.
+        placements: for each axis in `mesh`, how the gradient is placed on the ranks along this axis.
         axis: the axis along which the transform `here` communicates; `None` if it sends nothing.
-        range: this rank's range of the flattened leaf: its first element, and the one behind its last.
-        scaled_by: the transforms whose factors multiply it.
+        range: this rank's range of the flattened leaf: the index of its first element, and one more than the index of
+            its last element.
+        scaled_by: the names of the transforms whose factors multiply the gradient.
     """
 
     here: str = ""
@@ -97,21 +100,24 @@ class Spec:
     scaled_by: tuple[str, ...] = ()
 
     def refuse(self, done: str, why: str, right: str = "") -> None:
-        """Raise `Misplaced` if a transform before this one has done that.
+        """Raise `Misplaced` if the field `done` says that an earlier transform did something.
 
         Args:
-            done: a field, such as `"changed_by"`.
+            done: the name of a field, such as `"changed_by"`.
             why: the reason.
-            right: an order that works; the two in the other order, by default.
+            right: an order that works. By default the error shows the two transforms in the opposite order.
         """
         if left := getattr(self, done):
             raise Misplaced(left, why, right)
 
     def after(self, done: str) -> Spec:
-        """The same `Spec`, in which the transform `here` has done that.
+        """The same `Spec`, in which the field `done` has the name of the transform `here`.
 
-        An unscaled gradient has no factor, and an updated one has the dtype of the state. `placed`, or the transform's
-        wire, says where it lies once it is reduced.
+        With `"unscaled_by"` the transform is no longer in `scaled_by`. With `"updated_by"` the dtype becomes the stored
+        dtype. `after` changes no placement: call `placed` for that, unless the transform has a wire.
+
+        Args:
+            done: the name of a field, such as `"changed_by"`.
         """
         more: dict[str, object] = {}
         if done == "unscaled_by":
@@ -121,16 +127,17 @@ class Spec:
         return replace(self, **{done: self.here}, **more)  # type: ignore[arg-type]
 
     def placed(self, placement: AxisPlacement) -> Spec:
-        """The same `Spec` with that placement along `axis`; unchanged if the transform sends nothing."""
+        """The same `Spec` with this placement along `axis`; unchanged if the transform `here` sends nothing."""
         if self.axis is None:
             return self
         along = (*self.placements[: self.axis], placement, *self.placements[self.axis + 1 :])
         return replace(self, placements=along)
 
     def by_rows(self) -> Spec:
-        """The same `Spec`, sharded by rows along `axis`; a number, which has none, is flat.
+        """The same `Spec` with the placement `Shard(0)` along `axis`.
 
-        A shard is cut by its own rows.
+        The placement is `Flat()` if the leaf is 0-d, or if this rank's range (`range`) does not consist of whole rows.
+        The `Spec` is unchanged if the transform `here` sends nothing or no leaf is known.
         """
         if self.axis is None or self.shape is None:
             return self
@@ -151,17 +158,17 @@ class Spec:
 
     @property
     def cut(self) -> bool:
-        """Whether it is sharded, or would be if there were several ranks."""
+        """Whether the gradient is sharded, or would be if there were several ranks."""
         return bool(self.sharded_by or self.scattered_by) or self.in_parts
 
     @property
     def in_parts(self) -> bool:
-        """Whether it is sharded over several ranks."""
+        """Whether the gradient is sharded over several ranks."""
         return not UNCUT.issuperset(map(type, self.placements))
 
     @property
     def parts(self) -> int:
-        """The number of its shards."""
+        """The number of shards of the gradient."""
         return math.prod([n for n, p in zip(self.mesh, self.placements, strict=True) if type(p) not in UNCUT])
 
     @property
@@ -181,7 +188,7 @@ class Spec:
 
     @property
     def over_ranks(self) -> bool:
-        """Whether it is reduced over ranks, or would be if there were several."""
+        """Whether the gradient is reduced over ranks, or would be if there were several."""
         return self.cut or bool(self.averaged_by or self.mesh)
 
 

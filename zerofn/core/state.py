@@ -89,10 +89,10 @@ class LeafTensors(MutableMapping[str, Any]):
     first: `"adamw.average"`, `"ema.average"`. Counters of a whole transform, such as `step`, belong to no leaf.
 
     Args:
-        transforms: their states, by name.
-        path: of the leaf.
-        paths: of all leaves.
-        shown: returns the form in which a tensor is shown; by default the tensor itself.
+        transforms: the states of all transforms, by name.
+        path: the path of the leaf.
+        paths: the paths of all leaves.
+        shown: a function that returns the form in which a tensor is shown; by default the tensor itself.
     """
 
     def __init__(
@@ -220,7 +220,10 @@ class State:
 
     @property
     def arriving(self) -> dict[str, TransformState]:
-        """`transforms` for the next step, which waits on the device: tensors may be on their way to the host."""
+        """As `transforms`, but without waiting on the host for copies into the states of transforms.
+
+        A copy may not have ended, so only a step may use these tensors. The step makes the device wait for the copies.
+        """
         return self.transforms
 
     @contextmanager
@@ -238,16 +241,16 @@ class State:
             raise
 
     def become(self, new: State) -> None:
-        """Take the contents of `new`, which was made in the memory of this state and is not returned to anybody.
+        """Replace the contents of this state by those of `new`, a state that a step made in this state's memory.
 
-        This is the one exception to frozen fields: after an interrupt the user has only this object, and would
-        otherwise lose the run.
+        A step calls `become` if Ctrl-C keeps it from returning `new`. The user then has only this object, and would
+        otherwise lose the run. No other function replaces the frozen fields of a state.
         """
         object.__setattr__(self, "__class__", type(new))
         vars(self).update(vars(new))
 
     def check_usable(self, where: str) -> None:
-        """Raise a RuntimeError if its memory was donated or is half written. The compiler must not trace it.
+        """Raise a RuntimeError if the state's memory was donated or is half written. The compiler must not trace this.
 
         Args:
             where: the use, for the message.
@@ -255,7 +258,11 @@ class State:
         check_usable(self.micro_step, where)
 
     def check_data(self, where: str) -> None:
-        """Raise a ValueError for meta tensors: a step would count on and change nothing."""
+        """Raise a ValueError if parameters are meta tensors: a step would raise the counters and train nothing.
+
+        Args:
+            where: the use, for the message.
+        """
         if any([x.is_meta for x in self.leaves.values()]):
             bad = [(p, f"{tuple(x.shape)} {x.dtype} without data") for p, x in self.leaves.items() if x.is_meta]
             right = "state = zf.init(tx, params) with parameters on a device; zf.plan(tx, params) for the sizes alone"
@@ -279,9 +286,10 @@ class State:
         """The same state as a mapping from these tensors, for a model whose parameters are not the stored ones.
 
         Args:
-            parameters: by path.
-            shown: returns the form in which a tensor of the state is shown, on the same memory.
-            named: renames the tensors of the leaf with a path.
+            parameters: the tensors that are the keys of the mapping, by path.
+            shown: a function that gets a tensor of the state and returns the form in which the mapping shows it, on the
+                same memory.
+            named: a function that gets the path and the tensors of a leaf, and returns the tensors under other names.
         """
         return replace(self, _parameters=parameters, _shown=shown, _named=named)
 

@@ -75,19 +75,22 @@ class Transform:
         name: unique in a chain; the key of its state.
         facts: its static properties.
         scope: how much of the tree the executor passes to it at once.
-        needs: how much an update must see to be right, one of `NEEDS`. Anything that is not in `OF_PIECES` is refused
-            where leaves are sharded, so a transform that says nothing never gets a shard.
-        view_fn: makes the view half for a layout; `None` if there is none.
-        through: maps the `Spec` of a gradient, or raises where it cannot stand; by default it follows from `facts`.
-        parts: the members of a chain, or the transform that is wrapped.
-        in_turn: whether it is a chain: its update runs the updates of its parts, one after the other.
-        members_fn: for a transform that passes different leaves to different members: returns, by the prefix of a
-            member's metrics, the member and the paths of its leaves.
-        hands_out: for such a transform, an update that only passes leaves to members. If it is the `update_fn`, members
-            run one by one, and only leaves of a member that needs whole ones are sent to owners. Any other update runs
-            as it is, on whole leaves if a member needs them.
-        named_fn: for a transform whose metrics contain its name: returns the same transform under another name.
-        base: its name before a chain gave it a number; `None` if none did.
+        needs: how much an update must see to be right: `"element"`, `"number"`, `"row"`, `"leaf"` or `"tree"` (the
+            default). A transform gets flat shards of leaves only with `"element"` or `"number"`.
+        view_fn: a function that makes the view half; by default the transform has no view half.
+        through: maps the `Spec` of a gradient to the next one, or raises if the transform cannot stand at its place in
+            the chain. By default it follows from `facts`.
+        parts: the transforms of a chain or a partition, or the transform that is wrapped.
+        in_turn: whether the transform is a chain: its update runs the updates of its parts, one after the other.
+        members_fn: for a transform with members (such as a `partition`): a function that returns a dict. Its keys are
+            the prefixes of the members' metrics, and its values are pairs of a member and the paths of its leaves.
+        hands_out: for a transform with members (`members_fn`): an update half that only passes leaves to members. If
+            `update_fn` is `hands_out`, zerofn runs each member by itself, and sends only the leaves of members that
+            need whole leaves to owners. Any other `update_fn` runs as it is, and gets whole leaves if a member needs
+            whole leaves.
+        named_fn: for a transform whose metrics contain its name: a function that returns the same transform under
+            another name.
+        base: the transform's name before a chain gave it a number; `None` if no chain did.
     """
 
     name: str

@@ -72,8 +72,9 @@ class Sharding:
 
     Attributes:
         group: the ranks that share a leaf.
-        reduce_dtype: dtype in which gradients are summed; by default their own.
-        gathered: how shards are coded on the way, rounded to nearest. Every rank decodes the same codes, its own too.
+        reduce_dtype: dtype in which gradients are summed; by default the dtype of the gradient.
+        gathered: the codes in which shards are sent, rounded to nearest; `None` to send shards as they are. A rank
+            decodes its own shard from the same codes as the other ranks do.
     """
 
     group: Group
@@ -149,9 +150,17 @@ class Sharding:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Full flat gradients, divided by the number of ranks, as rows (ranks, widths + flags) to be summed.
+        """The buffer that is reduce-scattered: a tensor with a row for each rank.
 
-        A leaf without a gradient is sent as zeros. One flag per leaf tells whether any rank has a gradient.
+        A row has the rank's shard of every gradient, divided by the number of ranks, and then a flag for each leaf. The
+        flag says whether this rank has a gradient of the leaf. A leaf without a gradient is sent as zeros.
+
+        Args:
+            grads: full flat gradients; `None` for a leaf without a gradient.
+            leaves: the leaves of the gradients.
+            numels: the number of elements of each leaf.
+            dtype: the dtype of the sum.
+            device: the device of the sum.
         """
         cuts = _cuts(leaves, self.group.rank, self.group.size)
         return rows_to_sum(grads, cuts.widths, cuts.numels, self.group.size, dtype, device, cuts.few)
@@ -183,10 +192,10 @@ def _shards(blocks: list[Tensor], flags: Tensor, given: Sequence[bool], cuts: Cu
 
 @dataclass(frozen=True)
 class CodedSharding(Sharding):
-    """`Sharding` whose gradients travel as codes, in one hop, and are summed in fp32.
+    """The wire `Sharding`, except that each rank sends gradients as codes, and sums the decoded gradients in fp32.
 
     Attributes:
-        codes: of gradients on the way.
+        codes: the codes in which gradients are sent.
     """
 
     reduce_dtype: torch.dtype | None = torch.float32
@@ -203,13 +212,16 @@ class CodedSharding(Sharding):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """The same rows as bytes."""
+        """The rows of `Sharding.pack`, encoded as bytes."""
         rows = super().pack(grads, leaves, numels, torch.float32, device)
         # Random bits depend on the rank, so that ranks with equal gradients do not round them alike.
         return coded_rows(rows, self._widths(leaves), self.codes, BlockDraws(self.group.rank))
 
     def rounded(self, g: Tensor, leaf: Leaf) -> Tensor:
-        """A flat gradient of this rank as the other ranks decode it, all of its shards together; fp32."""
+        """This rank's full flat gradient after encoding and decoding, in fp32.
+
+        These are the numbers that other ranks decode from the message of this rank.
+        """
         widths = self._widths([leaf])
         message = self.pack([g], [leaf], [leaf.numel], torch.float32, g.device)
         (full,) = wholes_of(decoded_rows(message, widths, self.codes)[0][:, : widths[0]], widths, [leaf.numel])

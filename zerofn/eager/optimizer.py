@@ -208,13 +208,14 @@ class Optimizer(torch.optim.Optimizer):
         `state` and `param_groups` have the keys of torch's counterpart. Entries that belong to no parameter (a loss
         scale, the count of a window) are among those of the first parameter, under names that begin with `zerofn/`.
         Parameters, counters and names are under the key `"zerofn"`, which torch's optimizers ignore. Shards are
-        DTensors of the full shapes, sharded by rows. A number is gathered, and so is a leaf that has an owner.
-        `zf.save` keeps the module's buffers too. If leaves are sharded, every rank must call `state_dict`, because each
-        rank has only a part of the state.
+        DTensors of the full shapes, sharded by rows; a sharded 0-d tensor is in full on every rank. If only the owner
+        of a leaf has the leaf's state, `state_dict` sends this state to the other ranks. `zf.save` keeps the module's
+        buffers too. If leaves are sharded, every rank must call `state_dict`, because each rank has only a part of the
+        state.
 
         Raises:
-            RuntimeError: in the middle of a step, or of a window whose sums differ between ranks; or only some ranks
-                came where every rank is to.
+            RuntimeError: `state_dict` is called in the middle of a step, or of a window whose sums differ between
+                ranks; or leaves are sharded, and only some ranks call it.
 
         Examples:
             >>> import torch, zerofn as zf
@@ -505,34 +506,36 @@ def attach(
 
     What `p.grad` holds:
 
-    ==================  =======================================================================
-    after `backward()`  the sum of true gradients since it was last cleared, as in PyTorch. With
-                        `shard` this rank's shard of the mean over ranks. With `reduce_scatter` or
-                        `all_reduce` before any `accumulate`, and with `in_backward`, `None`: the gradient
-                        is being reduced, or was used
-    after `step()`      the same; with `accumulate(k > 1)` it was moved into the sum, so `None`
-    `zero_grad()`       `None`, or zeros with `set_to_none=False`
-    ==================  =======================================================================
+    - After `backward()`, `p.grad` is the sum of the gradients without a loss scale since `p.grad` was last cleared, as
+      in PyTorch.
+    - Under `shard`, after `backward()`, `p.grad` is this rank's shard of the mean gradient over ranks.
+    - If `reduce_scatter` or `all_reduce` comes before any `accumulate`, `p.grad` has a shape and no numbers after
+      `backward()` on several ranks, because the gradient is being reduced.
+    - With `in_backward`, `p.grad` has a shape and no numbers after `backward()`, because the gradient was used.
+    - After `step()`, `p.grad` is `None` with `accumulate(k > 1)`, which has moved the gradient into its sum, and with
+      `in_backward`. Otherwise `step()` does not change `p.grad`.
+    - After `zero_grad()`, `p.grad` is `None`, or zeros with `set_to_none=False`.
 
     Under `shard` on several ranks a parameter and its gradient are DTensors with the placement `Shard(0)`. As after
     `fully_shard`, the model has other parameter objects until `opt.detach()`: take them from the model. A computation
-    with them, inside the model or outside, gathers the full tensor on every rank: `p.grad.norm()`, `loss +
-    model.head.weight.norm()`. A write into them keeps this rank's rows. torch's functions that clip gradients raise if
-    `p.grad` is not the full gradient. Gradients of a block may be views of one buffer. To keep one gradient longer than
-    a step, clone it: otherwise the memory of all of them is kept.
+    with these DTensors, inside the model or outside, gathers the full tensor on every rank: `p.grad.norm()`, `loss +
+    model.head.weight.norm()`. A write into a DTensor keeps this rank's rows. torch's functions that clip gradients
+    raise if `p.grad` has no numbers or is not yet averaged over ranks. Gradients of a block may be views of one buffer.
+    If you keep one gradient longer than a step, clone it: otherwise the memory of the whole buffer is kept.
 
     Between steps `p.requires_grad_(False)` freezes a parameter that has a state, and `p.requires_grad_(True)` unfreezes
     it. All ranks must do the same. A frozen parameter keeps its value, its state and its count of updates.
 
     A hook on a parameter gets the value for `p.grad`: under `shard` this rank's shard of the mean gradient, as under
     FSDP2, otherwise the gradient of this rank. So a linear hook makes the same step with and without `shard`, and a
-    hook that is not linear (a clamp) does not. If `p.grad` has no values after backward, because a reduction or an
-    update has taken them, call `p.register_post_accumulate_grad_hook` before `attach`.
+    hook that is not linear (a clamp) does not. If `p.grad` has no numbers after backward, call
+    `p.register_post_accumulate_grad_hook` before `attach`.
 
     Raises:
         TypeError: `model` is no module.
         ValueError: the model is attached already, has no parameters, NaN in one, or modules of `torch.jit`;
-            `in_backward` with a transform that needs the full gradient; or `capturable` with what needs the host.
+            `in_backward` with a transform that needs the full gradient; or `capturable` with several ranks, a
+            transform or a schedule that needs the CPU in every step.
 
     Examples:
         >>> import torch, zerofn as zf

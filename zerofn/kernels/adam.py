@@ -538,19 +538,19 @@ def _have_memory(tensors: Sequence[Tensor]) -> bool:
 def implementation_for(params: Sequence[Tensor]) -> str:
     """The implementation that `adam_` runs for these parameters: ``"native"``, ``"triton"`` or ``"eager"``.
 
-    ``"native"``: CPU tensors, and a C compiler was found (`zerofn.kernels.native`). The first call with a new
-    combination of dtypes builds the kernel, in about half a second, and keeps it on disk. ``"triton"``: tensors of a
-    GPU, and triton is installed. ``"eager"``: everything else, including tensors under `torch.func.vmap`, where draws
-    do not depend on the position in the mapped dimension.
+    ``"native"`` is for CPU tensors if a C compiler was found (`zerofn.kernels.native`). The first call with a new
+    combination of dtypes builds the kernel, in about half a second, and keeps it on disk. ``"triton"`` is for tensors
+    of a GPU if triton is installed. ``"eager"`` is for everything else, including tensors under `torch.func.vmap`. Its
+    random bits do not depend on the position in the mapped dimension.
 
     Examples:
         >>> implementation_for([torch.ones(2, device="meta")])
         'eager'
 
     Notes:
-        All give the same bits (except for the payload of a NaN); of the two kernels that is checked on a sample before
-        they are used. With ``ZEROFN_NATIVE=0`` and ``TRITON_INTERPRET=1`` in the environment CPU tensors take the
-        Triton kernel too, run by Triton's interpreter: for tests without a GPU.
+        All three compute the same bits, except for the payload of a NaN. Before ``"native"`` or ``"triton"`` is used,
+        its bits on a sample are compared with those of ``"eager"``. With ``ZEROFN_NATIVE=0`` and ``TRITON_INTERPRET=1``
+        in the environment Triton's interpreter runs the Triton kernel on CPU tensors, for tests without a GPU.
     """
     if not params or not _have_memory(params):
         return "eager"
@@ -680,16 +680,21 @@ def adam_(
             float32 or bfloat16. Compensations, for ``rounding="kahan"``, have the parameters' dtypes and start at zero;
             ``p.float() + c.float()`` is the more precise parameter.
         grads: float32, bfloat16 or float16, whatever the parameters are; read only.
-        step, lr: the number of this step, from 1, and the learning rate; numbers, or tensors of shape ``()``, which may
-            be batched by `torch.func.vmap`. New values never recompile.
-        rounding: ``"stochastic"``, ``"kahan"`` or ``"nearest"``, see the comment above.
-        seed, form: of the random draws, and their format (`zerofn.kernels.rounding`), an int or a 0-d tensor.
+        step, lr: the number of this step, from 1, and the learning rate. Each is a number or a tensor of shape ``()``,
+            which may be batched by `torch.func.vmap`. New values never recompile.
+        rounding: how parameters and moments below float32 are stored. With ``"stochastic"`` parameters and second
+            moments are rounded up or down at random, without bias. With ``"kahan"`` parameters are rounded to nearest,
+            ``compensations`` keep what rounding loses, and second moments are rounded at random. With ``"nearest"``
+            all are rounded to nearest, which loses small updates.
+        seed: the seed of the random bits, an int.
+        form: the format of the random bits (`known_formats`), an int or a 0-d tensor.
         implementation: ``"auto"`` (see `implementation_for`), ``"native"``, ``"triton"`` or ``"eager"``.
-        norms: a list. If the kernel computes the norms of the gradients on its way, they are appended: floats on the
-            CPU, 0-d tensors of the device on a GPU.
+        norms: a list. If the kernel also computes the norms of the gradients, it appends them: floats on the CPU, 0-d
+            tensors of the device on a GPU.
 
     Raises:
-        ValueError, TypeError: a dtype, shape, rounding or step without meaning; names the entry.
+        ValueError, TypeError: a dtype, a shape, the rounding or the step is not allowed. If a dtype or a shape is wrong
+            the message names the entry.
 
     Examples:
         >>> p, g = torch.ones(3, dtype=torch.bfloat16), torch.tensor([1.0, -2.0, 0.0])
@@ -699,7 +704,7 @@ def adam_(
         tensor([0.8750, 1.1250, 1.0000], dtype=torch.bfloat16)
 
     Notes:
-        Where a leaf is cut changes no bit.
+        The result has the same bits whether a leaf is passed as one tensor or as several shards.
     """
     used = compensations if rounding == "kahan" else None
     leaves = Leaves(params, grads, exp_avgs, exp_avg_sqs, used, keys, offsets)

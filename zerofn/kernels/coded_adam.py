@@ -79,14 +79,15 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class CodedAdam:
-    """Adam on leaves whose moments are `Coded`: that of torch's fused kernel on fp32, or `adam_` with fp32 moments.
+    """Adam on leaves whose moments are `Coded`, with the bits of torch's fused kernel on fp32 or of `adam_`.
 
-    The fused one also updates masters of 24 bits: parameters are each a tensor, or a `Master`.
+    With `fused=True` a parameter is a tensor or a `Master` (24 bits). With `fused=False` a parameter is a tensor, and
+    the arithmetic is that of `adam_` with fp32 moments.
 
     Attributes:
-        fused: whether it is torch's.
+        fused: whether the arithmetic is that of torch's fused kernel; otherwise it is that of `adam_`.
         decoupled: whether the weight decay is decoupled from the gradient.
-        rounding: of parameters below fp32, `"stochastic"` or `"nearest"`.
+        rounding: how parameters below fp32 are rounded, `"stochastic"` or `"nearest"`.
     """
 
     fused: bool
@@ -101,14 +102,15 @@ class CodedAdam:
         form: int = FORMAT,
         offsets: Sequence[int] = (),
     ) -> list[bool]:
-        """For each leaf whether a kernel can update it, with the bits of torch.
+        """For each leaf, whether a kernel can update it with the same bits as without a kernel.
 
-        On a CPU it is the one in C, and few elements are not worth a call; on a GPU that of Triton's.
+        The kernel is written in C for the CPU and in Triton for a GPU. If the leaves on the CPU have few elements
+        together, the answer for them is `False`, because calling the kernel would take longer than it saves.
 
         Args:
-            form: of the draws by which parameters are rounded.
-            offsets: for each parameter the index of its first element within the leaf. It is needed where parameters
-                are rounded at random.
+            form: the format of the random bits by which parameters are rounded.
+            offsets: for each parameter the index of its first element within the leaf. It is needed if parameters are
+                rounded at random.
         """
         if form != FORMAT or len(slots) != 2 or self.rounding == "kahan":
             return [False] * len(params)

@@ -36,9 +36,10 @@ class MasterAdam:
     decoupled: bool
 
     def takes(self, params: Sequence[Any], grads: Sequence[Tensor], *slots: Sequence[Any]) -> list[bool]:
-        """For each leaf whether a kernel can update it, with the bits of torch.
+        """For each leaf, whether a kernel can update it with the same bits as without a kernel.
 
-        On a CPU it is the one in C, and few elements are not worth a call; on a GPU that of Triton's.
+        The kernel is written in C for the CPU and in Triton for a GPU. If the leaves on the CPU have few elements
+        together, the answer for them is `False`, because calling the kernel would take longer than it saves.
         """
         found = [self._takes(*row) for row in zip(params, grads, zip(*slots, strict=True), strict=True)]
         enough = sum([g.numel() for g, taken in zip(grads, found, strict=True) if taken and g.is_cpu]) >= LARGE

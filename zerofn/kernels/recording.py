@@ -174,10 +174,9 @@ def may(condition: bool | Tensor) -> bool:
 def root(x: Tensor) -> Tensor:
     """`x.sqrt()`, with the derivative 0 at 0 instead of infinity.
 
-    For a second moment or a norm that is 0 because no gradient has come, the chain rule would multiply that infinity by
-    zero, which is NaN. With the derivative 0, `m / (root(v) + eps)` has its limit there: its derivative by a gradient
-    is `1 / eps` times that of `m`. The input is masked as well as the output: what is computed and not chosen must be
-    finite too.
+    If a second moment or a norm is 0 because no gradient has come, the chain rule would multiply an infinite derivative
+    by zero, which is NaN. With `root`, the derivative of `m / (root(v) + eps)` at `v = 0` is the derivative of `m`
+    times `1 / eps`, which is the right limit.
 
     Examples:
         >>> torch.func.grad(lambda x: root(x * x))(torch.tensor(0.0))
@@ -193,8 +192,8 @@ def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
     """The bits of `rounded`, which is `x` rounded in its dtype, with the derivative of the identity.
 
     Rounding is constant nearly everywhere, so its true derivative would train nothing (Bengio et al., 2013, section 4).
-    It is a sum instead of a `Function`, so that every transform and the compiler know its rules. The subtracted zero
-    keeps the sign of a zero. For infinities and NaN the difference would not be zero, so it is left out.
+    `straight_through` uses torch's operators and no `autograd.Function`, so that every transform of `torch.func` and
+    the compiler can differentiate it. Zeros keep their sign. For an infinite or NaN element of `x` the derivative is 0.
 
     Examples:
         >>> torch.func.grad(lambda x: straight_through(x, x.round()) ** 2)(torch.tensor(2.7))

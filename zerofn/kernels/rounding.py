@@ -222,10 +222,11 @@ def stochastic_round(x: Tensor, dtype: torch.dtype, *, bits: Tensor) -> Tensor:
 
     Returns:
         A tensor of ``dtype`` and the shape of ``x``. Its expectation is exactly ``x`` for bfloat16 and for normal
-        float16. Below float16's normal range (2**-14) only 13 of the discarded bits count: the bias is at most 2**-38.
+        float16. Below float16's normal range (2**-14) only 13 of the discarded bits count. There the absolute
+        difference between the expectation and ``x`` is at most 2**-38.
 
     Raises:
-        ValueError: ``x`` is not float32, or ``dtype`` is another one.
+        ValueError: ``x`` is not float32, or ``dtype`` is neither bfloat16 nor float16.
 
     Examples:
         >>> x = torch.full((4096,), 1.0 + 2**-10)                  # an eighth of the spacing above 1

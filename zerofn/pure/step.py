@@ -68,8 +68,9 @@ def make_step(
 
     Raises:
         TypeError: `loss_fn` cannot be called, or a step gets its batch by keyword.
-        ValueError: `capturable` without `donate`, or with what needs the host; at a step, `loss_fn` returns no
-            floating-point 0-d tensor, or `state` does not belong to `tx`.
+        ValueError: `capturable` is used without `donate` or with `create_graph`. A step raises it if `loss_fn` returns
+            no floating-point 0-d tensor, if `state` does not belong to `tx`, or if `capturable` is used with several
+            ranks, or with a transform or schedule that needs the CPU in every step.
 
     Examples:
         >>> import torch, zerofn as zf

@@ -598,16 +598,20 @@ mean = zf.collectives.all_reduce(own["w"]["w"], group) / group.size"""
 
 
 def check_batch(batch: tuple[int, ...], path: str, group: Group, parts: Tensor | None = None) -> None:
-    """Raise on every rank if the ranks' batches do not belong together. Every rank of the group calls it.
+    """Raise on every rank if the batches of `torch.func.vmap` on the ranks do not fit together.
+
+    Every rank of the group must call `check_batch`, because it sends the shape of its batch to the other ranks.
 
     Args:
         batch: the shape of the batch.
-        path: of the leaf.
+        path: the path of the leaf.
         group: the ranks.
-        parts: (members, elements) of vectors, where each rank has a shard of them.
+        parts: for a sharded leaf: this rank's shards of the members of the batch, of the shape `(members, elements)`.
 
     Raises:
-        ValueError: batches differ in shape, or are bases on several ranks.
+        ValueError: the shapes of the batches differ between ranks. Or the members of `parts` are basis vectors of this
+            rank's shard, as `hessian` and `jacfwd` make them, and another rank has basis vectors of its shard at the
+            same places of the batch.
     """
     low, high = (0, 0) if parts is None else _basis(parts)
     rows = gather_numbers([zlib.crc32(repr(tuple(batch)).encode()), low, high], group, "match")

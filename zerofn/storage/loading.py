@@ -156,7 +156,7 @@ def load(
             pipeline makes all other entries from the loaded parameters, so that an average begins at the loaded
             parameters. If one tensor of a transform is missing for a leaf, all tensors of this transform for this leaf
             are made again, the count of updates too.
-        tx: with `strict=False` and a state, its pipeline.
+        tx: the pipeline of `like`, if `like` is a state and `strict=False`.
 
     Returns:
         The state; with `like=opt`, `opt.state`. With `strict=False` also a report, which prints: the names `loaded`,
@@ -164,10 +164,10 @@ def load(
 
     Raises:
         FileNotFoundError: the directory has no checkpoint.
-        ValueError: the checkpoint is of another pipeline or model (every missing, unexpected, misshapen and mistyped
-            path is named) or format version, or it is truncated or changed; with `strict=False`, it has none of the
-            parameters.
-        TypeError: `strict=False` with a state and without `tx`, or `tx` without it.
+        ValueError: the checkpoint is of another pipeline or model (the message names every missing or unexpected path,
+            and every path with another shape or dtype), or of another format version, or it is truncated or changed.
+            With `strict=False`, the checkpoint has none of the parameters.
+        TypeError: `like` is a state, `strict=False`, and there is no `tx`; or `tx` is given in any other case.
         RuntimeError: only some ranks call it, as for `save`; with `strict=False`, `like` was donated or half written.
 
     Examples:

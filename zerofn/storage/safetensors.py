@@ -195,8 +195,9 @@ def load_safetensors(
         like: a state, which is not written; or an attached model's `opt`, which is written in place, with the buffers
             that the file has. Of tied names one is enough.
         tx: the pipeline, if `like` is a state.
-        only: takes a tensor's name and returns whether it is for this model; by default all are. A state has no
-            buffers: `only=lambda name: "running_" not in name`.
+        only: a function that gets a tensor's name and returns whether to read this tensor; by default all tensors are
+            read. If `like` is a state and the file has buffers, leave the buffers out, because a state has no place for
+            them: `only=lambda name: "running_" not in name`.
 
     Returns:
         The state; with `like=opt`, `opt.state`.
