@@ -776,7 +776,7 @@ class Attachment:
         with interrupts_held():
             found = read()
             self.dicts.write(found, rest)
-        return found.told
+        return found.matched
 
     def detach(self) -> None:
         """Make the model a plain module again, if it is not yet. All ranks call it."""

@@ -37,12 +37,12 @@ class ToLoad:
     Attributes:
         pairs: each tensor of our state with the one that will replace it.
         groups: the new entries of each group.
-        told: how parameters were matched, and which begin anew.
+        matched: how parameters were matched, and which begin anew.
     """
 
     pairs: list[tuple[Tensor, Tensor]]
     groups: list[dict[str, Any]]
-    told: LoadedStates
+    matched: LoadedStates
 
 
 def form_of(x: Any) -> str:

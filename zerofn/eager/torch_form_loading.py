@@ -60,7 +60,7 @@ class Loading:
         self.bad: list[tuple[str, str]] = []
         self.other_dtypes, self.of_other_ranks = 0, False
         self.by, self.taken = "name", list[int]()
-        self.told: dict[str, Any] = {}
+        self.given_numbers: dict[str, Any] = {}
         self.fits: list[tuple[Entry, Tensor]] = []
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.anew: list[NamedEntry] = []
@@ -86,10 +86,10 @@ class Loading:
         updates = [float(x) for x in counts.values() if _is_number(x)]
         updates += [1.0 for path, x in by_path.items() if counts[path] is None and _states(x)]
         self.most = max(updates, default=0.0)
-        self.told = self._told()
+        self.given_numbers = self._given_numbers()
         # Other libraries count under the name `step` only. Without such counts, older versions wrote 0 updates.
         by_step = any(_states(x) and self.names.counts.get(path, STEP) == STEP for path, x in by_path.items())
-        self.stale = by_step and UPDATES in self.told and int(self.told[UPDATES]) != int(self.most)
+        self.stale = by_step and UPDATES in self.given_numbers and int(self.given_numbers[UPDATES]) != int(self.most)
         self.absent = self._absent()
         self.made_anew = tuple([path for path, own in self.names.leaves.items() if own and not _states(by_path[path])])
         for path, own in self.names.leaves.items():
@@ -102,7 +102,7 @@ class Loading:
         self._refuse()
         self.own_groups = self._groups()
         self.names.groups.check(self.own_groups)
-        counters = [(name, x) for name in COUNTED if _is_number(x := self.told.get(OWN_ENTRY + name))]
+        counters = [(name, x) for name in COUNTED if _is_number(x := self.given_numbers.get(OWN_ENTRY + name))]
         return {"updates": self.most} | {name: float(x) for name, x in counters}
 
     def _refuse(self) -> None:
@@ -170,7 +170,7 @@ class Loading:
             self.taken.append(groups[0] if groups else min(i, len(keys) - 1))
         return {path: at[path][1] for path in own if path in at}
 
-    def _told(self) -> dict[str, Any]:
+    def _given_numbers(self) -> dict[str, Any]:
         """The given entries that belong to no leaf, by name."""
         found: dict[str, Any] = {}
         for own in self.there.values():
@@ -187,7 +187,7 @@ class Loading:
         for part in self.names.pipe.parts:
             of_leaves = {n for own in self.names.leaves.values() for n, x in own.items() if x.entry.owner == part.name}
             numbers = {name for name, x in self.names.numbers.items() if x.entry.owner == part.name}
-            if part.facts.holds and not (of_leaves & names) and not (numbers & self.told.keys()):
+            if part.facts.holds and not (of_leaves & names) and not (numbers & self.given_numbers.keys()):
                 found.add(part.name)
         return found
 
@@ -237,10 +237,10 @@ class Loading:
 
     def _numbers(self) -> None:
         known = self.names.numbers.keys() | {UPDATES, OWN_ENTRY + STEP, OWN_ENTRY + "micro_step"}
-        self.bad += [(name, "unexpected") for name in self.told if name not in known]
-        ours = any(name not in (OWN_ENTRY + STEP, OWN_ENTRY + "micro_step") for name in self.told)
+        self.bad += [(name, "unexpected") for name in self.given_numbers if name not in known]
+        ours = any(name not in (OWN_ENTRY + STEP, OWN_ENTRY + "micro_step") for name in self.given_numbers)
         for name, x in self.names.numbers.items():
-            e, given = x.entry, self.told.get(name)
+            e, given = x.entry, self.given_numbers.get(name)
             if is_counted(name, x) and (given is None or self.stale or _is_coarse(given)):
                 self.pairs.append((e.value, torch.tensor(self.most)))
             elif given is not None:

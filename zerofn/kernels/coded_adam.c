@@ -1,10 +1,10 @@
-/* One step of Adam over lists of leaves whose moments are codes: a block is decoded, updated and encoded in the cache.
+/* One step of Adam over lists of leaves whose moments are codes. A block is decoded, updated and encoded in the cache.
  *
- * Built by zerofn/kernels/coded_adam.py on first use: as native_codes.h says, and
- *   -DZF_P=, -DZF_G=        f32 or bf16: parameter, gradient;
- *   -DZF_FUSED=             1: the arithmetic of fused.c, 0: that of native.c, with fp32 moments;
- *   -DZF_RANDOM_P=          whether parameters are rounded at random;
- *   -DZF_MASTERS=           1: parameters are masters of 24 bits, ZF_P is bf16, and the arithmetic that of fused.c.
+ * zerofn/kernels/coded_adam.py builds this file on first use, with the macros of native_codes.h and these:
+ *   -DZF_P=, -DZF_G=        The dtypes of parameter and gradient: f32 or bf16.
+ *   -DZF_FUSED=             1: the arithmetic of fused.c. 0: that of native.c, with fp32 moments.
+ *   -DZF_RANDOM_P=          1: parameters are rounded at random.
+ *   -DZF_MASTERS=           1: parameters are masters of 24 bits, ZF_P is bf16, and the arithmetic is that of fused.c.
  */
 #define ZF_M f32
 #define ZF_V f32
@@ -14,9 +14,9 @@
 #include "native_prefetch.h"
 #include "native_sums.h"
 
-enum { MOST = 1024 /* elements of a block */ };
+enum { MOST = 1024 /* elements in the largest block */ };
 
-/* Of both kinds of arithmetic; the last ones are of the fused one. */
+/* Numbers of both kinds of arithmetic. The last two are used with ZF_FUSED only. */
 typedef struct { float beta2, weight, one_minus_beta2, rate, eps, keep, decay, spread; } scalars;
 
 typedef struct {
@@ -25,14 +25,14 @@ typedef struct {
     const char *const *g;
     uint8_t *const *m, *const *v;
     float *const *m_scales, *const *v_scales;
-    int8_t *const *residuals; /* of masters; else null */
+    int8_t *const *residuals; /* null without ZF_MASTERS */
     const int64_t *numel, *row;
     const uint64_t *p_key, *m_key, *v_key, *offset, *m_step, *v_step;
     int64_t block;
-    uint64_t seed, codes_seed, step; /* of parameters, of codes; the number of this update */
+    uint64_t seed, codes_seed, step; /* seeds for parameters and for codes; the number of this update */
     int random, decoupled;
     scalars s;
-    double *squares; /* of each gradient; null where nobody asks */
+    double *squares; /* one sum for each gradient, or null: sums are not wanted */
 } job;
 
 INLINE void widen_f32(float *x, const char *at, int64_t n) { memcpy(x, at, (size_t)n * 4); }
@@ -58,7 +58,8 @@ INLINE void split(char *at, int8_t *restrict residual, const float *restrict x, 
 
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define PLUS_PRODUCT(a, b, sum) __builtin_fmaf(a, b, sum)
-/* Rounded as a division is (Markstein, 1990), where nothing overflows or vanishes: not so of infinities. */
+/* The quotient rounded as a division rounds it (Markstein, 1990), if no intermediate overflows or underflows.
+ * The correction of an infinite quotient would be NaN, so an infinite quotient is returned as it is. */
 INLINE float quotient(float x, float divisor, float reciprocal) {
     float q = x * reciprocal;
     float exact = __builtin_fmaf(__builtin_fmaf(-q, divisor, x), reciprocal, q);
@@ -69,7 +70,7 @@ INLINE float quotient(float x, float divisor, float reciprocal) {
 INLINE float quotient(float x, float divisor, float reciprocal) { (void)reciprocal; return x / divisor; }
 #endif
 
-/* New values in the place of the old ones, but for those of the parameter. */
+/* Write the new parameters and moments over the old ones in these buffers of one strip. */
 INLINE void update(int64_t n, float *restrict x, const float *restrict g, float *restrict m, float *restrict v,
                    const job *j, stream p) {
     const scalars s = j->s;
@@ -100,7 +101,7 @@ INLINE void add_squares(float *restrict sums, const float *restrict g, int64_t n
     for (int64_t k = 0; k < n; k++) sums[k] = PLUS_PRODUCT(g[k], g[k], sums[k]);
 }
 
-/* In float within a block, in double over blocks. */
+/* Sums are float within a block, and double over blocks. */
 INLINE void sum_of_squares(const float *g, int64_t n, double *totals) {
     float sums[STRIP] = {0};
     int64_t i = 0;
@@ -113,7 +114,7 @@ typedef struct { stream p, m, v; } streams;
 
 INLINE stream moved(stream s, int64_t by) { s.k0 += (uint32_t)by * ZF_STRIDE; return s; }
 
-/* The block of entry `e` from its element `begin` on, which is number `at` of row `r`. */
+/* Update the `n` elements of a block of entry `e`. Its first element is `begin` in the leaf, and `at` in row `r`. */
 INLINE void one_block(const job *j, int64_t e, int64_t r, int64_t at, int64_t n, int64_t begin, int64_t place,
                       const streams *s, double *totals) {
     _Alignas(64) float x[MOST], g_room[MOST], m[MOST], v[MOST];
@@ -149,7 +150,7 @@ INLINE void one_block(const job *j, int64_t e, int64_t r, int64_t at, int64_t n,
     encode_block(v, v_row, at, n, &v_block, j->random, moved(s->v, begin).k0, s->v.k1);
 }
 
-/* The blocks that begin at one of these elements. */
+/* Update the blocks that begin at one of the elements `from` to `to`. */
 static double blocks(const void *what, int64_t e, int64_t from, int64_t to, int squares) {
     const job *j = what;
     int64_t row = j->row[e], in_row = (row + j->block - 1) / j->block, r = from / row;
@@ -170,7 +171,7 @@ static double blocks(const void *what, int64_t e, int64_t from, int64_t to, int 
     return sum;
 }
 
-/* 0, or 1 where there is no memory, and nothing is done. */
+/* Return 0, or 1 if memory is missing: then nothing is done. */
 int zerofn_coded_adam(const job *j, int threads, parallel run) {
     return over_entries(blocks, j, j->entries, j->numel, j->squares, threads, run);
 }

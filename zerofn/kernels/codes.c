@@ -1,4 +1,4 @@
-/* Rows of floats as codes of 8 or 4 bits, and back. Built by zerofn/kernels/codes.py on first use. */
+/* Encodes rows of floats as codes of 8 or 4 bits, and decodes them. zerofn/kernels/codes.py builds it on first use. */
 #include "native_codes.h"
 #include "native_threads.h"
 
@@ -6,8 +6,8 @@ typedef struct {
     float *x;
     uint8_t *codes;
     float *scales;
-    int64_t row, block; /* numbers in a row, and in a block */
-    int random; /* 1: by counters; 2: by counters that follow from the numbers of a block */
+    int64_t row, block; /* how many numbers are in a row, and in a block */
+    int random; /* 1: bits depend on an element's place. 2: bits depend on the values in its block. 0: nearest */
     uint64_t seed, step, key, offset;
 } job;
 

@@ -1,10 +1,11 @@
-/* One step of torch's fused Adam over lists of fp32 leaves, and on the way the sum of squares of each gradient.
+/* One step of torch's fused Adam over lists of fp32 leaves. It can also sum the squares of each gradient.
  * With -DZF_BF16 gradients are bf16, and no fp32 copy of them is made. With -DZF_MASTERS parameters are masters of 24
- * bits in two parts, bf16 numbers and residuals, which are joined, updated and taken apart in registers.
+ * bits: a bf16 number and a residual, which are joined, updated and split in registers.
  *
- * Built by zerofn/kernels/fused_adam.py on first use. The bits are those of torch's kernel on processors that fuse a
- * product with a sum, where it fuses just those that are `fmaf` here; with -ffp-contract=off nothing else is. The last
- * elements of a leaf, fewer than a line, are torch's own: it computes those in double.
+ * zerofn/kernels/fused_adam.py builds this file on first use. On processors that have a fused multiply-add, results
+ * have the bits of torch's kernel. That kernel fuses exactly the products that are `fmaf` here, and -ffp-contract=off
+ * keeps the compiler from fusing others. torch updates the last elements of a leaf, fewer than a line: it computes
+ * those in double.
  */
 #include <math.h>
 #include <string.h>
@@ -30,7 +31,7 @@ INLINE float value(grad x) { return x; }
 
 #ifdef ZF_MASTERS
 typedef uint16_t param;
-enum { MASTERS = 1, STRIP = 4 * LINE /* a vector of residuals */ };
+enum { MASTERS = 1, STRIP = 4 * LINE /* elements in a vector of residuals */ };
 INLINE float now(const param *p, const int8_t *residual, int i) { return joined(p[i], residual[i]); }
 INLINE void put(param *p, int8_t *residual, int i, float x) {
     int32_t first = first_bits(x);
@@ -51,11 +52,11 @@ typedef struct {
     param *const *p;
     const grad *const *g;
     float *const *m, *const *v;
-    int8_t *const *residuals; /* of masters; else null */
+    int8_t *const *residuals; /* null without ZF_MASTERS */
     const int64_t *numel;
     scalars s;
     int decoupled;
-    double *squares; /* of each gradient; null where nobody asks */
+    double *squares; /* one sum for each gradient, or null: sums are not wanted */
 } job;
 
 INLINE void elements(int n, param *restrict p, int8_t *restrict residual, const grad *restrict g, float *restrict m,
@@ -65,7 +66,7 @@ INLINE void elements(int n, param *restrict p, int8_t *restrict residual, const 
         if (sums) sums[i] += (double)d * d;
         if (decoupled) x = x * s.keep;
         else d = fmaf(x, s.decay, d);
-        /* torch's lerp begins at the nearer end */
+        /* torch's lerp starts from whichever end is nearer. */
         float m1 = s.weight < 0.5f ? fmaf(s.weight, d - m[i], m[i]) : fmaf(s.weight - 1.0f, d - m[i], d);
         float v1 = fmaf(s.one_minus_beta2 * d, d, v[i] * s.beta2);
         put(p, residual, i, x + (s.step * m1) / (sqrtf(v1) / s.spread + s.eps));
@@ -74,14 +75,14 @@ INLINE void elements(int n, param *restrict p, int8_t *restrict residual, const 
     }
 }
 
-/* Elements `from` to `to` of entry `e`: whole lines, as leaves and so the ends of shares are. */
+/* Update the elements `from` to `to` of entry `e`. They are whole lines, since leaves and shares are. */
 INLINE double piece(const job *j, int64_t e, int64_t from, int64_t to, int decoupled, int sum) {
     double sums[STRIP] = {0}, total = 0;
     param *p = j->p[e];
     const grad *g = j->g[e];
     float *m = j->m[e], *v = j->v[e];
     int8_t *residual = MASTERS ? j->residuals[e] : 0;
-    const scalars s = j->s; /* read once: a write to a residual could be one to the job */
+    const scalars s = j->s; /* A copy: for the compiler a write to a residual may change *j. */
     int64_t i = from;
     for (; i + STRIP <= to; i += STRIP) {
         for (int k = 0; k < STRIP; k += LINE) {
@@ -105,7 +106,7 @@ static double run_piece(const void *what, int64_t e, int64_t from, int64_t to, i
     return sum ? piece(j, e, from, to, 0, 1) : piece(j, e, from, to, 0, 0);
 }
 
-/* 0, or 1 where there is no memory, and nothing is done. */
+/* Return 0, or 1 if memory is missing: then nothing is done. */
 int zerofn_fused_adam(const job *j, int threads, parallel run) {
     return over_entries(run_piece, j, j->entries, j->numel, j->squares, threads, run);
 }

@@ -1,6 +1,6 @@
-/* Masters of 24 bits: fp32 numbers of bf16 numbers and residuals, and either of these of fp32 numbers.
+/* Masters of 24 bits: joins bf16 numbers and residuals to fp32 numbers, and splits fp32 numbers into either.
  *
- * Built by zerofn/kernels/masters.py on first use.
+ * zerofn/kernels/masters.py builds this file on first use.
  */
 #include "native_masters.h"
 #include "native_threads.h"
@@ -31,7 +31,7 @@ static void residuals(const void *what, int64_t first, int64_t last) {
 
 static const task kinds[] = {join, parameters, residuals};
 
-/* `kind`: 0 writes `x`, 1 `p` and 2 `residual`. */
+/* Kind 0 writes `x`, kind 1 writes `p`, and kind 2 writes `residual`. */
 void zerofn_masters(int kind, float *x, void *p, void *residual, int64_t n, int threads, parallel run) {
     job j = {x, p, residual};
     team t = {kinds[kind], &j, n, GRAIN, 0};

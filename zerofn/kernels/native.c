@@ -1,13 +1,13 @@
-/* One AdamW step over lists of tensors: the formula of zerofn/kernels/adam.py, bit for bit; and sums of squares.
+/* One AdamW step over lists of tensors, with the bits of zerofn/kernels/adam.py. It can also sum squares.
  *
- * Built by zerofn/kernels/native.py on first use, once for each combination of dtypes and rounding:
- *   -DZF_P=, -DZF_G=, -DZF_M=, -DZF_V=    f32, bf16 or f16: parameter, gradient, first and second moment;
- *   -DZF_MODE=                            sum of KAHAN, STOCHASTIC_P, ...: how each is rounded;
- *   -DZF_STRIDE=                          what counters of neighbouring elements differ by.
- * One combination a build: together they would take half a minute to compile, and a program uses one or two.
+ * zerofn/kernels/native.py builds this file on first use, once for each combination of dtypes and rounding:
+ *   -DZF_P=, -DZF_G=, -DZF_M=, -DZF_V=    The dtypes of parameter, gradient, first and second moment: f32, bf16 or f16.
+ *   -DZF_MODE=                            The sum of KAHAN, STOCHASTIC_P, ...: how each of them is rounded.
+ *   -DZF_STRIDE=                          The difference between the counters of neighbouring elements.
+ * A build has one combination: all together would compile for half a minute, and a program uses one or two.
  *
- * The loop is plain C for the compiler to vectorise. Bits equal to eager torch need every float operation
- * rounded by itself: no -ffast-math, and -ffp-contract=off, or products are fused with sums.
+ * The loop is plain C, which the compiler vectorises. To have the bits of eager torch, each float operation must round
+ * by itself. So the build uses -ffp-contract=off, which keeps products and sums apart, and no -ffast-math.
  */
 #include <math.h>
 
@@ -27,13 +27,13 @@ typedef struct { uint32_t p, m, v, c; } codes;
 INLINE codes element(float p, float g, float m, float v, float c, uint32_t index, scalars s, stream first,
                      stream second) {
     codes out = {0, 0, 0, 0};
-    uint32_t count = index * ZF_STRIDE; /* a constant */
+    uint32_t count = index * ZF_STRIDE; /* a constant: `index` is known when compiled */
     uint32_t r = ZF_MODE & (STOCHASTIC_P | STOCHASTIC_V) ? draw(count + first.k0, first.k1) : 0;
     m = (g - m) * s.one_minus_beta1 + m;
     v = v * s.beta2 + (g * s.one_minus_beta2) * g;
     float step = (m * s.rate) / (sqrtf(v) + s.eps);
     if (ZF_MODE & KAHAN) {
-        float pull = p - p == 0.0f ? (p + c) * s.decay : 0.0f; /* finite */
+        float pull = p - p == 0.0f ? (p + c) * s.decay : 0.0f; /* 0 for an infinite or NaN parameter */
         float drop = (pull + step) - c;
         out.p = PASTE(nearest_, ZF_P)(p - drop);
         float stored = PASTE(value_, ZF_P)(out.p);
@@ -49,16 +49,17 @@ INLINE codes element(float p, float g, float m, float v, float c, uint32_t index
     return out;
 }
 
-/* Norms have no bits to keep, and one instruction for two halves what they cost. Without it fmaf is a slow function. */
+/* The bits of norms need not be those of torch. A fused multiply-add halves their cost. Without that instruction fmaf
+ * is a call of a slow function. */
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define PLUS_SQUARE(sum, x) __builtin_fmaf(x, x, sum)
 #else
 #define PLUS_SQUARE(sum, x) ((sum) + (x) * (x))
 #endif
 
-/* ---- a line of 32 elements: the whole loop body, of constant length ----
- * A constant length makes the element numbers constants too, where a loop of variable length rebuilds
- * a vector of them each time, and leaves room for one prefetch a cache line. */
+/* ---- the update of a line of 32 elements ----
+ * Its length is constant, so element numbers are constants too. A loop of variable length would compute a vector of
+ * them in each pass. A line also has room for one prefetch for each cache line. */
 
 #define PREFETCH(pointer, dtype, write) \
     for (int b = 0; b < LINE * BYTES(dtype); b += 64) __builtin_prefetch((pointer) + AHEAD + b, write)
@@ -83,7 +84,7 @@ INLINE void line(char *restrict p, const char *restrict g, char *restrict m, cha
         PASTE(store2_, ZF_V)(AT(v, ZF_V, i), a.v, b.v);
         if (ZF_MODE & KAHAN) STORE2(ZF_P)(IN(c_out, ZF_P, i), a.c, b.c);
     }
-    if (sums) { /* a loop of its own: within the other gcc adds element by element, a fifth of the update's time */
+    if (sums) { /* In the loop above gcc would add element by element, for a fifth of the update's time. */
         float room[LINE];
         const float *x = PASTE(floats_, ZF_G)(g, room);
         for (int32_t i = 0; i < LINE; i++) sums[i] = PLUS_SQUARE(sums[i], x[i]);
@@ -92,7 +93,7 @@ INLINE void line(char *restrict p, const char *restrict g, char *restrict m, cha
     if (ZF_MODE & KAHAN) PASTE(close_, ZF_P)(c, c_new);
 }
 
-/* Squares of as many lines are added up in float, where double would take a third of the update's time. */
+/* The squares of this many lines are summed in float. To sum all in double takes a third of the update's time. */
 enum { RUN = 16 };
 
 INLINE void fold(float *sums, double *totals) {
@@ -118,7 +119,7 @@ INLINE double update(int64_t n, char *p, const char *g, char *m, char *v, char *
         second.k0 += LINE * ZF_STRIDE;
     }
     size_t rest = (size_t)(n - i);
-    if (rest) { /* a copy, filled up with zeros */
+    if (rest) { /* The last elements are copied into a line that is padded with zeros. */
         char p_[LINE * 4] = {0}, g_[LINE * 4] = {0}, m_[LINE * 4] = {0}, v_[LINE * 4] = {0};
         char c_[LINE * 4] = {0};
         memcpy(p_, AT(p, ZF_P, i), rest * BYTES(ZF_P));
@@ -146,7 +147,7 @@ typedef struct {
     const uint64_t *key, *offset;
     uint64_t seed, step;
     scalars s;
-    double *squares; /* of each gradient; null where nobody asks */
+    double *squares; /* one sum for each gradient, or null: sums are not wanted */
 } job;
 
 INLINE double run_piece(const job *j, int64_t e, int64_t from, int64_t to, int squares) {
@@ -170,14 +171,14 @@ static double one_piece(const void *what, int64_t e, int64_t from, int64_t to, i
     return squares ? run_piece(what, e, from, to, 1) : run_piece(what, e, from, to, 0);
 }
 
-/* 0, or 1 where there is no memory, and nothing is done. */
+/* Return 0, or 1 if memory is missing: then nothing is done. */
 int zerofn_adam(const job *j, int threads, parallel run) {
     return over_entries(one_piece, j, j->entries, j->numel, j->squares, threads, run);
 }
 
 /* ---- the sum of squares of numbers stored as ZF_G ----
- * In double: squares of 16-bit numbers are exact there, and no sum of finite ones overflows. Cut in places
- * that depend on nothing but the length, so that the sum is the same on any number of threads. */
+ * It is computed in double: squares of 16-bit numbers are exact, and no sum of finite ones overflows. The pieces depend
+ * on the length only, so the sum is the same on any number of threads. */
 
 enum { PARTS = 256 };
 
@@ -197,7 +198,7 @@ static void add_squares(const void *what, int64_t first, int64_t last) {
         PREFETCH(AT(a->x, ZF_G, at), ZF_G, 0);
         line_squares(AT(a->x, ZF_G, at), sums);
     }
-    if (at < last) { /* a copy, filled up with zeros */
+    if (at < last) { /* The last elements are copied into a line that is padded with zeros. */
         char copy[LINE * 4] = {0};
         line_squares(memcpy(copy, AT(a->x, ZF_G, at), (size_t)(last - at) * BYTES(ZF_G)), sums);
     }

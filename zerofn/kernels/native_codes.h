@@ -1,7 +1,10 @@
-/* A block of floats as codes of 8 or 4 bits, and back: the formulas of zerofn/kernels/codes.py, bit for bit.
+/* Encodes a block of floats as codes of 8 or 4 bits, and decodes it, with the bits of zerofn/kernels/codes.py.
  *
- * Of codes.c and coded_adam.c. -DZF_BITS= 8 or 4, -DZF_MAP= 0 (linear), 1 (companded) or 2 (dynamic, by -DZF_TABLE=
- * and -DZF_POSITIVE_TABLE=), -DZF_SIGNED= 1 or 0, -DZF_STRIDE= of counters (rounding.py).
+ * codes.c and coded_adam.c include this file. The macros:
+ *   -DZF_BITS=              8 or 4.
+ *   -DZF_MAP=               0: linear. 1: companded. 2: dynamic, with -DZF_TABLE= and -DZF_POSITIVE_TABLE=.
+ *   -DZF_SIGNED=            1: every block is signed. 0: a block is signed if it has a negative number.
+ *   -DZF_STRIDE=            The difference between the counters of neighbouring elements (rounding.py).
  */
 #pragma once
 #include <math.h>
@@ -11,7 +14,7 @@
 
 enum { STRIP = 64, LAST_SIGNED = (1 << (ZF_BITS - 1)) - 1, LAST = (1 << ZF_BITS) - 1, TWICE = 2 * LAST_SIGNED };
 
-/* To the nearest whole number, of two the even one. */
+/* The nearest whole number. If two are as near, the even one. */
 INLINE float rounded(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
 #if ZF_MAP == 2
@@ -34,7 +37,8 @@ INLINE float decoded(uint8_t code, float scale, int is_signed) {
     return number(is_signed ? -(LAST_SIGNED - c) : c, scale, is_signed);
 }
 
-/* A block's largest magnitude, and what makes magnitudes at most 1: two factors, or subnormal scales would have none. */
+/* `scale` is the largest magnitude of a block. Magnitudes times `lift` and `reciprocal` are at most 1. One factor would
+ * not do: 1 / scale is infinite if the scale is subnormal. */
 typedef struct { float scale, lift, reciprocal; int is_signed, finite, common; } of_block;
 
 INLINE of_block block_of(uint32_t most, uint32_t signs) {
@@ -54,7 +58,7 @@ INLINE void see(uint32_t *restrict most, uint32_t *restrict signs, const float *
     }
 }
 
-/* What there is to know of a block, strip by strip: the largest magnitude of all has no order. */
+/* Find the largest magnitude and the signs of a block. A maximum does not depend on the order of its strips. */
 INLINE of_block seen(const float *x, int64_t n) {
     uint32_t most[STRIP] = {0}, signs[STRIP] = {0}, all = 0, any = 0;
     int64_t i = 0;
@@ -71,7 +75,7 @@ INLINE float stored_scale(of_block b) {
 }
 
 #if ZF_MAP == 2
-/* The last entry that is not above a number; or the first one. */
+/* The index of the last entry that is at most `y`; 0 if all entries are greater. */
 INLINE int place(const float *table, float y) {
     int low = 0;
     if (ZF_BITS == 8) {
@@ -101,7 +105,8 @@ INLINE float from_table(float x, of_block b, int is_signed, int random, uint32_t
 }
 #endif
 
-/* In a `common` block nothing is lifted, and rounding cannot move a number that has a code: it need not be looked for. */
+/* The code of `x`. In a `common` block `lift` is 1. There random rounding cannot change a number that a code represents
+ * exactly, so the code need not be decoded to test for that. */
 INLINE float coded(float x, of_block b, int is_signed, int random, int common, uint32_t counter, uint32_t k1) {
 #if ZF_MAP == 2
     (void)common;
@@ -120,11 +125,11 @@ INLINE float coded(float x, of_block b, int is_signed, int random, int common, u
         code = !common && number(code, b.scale, is_signed) == size ? code : found;
     }
     if (is_signed) return copysignf(code, x) + LAST_SIGNED;
-    float least = x > 0.0f ? 1.0f : 0.0f; /* a second moment other than zero gets a code other than zero */
+    float least = x > 0.0f ? 1.0f : 0.0f; /* A second moment above zero gets a code above zero. */
     return code < least ? least : code;
 }
 
-/* Codes of a row from its number `at` on; two of 4 bits share a byte, the first one below. */
+/* Write codes into a row from index `at` on. Two codes of 4 bits share a byte: the first one has the low bits. */
 INLINE void put(uint8_t *row, int64_t at, const uint8_t *codes, int64_t n) {
     if (ZF_BITS == 8) {
         memcpy(row + at, codes, (size_t)n);
@@ -156,7 +161,8 @@ INLINE void get(const uint8_t *row, int64_t at, uint8_t *codes, int64_t n) {
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t bytes_of(int64_t row) { return ZF_BITS == 8 ? row : (row + 1) / 2; }
 
-/* Blocks of a row, from its number `at` on: in strips, whose constant length is worth a sixth of the time. */
+/* The functions below work on a block that begins at index `at` of its row. Strips of constant length save a sixth of
+ * the time. */
 
 INLINE void decode_strip(float *x, const uint8_t *row, int64_t at, int64_t n, float scale, int is_signed) {
     uint8_t codes[STRIP];
@@ -198,7 +204,7 @@ INLINE void no_codes(uint8_t *row, int64_t at, int64_t n) {
     memset(row + from, 0, (size_t)(to - from));
 }
 
-/* By address: a copy of what has just been written in parts waits for all of them. */
+/* `of` is passed by address. Its fields have just been written one by one, and a copy by wider loads waits for them. */
 static __attribute__((noinline)) void encode_block(const float *x, uint8_t *row, int64_t at, int64_t n,
                                                    const of_block *of, int random, uint32_t k0, uint32_t k1) {
     const of_block b = *of;

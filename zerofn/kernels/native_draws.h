@@ -1,4 +1,4 @@
-/* Random bits from a counter: zerofn/kernels/rounding.py. */
+/* Random bits from a counter, with the bits of zerofn/kernels/rounding.py. */
 #pragma once
 #include <stdint.h>
 
@@ -18,7 +18,7 @@ static inline uint32_t lane(uint32_t h, uint64_t seed, uint64_t step, uint64_t k
     return h;
 }
 
-/* The stream of a leaf from its element `index` on, within 2**32 elements. */
+/* The stream of a leaf from its element `index` on, up to the next multiple of 2**32 elements. */
 static inline stream stream_of(uint64_t seed, uint64_t step, uint64_t key, uint64_t index, uint32_t number) {
     uint32_t block = index >> 32;
     stream s = {lane(0x243f6a88u, seed, step, key, block, number), lane(0x85a308d3u, seed, step, key, block, number)};

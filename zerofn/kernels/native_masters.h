@@ -1,6 +1,6 @@
-/* A master of 24 bits in one number: joined of a bf16 number and a residual, and taken apart again.
+/* Joins a bf16 number and a residual to a master of 24 bits, and splits it, with the bits of zerofn/kernels/masters.py.
  *
- * The formulas of zerofn/kernels/masters.py, bit for bit. Of masters.c, and of the updates that run on masters.
+ * masters.c includes this file, and so do the updates of masters.
  */
 #pragma once
 #include <stdint.h>
@@ -13,13 +13,13 @@
 INLINE float joined(uint16_t p, int8_t residual) {
     uint32_t bits = (uint32_t)p << 16, size = bits & 0x7fffffffu;
     float x;
-    int usual = size - 1 < 0x7f7fffffu; /* neither zero nor infinite nor NaN */
+    int usual = size - 1 < 0x7f7fffffu; /* `p` is neither zero nor infinite nor NaN. */
     bits += (uint32_t)(usual ? (int32_t)residual : 0) << 8;
     memcpy(&x, &bits, 4);
     return x;
 }
 
-/* The first 24 bits, rounded: the bf16 number and the residual are made of them. */
+/* `x` rounded to its first 24 bits. The bf16 number and the residual are made of these. */
 INLINE int32_t first_bits(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);

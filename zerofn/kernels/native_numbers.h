@@ -1,6 +1,6 @@
-/* Numbers in 4 and 2 bytes: loaded as float, rounded, stored. Of native.c; ZF_P and so on are dtypes.
+/* Loads numbers of 4 and 2 bytes as float, rounds them and stores them. ZF_P, ZF_G, ZF_M and ZF_V are dtypes.
  *
- * Conversions of bfloat16 are integer arithmetic, since the vector instructions for it flush subnormals to zero.
+ * bfloat16 is converted by integer arithmetic, since the vector instructions for it flush subnormals to zero.
  */
 #pragma once
 #include <stdint.h>
@@ -28,16 +28,16 @@
 #define IS_BF16(dtype) PASTE(IS_BF16_, dtype)
 #define AT(pointer, dtype, i) ((pointer) + (int64_t)(i) * BYTES(dtype))
 
-/* A NaN made from bfloat16 inputs has zeros below its bfloat16 part, so rounding cannot carry it into the sign. */
+/* If all inputs are bfloat16, the low half of a NaN is zero, so rounding cannot carry into the sign bit. */
 enum { NAN_SURVIVES = IS_BF16(ZF_P) && IS_BF16(ZF_G) && IS_BF16(ZF_M) && IS_BF16(ZF_V) };
 
 INLINE uint32_t to_bits(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 INLINE float from_bits(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
 
 /* ---- two neighbours at a time ----
- * Splitting a word into two 16-bit numbers, and joining two, takes half the instructions that widening and
- * narrowing vectors takes. "Code": the bits of the float that is stored, of which bfloat16 keeps the high half (low
- * half: waste). Words may lie at odd multiples of two bytes. */
+ * To split a word into two 16-bit numbers, or to join two, takes half the instructions of widening or narrowing
+ * vectors. A "code" is the bits of the float to store. bfloat16 stores the high half, and the low half is arbitrary.
+ * Words may have addresses that are odd multiples of two bytes. */
 
 typedef uint32_t __attribute__((aligned(2), may_alias)) word;
 
@@ -54,7 +54,7 @@ INLINE void store2_f32(void *at, uint32_t a, uint32_t b) {
 }
 INLINE void store2_bf16(void *at, uint32_t a, uint32_t b) { *(word *)at = (a >> 16) | (b & 0xffff0000u); }
 
-/* ---- rounding to a code; `r` holds random bits, of which the low 16 count ---- */
+/* ---- rounding to a code; the low 16 bits of `r` are random ---- */
 
 INLINE uint32_t nearest_f32(float x) { return to_bits(x); }
 INLINE uint32_t stochastic_f32(float x, uint32_t r) { (void)r; return to_bits(x); }
@@ -67,7 +67,7 @@ INLINE uint32_t nearest_bf16(float x) {
 }
 INLINE uint32_t stochastic_bf16(float x, uint32_t r) {
     uint32_t b = to_bits(x);
-    /* From the largest finite value on, to nearest: noise must not make infinities. */
+    /* From the largest finite bfloat16 on, numbers round to nearest, so that random bits make no infinity. */
     b += (b & 0x7fffffffu) >= 0x7f7f0000u ? 0x8000u : r & 0xffffu;
     return !NAN_SURVIVES && x != x ? 0x7fc00000u : b;
 }
@@ -77,14 +77,14 @@ INLINE float value_f16(uint32_t code) { return from_bits(code); }
 INLINE uint32_t nearest_f16(float x) {
     uint32_t b = to_bits(x) & 0x7fffffffu;
     uint32_t r = (b + 0x0fffu + ((b >> 13) & 1u)) & ~0x1fffu;
-    r = b < (113u << 23) ? to_bits((from_bits(b) + 0.5f) - 0.5f) : r; /* subnormal there: the sum rounds to nearest */
+    r = b < (113u << 23) ? to_bits((from_bits(b) + 0.5f) - 0.5f) : r; /* a subnormal of float16 */
     r = r >= 0x47800000u ? 0x7f800000u : r;
     r = b >= 0x7f800000u ? b : r;
     return r | (to_bits(x) & 0x80000000u);
 }
 INLINE uint32_t stochastic_f16(float x, uint32_t r) {
     uint32_t b = to_bits(x) & 0x7fffffffu;
-    const float lift = 0x1p-14f; /* gives a subnormal the last bit of the smallest normal numbers */
+    const float lift = 0x1p-14f; /* A subnormal plus this has the last bit of the smallest normal numbers. */
     uint32_t lifted = b < (113u << 23) ? to_bits(from_bits(b) + lift) : b;
     uint32_t cut = (lifted + (lifted >= 0x477fe000u ? 0x1000u : r & 0x1fffu)) & ~0x1fffu;
     cut = b < (113u << 23) ? to_bits(from_bits(cut) - lift) : cut;
@@ -94,8 +94,8 @@ INLINE uint32_t stochastic_f16(float x, uint32_t r) {
 }
 
 /* ---- a line of 32 numbers, loaded and stored in pairs ----
- * float16 is widened before the loop over pairs and narrowed after it, in a room of its own: x86 has instructions
- * for whole vectors of it, which take half the time of an update done by integer arithmetic. */
+ * float16 is widened into a buffer before the loop over pairs, and narrowed after it. x86 has instructions for whole
+ * vectors of float16, with which an update takes half the time of integer arithmetic. */
 
 enum { LINE = 32 };
 
@@ -106,7 +106,8 @@ enum { LINE = 32 };
 #define STORE2(dtype) PASTE(store2_, PASTE(AS_, dtype))
 #define IN(opened, dtype, i) AT(opened, PASTE(AS_, dtype), i)
 
-/* Where the numbers of a line are read, where new ones are written, and what brings those home. */
+/* opened_ returns the address from which the numbers of a line are read. output_ returns the address for new ones.
+ * close_ stores the new ones if that address is a buffer. */
 INLINE const char *opened_f32(const char *at, float *room) { (void)room; return at; }
 INLINE const char *opened_bf16(const char *at, float *room) { (void)room; return at; }
 INLINE char *output_f32(char *at, float *room) { (void)room; return at; }
@@ -115,7 +116,7 @@ INLINE char *output_f16(char *at, float *room) { (void)at; return (char *)room; 
 INLINE void close_f32(char *at, const float *room) { (void)at; (void)room; }
 INLINE void close_bf16(char *at, const float *room) { (void)at; (void)room; }
 
-/* Vectors as wide as those of the loop: what narrower stores leave is not forwarded to wider loads. */
+/* These vectors are as wide as those of the loop: processors do not forward narrow stores to wider loads. */
 #if defined(__AVX512F__)
 INLINE const char *opened_f16(const char *at, float *room) {
     for (int i = 0; i < LINE; i += 16)
@@ -142,18 +143,18 @@ INLINE const char *opened_f16(const char *at, float *room) {
         uint16_t code;
         memcpy(&code, at + 2 * i, 2);
         uint32_t b = (code & 0x7fffu) << 13;
-        float subnormal = from_bits(b + (113u << 23)) - from_bits(113u << 23); /* exact */
-        uint32_t magnitude = b + (b >= 0x0f800000u ? 224u << 23 : 112u << 23); /* infinity and NaN, or normal */
+        float subnormal = from_bits(b + (113u << 23)) - from_bits(113u << 23); /* without rounding */
+        uint32_t magnitude = b + (b >= 0x0f800000u ? 224u << 23 : 112u << 23); /* not finite; or normal */
         magnitude = b < 0x00800000u ? to_bits(subnormal) : magnitude;
         room[i] = from_bits(magnitude | ((code & 0x8000u) << 16));
     }
     return (const char *)room;
 }
-/* Of numbers that float16 holds. */
+/* `room` holds numbers that float16 can represent. */
 INLINE void close_f16(char *at, const float *room) {
     for (int i = 0; i < LINE; i++) {
         uint32_t b = to_bits(room[i]) & 0x7fffffffu;
-        uint32_t subnormal = to_bits(from_bits(b) + 0.5f) - to_bits(0.5f); /* exact */
+        uint32_t subnormal = to_bits(from_bits(b) + 0.5f) - to_bits(0.5f); /* without rounding */
         uint32_t code = (b - (112u << 23)) >> 13;
         code = b < (113u << 23) ? subnormal : code;
         code = b == 0x7f800000u ? 0x7c00u : code;
@@ -164,7 +165,7 @@ INLINE void close_f16(char *at, const float *room) {
 }
 #endif
 
-/* The numbers of a line in any order: what is cheapest to load. */
+/* The numbers of a line, in the order that is cheapest to load. */
 INLINE const float *floats_f32(const char *at, float *room) { (void)room; return (const float *)at; }
 INLINE const float *floats_f16(const char *at, float *room) { return (const float *)opened_f16(at, room); }
 INLINE const float *floats_bf16(const char *at, float *room) {

@@ -1,7 +1,8 @@
-/* Entries one behind the other, shared out among threads in ranges; and for each entry a sum over its pieces.
+/* Shares the elements of all entries out among threads, in ranges ("shares"), and sums over each entry.
  *
- * From one piece to the next either the entry or the share is the next one, so that the sum of their numbers is a place
- * of the piece's own: nothing is locked, and what is added in which order depends on lengths and threads alone.
+ * A piece is the part of one entry in one share. From one piece to the next, either the number of the entry or that of
+ * the share grows by one. So the sum of the two numbers is a place of its own for each piece, and nothing is locked.
+ * The order of additions depends on lengths and on the number of threads only.
  */
 #pragma once
 #include <stdint.h>
@@ -9,12 +10,12 @@
 
 #include "native_threads.h"
 
-/* Elements `from` to `to` of entry `e`; what it returns is added up where `sum` says so. */
+/* Run the elements `from` to `to` of entry `e`; if `sum`, return an addend of its sum. */
 typedef double (*piece_of)(const void *job, int64_t e, int64_t from, int64_t to, int sum);
 
 typedef struct { piece_of run; const void *job; int64_t entries; const int64_t *numel; int64_t each; double *parts; } shares;
 
-enum { SHARES = 8 /* for each thread */, UNIT = 32 /* elements that shares are multiples of */ };
+enum { SHARES = 8 /* for each thread */, UNIT = 32 /* a share is a multiple of so many elements */ };
 
 static int64_t whole_units(int64_t n) { return ((n < GRAIN ? GRAIN : n) + UNIT - 1) / UNIT * UNIT; }
 
@@ -32,7 +33,7 @@ static void run_share(const void *what, int64_t first, int64_t last) {
     }
 }
 
-/* 0, or 1 where there is no memory, and nothing is done. `sums` is null where nobody asks for them. */
+/* Return 0, or 1 if memory is missing: then nothing is done. `sums` is null if they are not wanted. */
 static int over_entries(piece_of run_piece, const void *job, int64_t entries, const int64_t *numel, double *sums,
                         int threads, parallel run) {
     int64_t total = 0, begin = 0;

@@ -1,9 +1,9 @@
-/* A range of elements shared out among threads. Of native.c. */
+/* Shares a range of elements out among threads. */
 #pragma once
 #include <pthread.h>
 #include <stdint.h>
 
-/* Shares are handed out as threads come for them: a thread that starts late or is interrupted does fewer. */
+/* A thread takes the next share when it has ended one, so a thread that starts late or is interrupted takes fewer. */
 enum { MAX_THREADS = 256, GRAIN = 1 << 14 };
 
 typedef void (*task)(const void *what, int64_t first, int64_t last);
@@ -20,8 +20,8 @@ static void work(void *argument) {
 
 static void *work_thread(void *argument) { work(argument); return 0; }
 
-/* GOMP_parallel of the OpenMP runtime that torch has loaded: its threads wait for work by spinning, and threads
- * of our own would have to share the processors with them. Null: there is none, and we start our own. */
+/* GOMP_parallel of the OpenMP runtime that torch has loaded, or null: then this file starts threads. OpenMP's threads
+ * spin while they wait for work, and would take the processors from threads of this file. */
 typedef void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
 
 static int useful(int threads, int64_t total) {

@@ -37,22 +37,22 @@ class OpaqueParameter(GuardedParameter):
             if p is None or in_memory(frame) or not p.in_parts():
                 return func(*args, **kwargs)
             if name == "register_hook":
-                return func(p, handed(args[1], p.told("what a hook is given"), p.full))
+                return func(p, handed(args[1], p.described("what a hook is given"), p.full))
             if name == "grad":
                 found = func(*args, **kwargs)
                 return tuple(map(_gradient_of, args[1] if args[1:] else kwargs["inputs"], found))
             of_graph = (name in ("__get__", "__set__") and func.__self__.__name__ not in SIZES) or looks(name)
             if of_graph and name not in SIZES:
                 return func(*args, **kwargs)
-            part = opaque(p.detach(), p.told("the values"), p.full)
+            part = opaque(p.detach(), p.described("the values"), p.full)
             if pointwise(name) and torch.is_grad_enabled() and p.requires_grad:
                 # Autograd would have to record the operation, which it cannot for a part.
                 refuse(name, part)
             out = call(func, name, tuple([part if x is p else x for x in args]), kwargs, part)
             return p if out is part else out
 
-    def told(self, how: str) -> str:
-        """The name of a part of it in messages."""
+    def described(self, how: str) -> str:
+        """What messages call a part that the user got by the expression `how`."""
         return f"{how} of the sharded parameter {self.path}"
 
     def to_local(self) -> Tensor:
@@ -61,7 +61,7 @@ class OpaqueParameter(GuardedParameter):
             return Tensor.detach(self).as_subclass(Tensor)
 
     def _shown(self, x: Tensor, how: str) -> Tensor:
-        return opaque(x, self.told(how), self.full) if self.in_parts() else x
+        return opaque(x, self.described(how), self.full) if self.in_parts() else x
 
     def _own(self, value: Tensor | None, how: str) -> Tensor | None:
         return plain(super()._own(plain(value), how))
@@ -70,4 +70,4 @@ class OpaqueParameter(GuardedParameter):
 def _gradient_of(p: Any, g: Any) -> Any:
     if g is None or not isinstance(p, OpaqueParameter) or not p.in_parts():
         return g
-    return opaque(g, p.told("a gradient"), p.full)
+    return opaque(g, p.described("a gradient"), p.full)

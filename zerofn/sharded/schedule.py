@@ -417,11 +417,11 @@ class Schedule:
     # The join: a rank that has ended a call or a backward, or is at a step, joins others' collectives until every rank
     # has nothing more to send (cf. torch's Join).
 
-    def rest(self, place: int = CALL, told: Callable[[], Sequence[int]] = tuple, ends: bool = True) -> list[list[int]]:
+    def rest(self, place: int = CALL, ends: bool = True) -> None:
         """This rank has nothing more to send: join others' collectives until every rank waits here (`Rounds.rest`)."""
         with interrupts_held(), self.lock:
             self.current = -1
-            return self.protocol.rest(place, told, ends)
+            self.protocol.rest(place, ends=ends)
 
     def after_call(self) -> None:
         """Join after a call of the model: other ranks may still be in theirs."""
@@ -460,8 +460,8 @@ class Schedule:
         """
         return {KEPT: self.kept, **self.forward_writes.marks()}
 
-    def at_step(self, told: Callable[[], Sequence[int]]) -> list[list[int]]:
-        """Join until all ranks are at a step. Return the numbers that each rank sends."""
+    def at_step(self, numbers_of: Callable[[], Sequence[int]]) -> list[list[int]]:
+        """Join until all ranks are at a step. Return the numbers of each rank; `numbers_of` returns this rank's."""
         # Freeing full parameters finds what forward has written into them.
         self.reshard()
         self.unfinished.clear()
@@ -470,7 +470,7 @@ class Schedule:
         # `opt.step()` holds Ctrl-C already.
         with self.lock:
             self.current = -1
-            rows = self.protocol.rest(STEP, told)
+            rows = self.protocol.rest(STEP, numbers_of)
         self.forward_writes.sums.clear()
         return rows
 

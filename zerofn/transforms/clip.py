@@ -116,10 +116,10 @@ def _other_sums(here: float, most: float) -> Exception:
     )
 
 
-def _no_sum(squares: Tensor, told: str) -> Exception:
+def _no_sum(squares: Tensor, returned: str) -> Exception:
     return ValueError(
         explain(
-            f"clip_by_global_norm(over=...): over returned {told} for a sum of squares of {float(squares):g}",
+            f"clip_by_global_norm(over=...): over returned {returned} for a sum of squares of {float(squares):g}",
             "over returns one number: the sum of squares over all pipelines, this one's included",
             "over=lambda squares: squares + squares_of_the_others",
         )

@@ -320,10 +320,10 @@ def _check_labels(several: Mapping[str, Mapping[str, Any]], of: Mapping[str, Any
         right = f"one of {_listed(known)}; None leaves a dtype as it is"
         raise ValueError(bad_leaves("precision: labels without a dtype", wrong, right))
     if idle := known - set(of.values()):
-        told = f"precision(..., labels=...) with {_listed(idle)} among the labels"
+        call = f"precision(..., labels=...) with {_listed(idle)} among the labels"
         given = _listed(of.values()) or "none"
         many = "leaves" if what == "leaf" else "buffers"
-        raise ValueError(explain(told, f"no {what} has it; {many} have {given}", f"labels that {many} have"))
+        raise ValueError(explain(call, f"no {what} has it; {many} have {given}", f"labels that {many} have"))
 
 
 def _listed(labels: Iterable[Any]) -> str:

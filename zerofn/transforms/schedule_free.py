@@ -151,11 +151,11 @@ def schedule_free_adamw(
     more: Any = dict(numbers=numbers, settable=settable, derived=unbiased, in_fp32=True)
     core = optimizer("schedule_free_adamw", lr, {"exp_avg_sq": like}, formula, **more)
 
-    def told(carry: Any, state: TransformState, ctx: Context):
+    def numbers_of(carry: Any, state: TransformState, ctx: Context):
         rate, own = carry
         return rate, own["beta1"], own["weight_decay"]
 
-    return replace(_averaging(core, r, weight_lr_power, told), parts=())
+    return replace(_averaging(core, r, weight_lr_power, numbers_of), parts=())
 
 
 def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., tuple[Any, Any, Any]]) -> Transform:
