@@ -256,8 +256,8 @@ def wrapped(
     Args:
         inner: the transform.
         init: the first values of the wrapper's own entries.
-        update: as of a `Transform`.
-        prepare: as of a `Transform`; by default that of `inner`.
+        update: as in `Transform`.
+        prepare: as in `Transform`; by default that of `inner`.
         facts: the facts that the wrapper changes. The wrapper has no counterpart in torch.
 
     Raises:
@@ -326,9 +326,9 @@ def labels_by_path(
 
     Args:
         given: the function, or the tree. A tuple in it that is among `known` is a label, not a node.
-        layout: of the parameters.
+        layout: the layout of the parameters.
         known: all labels, if they are known.
-        only: the paths that are asked for; by default all.
+        only: the paths for which labels are returned; by default all.
 
     Raises:
         TypeError: a label cannot be the key of a dict; every such leaf is named.
@@ -389,10 +389,10 @@ def values_by_path(
 
     Args:
         given: the function, or the tree. A node of it that is among `known` is a value.
-        layout: of the parameters.
+        layout: the layout of the parameters.
         what: the values, for messages.
-        kind: of each value; `None` for whatever may be the key of a dict.
-        only: the paths that are asked for; by default all.
+        kind: the type of each value; `None` if any key of a dict may be a value.
+        only: the paths for which values are returned; by default all.
         known: all values, if they are known.
 
     Raises:

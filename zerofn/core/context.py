@@ -159,7 +159,7 @@ class Context:
     """The argument of every update half besides gradients, state and parameters.
 
     Attributes:
-        layout: structure of the parameters.
+        layout: the structure of the parameters.
         donate: whether state and parameters may be written in place. Gradients never are.
         donate_to_kernels: whether kernels may write in place although `donate` is false. It is true only in a compiled
             graph or under `vmap`, if the state is donated and no later `torch.where` reads the old values.
@@ -564,7 +564,7 @@ class Prepared:
             gives one.
         close: called once all leaves have been updated, to report a number of the whole tree that only metrics show. It
             is gathered bucket by bucket, while a bucket is in the cache for its update.
-        given: means over a window of the numbers that a step is given, for the transforms behind.
+        given: means over a window of the numbers that a step is given, for later transforms.
         chosen: names of entries in `state` that keep their old values by themselves where `Context.choosing` is false.
         carries_state: whether the carry has the state, as that of a chain has the states of its transforms. Then each
             call of the update half is handed the state of all leaves, and returns entries of all leaves.

@@ -199,7 +199,7 @@ class Segment:
         parts: the stretch.
         states: of these transforms and others, by name.
         params: stored parameters of all leaves that it may be fed with.
-        ctx: of the step.
+        ctx: the step's context.
         grads: the gradients that the first transform gets.
         emitted: whether updates reach the stretch; a tensor in a graph or a batch.
         before: copies of the parameters from before the step, if an earlier stretch may have overwritten them.

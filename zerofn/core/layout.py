@@ -264,10 +264,10 @@ class Leaf:
     Attributes:
         path: its place in the tree, for instance ``"blocks.0.weight"``.
         shape: its global shape; of a leaf that the model itself has cut, that of this rank's shard.
-        dtype: the dtype it was given in.
-        device: the type of device it was given on, for instance ``"cpu"``.
+        dtype: the dtype of the tensor that the user gave.
+        device: the type of the device of that tensor, for instance ``"cpu"``.
         trainable: whether a gradient is wanted.
-        within: where it lies in a tensor that the model itself has cut (tensor parallelism).
+        within: its place in a tensor that the model itself has cut (tensor parallelism).
     """
 
     path: str

@@ -39,7 +39,7 @@ def codes_of_wire(function: str, wire: str | None, known: Sequence[str] = ("int8
         function: the function that was called.
         wire: the argument.
         known: the names that the function allows.
-        name: of the argument.
+        name: the argument's name.
 
     Raises:
         ValueError: the function does not allow this name.

@@ -385,10 +385,10 @@ def update_on_host(
     Args:
         inner: the optimizer.
         grads: gradients.
-        state: on the host. `MASTERS` are the parameters that are updated, in a wider dtype.
+        state: a state on the host. Its entries `MASTERS` are the parameters that are updated, in a wider dtype.
         params: parameters, of which those with a gradient are updated.
         carry: what `inner` has prepared.
-        ctx: of the step.
+        ctx: the step's context.
     """
     host, own = torch.device("cpu"), {slot: x for slot, x in state.items() if slot != MASTERS}
     host_params, host_grads = {path: params[path] for path in grads}, grads

@@ -41,10 +41,10 @@ class LeafStep:
     """One update of one leaf: the arguments of a formula besides its tensors.
 
     Attributes:
-        count: updates of the leaf including this one; a 0-d tensor under `vmap` and in a compiled graph.
-        lr: learning rate of this update; a number, or a 0-d tensor.
+        count: the number of the leaf's updates including this one; a 0-d tensor under `vmap` and in a compiled graph.
+        lr: the learning rate of this update, a number or a 0-d tensor.
         path: the leaf's name.
-        offset: global index of the leaf's first stored element.
+        offset: the place in the whole leaf of the first stored element.
         numbers: hyperparameters by name; numbers, or 0-d tensors.
         shared: state that all leaves share, by name; only read.
         derived: the results of the optimizer's `derived` for count, rate and hyperparameters; numbers, or 0-d tensors.
@@ -135,7 +135,7 @@ class Given(NamedTuple):
         lr: learning rate; `None` of a direction.
         numbers: hyperparameters by name.
         shared: state that all leaves share, by name.
-        ctx: of the step.
+        ctx: the step's context.
     """
 
     grads: Leaves
@@ -1032,8 +1032,8 @@ def rate_of(inner: Transform, state: TransformState, ctx: Context) -> Any:
 
     Args:
         inner: the optimizer.
-        state: its state, or one that has its entries.
-        ctx: of the step; a rate that is set in it comes first.
+        state: the optimizer's state, or a state that has its entries.
+        ctx: the step's context. A rate that is set in it comes first.
 
     Returns:
         A number, or a 0-d tensor where Python cannot read the step.

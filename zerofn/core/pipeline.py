@@ -64,7 +64,7 @@ class Pipeline:
 
     Attributes:
         tx: the chain as it was given.
-        layout: of the parameters.
+        layout: the layout of the parameters.
         parts: the members of the chain; a guest that ends it is made the optimizer.
         views: the view half of each part; `None` if it has no effect on leaves.
         dtypes: of parameters and gradients.
@@ -464,7 +464,7 @@ def check_model_parts(parts: Sequence[Transform], layout: Layout, where: str, at
 
     Args:
         parts: of a chain.
-        layout: of the parameters.
+        layout: the layout of the parameters.
         where: the function that asks, for messages.
         attached: whether the ranks over which the model is cut are known.
     """
@@ -507,7 +507,7 @@ def pipeline(
 
     Args:
         tx: the transform.
-        layout: of the parameters.
+        layout: the layout of the parameters.
         where: the public function that was called, for messages.
         ranks: opens groups of ranks.
         model: the groups over which the model itself is cut.
@@ -826,7 +826,7 @@ def context_of(tx: Transform, state: Any, where: str) -> Context:
 
     Args:
         tx: the pipeline.
-        state: its state, of `zf.init` or `opt.state`.
+        state: the pipeline's state, from `zf.init` or `opt.state`.
         where: what the user has called, for errors.
 
     Raises:

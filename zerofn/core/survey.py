@@ -343,7 +343,7 @@ def check_views(views: Sequence[View | None], layout: Layout) -> None:
 
     Args:
         views: of the chain, also those over one rank: a chain that is refused on several ranks is refused on one.
-        layout: of the parameters.
+        layout: the layout of the parameters.
     """
     present = [view for view in views if view is not None]
     _check_dtypes([view.name for view in present if view.dtypes is not None])
@@ -500,7 +500,7 @@ def check_cut_views(
         parts: the chain, with the `needs` of each transform.
         views: of each of them.
         stations: of the chain, the first at the model.
-        layout: of the parameters.
+        layout: the layout of the parameters.
     """
     cut = ""
     for part, view, station in zip(parts, views, stations[1:], strict=True):

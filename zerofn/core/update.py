@@ -83,7 +83,7 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
         pipe: the pipeline.
         grads: by path.
         state: of the pipeline.
-        ctx: of the step.
+        ctx: the step's context.
         checked: whether gradients are known to be readable: those that were reduced were looked at before.
     """
     if (not grads and pipe.layout.leaves) or ctx.weight is not None:

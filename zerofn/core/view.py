@@ -34,11 +34,11 @@ class Dtypes:
     """Dtypes of parameters and gradients; `None` leaves one as it is.
 
     Attributes:
-        param_dtype: of parameters in the model.
-        store_dtype: of parameters in the state.
-        grad_dtype: of gradients that update halves get.
-        reduce_dtype: of sums of gradients over ranks.
-        output_dtype: of the model's floating-point outputs.
+        param_dtype: the dtype of parameters in the model.
+        store_dtype: the dtype of parameters in the state.
+        grad_dtype: the dtype of gradients that update halves get.
+        reduce_dtype: the dtype in which gradients are summed over ranks.
+        output_dtype: the dtype of the model's floating-point outputs.
         residual: whether the optimizer updates in fp32, and keeps in 8 bits more what the stored bf16 has rounded away.
         buffers: by name, the dtype to which each floating-point buffer of an attached model is cast.
         by_path: the dtypes of leaves that have their own.
@@ -108,7 +108,7 @@ class Wire(Protocol):
 
     Attributes:
         group: the ranks it talks to.
-        reduce_dtype: dtype in which gradients are summed; by default the one they arrive in.
+        reduce_dtype: the dtype in which gradients are summed; by default the dtype in which they arrive.
         cuts: whether a rank keeps a shard of each leaf, a range of the flattened leaf, so that `view` all-gathers.
     """
 

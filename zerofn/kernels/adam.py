@@ -753,7 +753,7 @@ def adam_on_device(
     Args:
         steps: the number of this update for each leaf, of the shape `(leaves,)`.
         lr: a number or a 0-d tensor.
-        comes: a 0-d bool tensor; nothing is written where it is false.
+        comes: a 0-d bool tensor. If it is false, nothing is written.
     """
     numbers: Any = dict(beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, rounding=rounding, seed=seed)
     draws: Any = dict(keys=keys, offsets=offsets)

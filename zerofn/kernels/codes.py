@@ -110,8 +110,8 @@ class Codes:
     """How to encode numbers as codes of 8 or 4 bits, and to decode them.
 
     Attributes:
-        bits: of a code, 8 or 4; two codes of 4 bits share a byte.
-        block: numbers of a row that share a scale.
+        bits: the bits of a code, 8 or 4. Two codes of 4 bits share a byte.
+        block: how many numbers of a row share a scale.
         code: `"companded"`, by two functions, or `"dynamic"`, by `dynamic_map`: small magnitudes get more codes than
             large ones; or `"linear"`: codes are evenly spaced.
         signed: whether a block without a negative number gets codes for both signs, as a block with negative numbers
@@ -421,9 +421,9 @@ class Coded:
     """A tensor that is kept as codes, for a kernel that updates it without its numbers in memory.
 
     Attributes:
-        how: it is coded.
-        codes, scales: as `Codes.encode` returns them; a kernel writes both.
-        draws: by which the new numbers are rounded; `None` to the nearest code.
+        how: the settings of the codes.
+        codes, scales: the results of `Codes.encode`. A kernel writes new ones over them.
+        draws: the random bits that round new numbers; `None` if they are rounded to the nearest code.
     """
 
     how: Codes

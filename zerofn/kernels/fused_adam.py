@@ -410,7 +410,7 @@ def fused_on_device(
     Args:
         steps: the number of this update for each leaf, of the shape `(leaves,)`.
         lr: a number; or a 0-d tensor, which is rounded to float32.
-        comes: a 0-d bool tensor; nothing is written where it is false.
+        comes: a 0-d bool tensor. If it is false, nothing is written.
     """
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     lists: Columns = params, typed(params, grads), exp_avgs, exp_avg_sqs

@@ -40,8 +40,8 @@ class Master:
     """A master in its two parts, for a kernel that updates it without its fp32 numbers in memory.
 
     Attributes:
-        p: bf16.
-        residual: int8, of the same shape.
+        p: a bf16 tensor.
+        residual: an int8 tensor of the same shape.
     """
 
     p: Tensor
@@ -62,8 +62,8 @@ def master_of(p: Tensor, residual: Tensor, room: Room | None = None) -> Tensor:
 
     Args:
         p: the bf16 tensor.
-        residual: of the same shape.
-        room: memory for the master, if it is only needed for a while.
+        residual: a tensor of the same shape.
+        room: memory for the master, if the caller needs the master only for a while.
 
     Examples:
         >>> p = torch.tensor([1.0, 1.0, -1.0, 0.0], dtype=torch.bfloat16)

@@ -147,7 +147,7 @@ def where(condition: bool | Tensor, a: Any, b: Any) -> Any:
     Args:
         condition: a bool, or a 0-d bool tensor on any device.
         a: a tensor, or a function without arguments that makes it, called only if it may be chosen.
-        b: the same.
+        b: the same as `a`, for a false condition.
 
     Examples:
         >>> where(True, torch.tensor(1), lambda: 1 / 0), where(torch.tensor(False), torch.tensor(1), torch.tensor(2))

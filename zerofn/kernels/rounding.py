@@ -179,7 +179,7 @@ def random_bits(
         seed, step, key, stream: as in `stream_key`.
         offset: the global index of the first element. So the bits do not depend on how the leaf is split over ranks.
         form: the format of the draws.
-        device: where the bits are.
+        device: the device of the bits.
 
     Examples:
         >>> whole = random_bits(10, seed=0, step=1, key=leaf_key("w"))

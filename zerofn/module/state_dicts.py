@@ -92,9 +92,7 @@ def hook_state_dicts(
                 # torch's class can be pickled, since each rank may torch.save its own. A 0-d tensor has no rows.
                 state[prefix + name] = as_torchs(x) if leaf.shape else entry.full_tensor()
 
-    def take(
-        own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any
-    ) -> None:
+    def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
         if units is not None:
             # With `assign=True` torch would put other parameters in. Their values are taken instead.
             local.pop("assign_to_params_buffers", None)

@@ -115,7 +115,7 @@ class StationRow(NamedTuple):
 
     Attributes:
         transform: its name; `"model"` for the gradients of the model itself.
-        path: of the leaf.
+        path: the path of the leaf.
         dtype: of the gradient; behind the optimizer, of the new parameter.
         handed: placements of the gradient that the transform receives, one for each axis of the mesh.
         placements: those of the gradient that it returns.

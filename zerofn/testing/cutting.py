@@ -213,7 +213,7 @@ def draw_cut(layout: Layout, ranks: int, seed: int, by_rows: bool = False) -> li
     """Draw a flat range of every leaf for each rank: uneven ranges, empty ranges, a whole leaf on one rank.
 
     Args:
-        layout: of the parameters.
+        layout: the layout of the parameters.
         ranks: how many.
         seed: of the draw.
         by_rows: whether to cut only between rows of the first dimension.
