@@ -194,6 +194,8 @@ def stop_at(number: int, act: Callable[[], None], only_after_calls: bool) -> set
         before.pop(id(frame), None)  # of a frame that has ended
         return each
 
+    # Python 3.12 has no events of opcodes unless a frame has asked for them before `settrace`.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(enter)
     return seen
 

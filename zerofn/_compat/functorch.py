@@ -65,7 +65,7 @@ makes_proxies: Callable[[], Any] = functools.partial(
 @while_traced
 def traced_symbolically() -> bool:
     """Whether torch.fx.symbolic_trace is recording. `make_fx` sets torch's flag too."""
-    return torch.fx._symbolic_trace._is_fx_tracing_flag and makes_proxies() is None
+    return torch.fx._symbolic_trace.is_fx_symbolic_tracing() and makes_proxies() is None
 
 
 _OUTSIDE = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
