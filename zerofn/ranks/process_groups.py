@@ -377,7 +377,14 @@ def limit() -> float:
     return seconds
 
 
-def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | None = None, opens: bool = False) -> None:
+def together(
+    call: str,
+    ranks: tuple[int, ...],
+    right: str,
+    seconds: float | None = None,
+    opens: bool = False,
+    state: str = "",
+) -> None:
     """Return when all of `ranks` have come to this call.
 
     Args:
@@ -387,6 +394,7 @@ def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | Non
         seconds: to wait for ranks that are not seen to compute; by default `limit()`.
         opens: whether ranks come to this call with a chain that reduces gradients. A rank that has called
             `reduces_nothing` in its place is waited for only `limit()` seconds, also while it computes.
+        state: follows the call in what ranks compare: text that must be equal on all ranks.
 
     Raises:
         RuntimeError: on every rank that has come, if another waits elsewhere, has ended, or did not come in time.
@@ -395,7 +403,7 @@ def together(call: str, ranks: tuple[int, ...], right: str, seconds: float | Non
     if len(ranks) == 1 or here is None:
         return
     seconds = limit() if seconds is None else seconds
-    while not _Call(here, call, ranks, right, seconds, opens).meet():
+    while not _Call(here, call, ranks, right, seconds, opens, state).meet():
         pass
 
 
@@ -416,9 +424,11 @@ def _channel(ranks: tuple[int, ...]) -> str:
 class _Call:
     """One call of some ranks, found in the store by its number among the calls of these ranks."""
 
-    def __init__(self, here: Presence, call: str, ranks: tuple[int, ...], right: str, seconds: float, opens: bool):
+    def __init__(
+        self, here: Presence, call: str, ranks: tuple[int, ...], right: str, seconds: float, opens: bool, state: str
+    ):
         self.here, self.call, self.ranks, self.right, self.seconds = here, call, ranks, right, seconds
-        self.opens, self.channel = opens, _channel(ranks)
+        self.opens, self.state, self.channel = opens, state, _channel(ranks)
         here.calls[self.channel] += 1
         self.number = here.calls[self.channel]
         self.key = f"{self.channel}/{self.number}"
@@ -432,7 +442,7 @@ class _Call:
             if self.here.read(f"{self.key}/decision"):
                 return False
             self.place = self.here.store.add(f"{self.key}/came", 1)
-            self.here.store.set(f"{self.key}/{self.place}", f"{self.here.rank} {self.call}")
+            self.here.store.set(f"{self.key}/{self.place}", f"{self.here.rank} {self.call}{self.state}")
             decision = self._decide_last() if self.place == len(self.ranks) else self._wait()
             if decision == GO:
                 self.here.met[self.channel] = self.number
@@ -686,10 +696,12 @@ def world_group(purpose: Hashable = "") -> Group:
     def make() -> Group | None:
         if not several:
             return Group(purpose=purpose)
+        # torch names the group by this number: where it differs, ranks would wait for each other for ever.
+        state = f" after {raw.groups_made()} groups of torch.distributed"
         if registry.named:
-            _meet(math.inf)
+            _meet(math.inf, state)
         else:
-            _meet_first()
+            _meet_first(state)
         return _open(_every_rank(), raw.device_of(), purpose)
 
     several = _ensure_default()
@@ -706,9 +718,10 @@ def world_group(purpose: Hashable = "") -> Group:
     return group
 
 
-def _meet(seconds: float) -> None:
+def _meet(seconds: float, state: str = "") -> None:
     """Raise before a group is opened if other ranks wait elsewhere, for instance because an error was caught here."""
-    together("the opening of a group", _every_rank(), "the same calls of zerofn on every rank", seconds, opens=True)
+    right = "the same calls of zerofn and of dist.new_group on every rank"
+    together("the opening of a group", _every_rank(), right, seconds, opens=True, state=state)
 
 
 def _every_rank() -> tuple[int, ...]:
@@ -737,10 +750,10 @@ def _presence_before_groups() -> Presence | None:
     return registry.presence
 
 
-def _meet_first() -> None:
+def _meet_first(state: str = "") -> None:
     """Wait in the store, as long as torch would, until all ranks have come to open their first group."""
     if _presence_before_groups() is not None:
-        _meet(max(PATIENCE, limit()))
+        _meet(max(PATIENCE, limit()), state)
 
 
 def _leave_first() -> None:
@@ -895,7 +908,7 @@ def _of_all_ranks(obj: Any) -> list[Any]:
             explain(
                 f"by rank, {list(counts)} process groups have been made, so the next one has a name of its own on each",
                 "torch names groups by their number, and dist.new_group was called on some ranks only; with "
-                "use_local_synchronization=True torch 2.14 counts it on its members alone",
+                "use_local_synchronization=True torch counts it on its members alone, from 2.14 on",
                 "dist.new_group(ranks) on every rank of the job; or zf.attach and meshes first",
             )
         )
