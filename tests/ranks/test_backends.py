@@ -155,7 +155,9 @@ def attached_to_a_mesh() -> list[tuple[int, float]]:
         # One that some ranks alone are in. From torch 2.14 on its own names differ from here on.
         dist.new_group([0, 1], use_local_synchronization=True)
     if torch.__version__ >= "2.14":
-        with pytest.raises(RuntimeError, match=r"(?s)rank 3 .* after \d groups of torch\.distributed.*dist\.new_group on"):
+        with pytest.raises(
+            RuntimeError, match=r"(?s)rank 3 .* after \d groups of torch\.distributed.*dist\.new_group on"
+        ):
             zf.attach(torch.nn.Linear(4, 4), zf.chain(zf.shard(), zf.sgd(1e-2)))
         if rank >= 2:
             dist.new_group([2, 3], use_local_synchronization=True)
