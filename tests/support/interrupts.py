@@ -67,6 +67,9 @@ class Moment:
         if frame.f_code.co_name == "__exit__" and frame.f_code.co_filename == contextlib.__file__:
             # Python itself loses what is left to be closed: of an `ExitStack` the callbacks behind this one.
             return
+        if frame.f_code.co_name in ("_push_cm_exit", "_push_exit_callback"):
+            # An `ExitStack` has entered something, and has not yet noted how it is left. torch.func has such a stack.
+            return
         if (
             event == "c_return"
             and frame.f_code.co_name == "__enter__"
