@@ -23,119 +23,140 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 from zerofn._compat.functorch import uncompiled as _uncompiled
-from zerofn._errors import bad_leaves, explain, kind_of, unknown_keyword, users_line
-from zerofn._profiler_ranges import listener, listening
-from zerofn.core.arguments import (
-    TINY,
-    check_betas,
-    check_count,
-    check_dtype,
-    check_flag,
-    check_lr,
-    check_number,
-    check_seed,
-    given,
-    misfit,
-    no_weight,
-    weight_of,
-)
-from zerofn.core.chain import (
-    as_transform,
-    chain,
-    labels_by_path,
-    of_members,
-    texts_of_labels,
-    values_by_path,
-    wrapped,
-    wrapped_optimizer,
-)
-from zerofn.core.context import Context, Prepared
-from zerofn.core.executor import buckets
-from zerofn.core.facts import AVERAGE, COUNT, OVERFLOW_LEAF, SKIPPED_STEPS, Facts, Scope
-from zerofn.core.layout import AxisPlacement, Flat, Layout, Leaf, Leaves, Owner, Partial, Replicate, Shard, span, width
-from zerofn.core.leafwise import transform
-from zerofn.core.number_graphs import Unrecorded
-from zerofn.core.optimizer import (
-    LeafList,
-    LeafStep,
-    UpdateOfStored,
-    direction,
-    like,
-    optimizer,
-    rate_of,
-    stored_fn_of,
-    wide_copy,
-    without_elements,
-)
-from zerofn.core.pipeline import context_of
-from zerofn.core.spec import (
-    NOT_REDUCED,
-    OF_ITS_OWN,
-    ONE_OF_TWO,
-    Misplaced,
-    Spec,
-    Through,
-    as_it_is,
-    changes_gradients,
-    makes_parameters,
-    watches_parameters,
-)
-from zerofn.core.state import State, counter
-from zerofn.core.transform import ScalarOrSchedule, Transform, TransformState, no_state
-from zerofn.core.tree import flatten, select, tree_map, unflatten
-from zerofn.core.uncompiled import kept_out_of_graphs
-from zerofn.core.view import Dtypes, Ranks, View, ViewOf, Wire, no_view, over_ranks
-from zerofn.core.wrapper_names import buffers_in
-from zerofn.kernels.formulas import (
-    LeafSums,
-    at_most,
-    at_once,
-    in_batches,
-    moment_root,
-    on_stacks,
-    once,
-    over_leaves,
-    plus,
-    plus_product,
-    plus_quotient,
-    scaled,
-    sums_over_leaves,
-    times,
-    towards,
-)
-from zerofn.kernels.fused_adam import (
-    alike,
-    fused_on_device,
-    fused_operator,
-    fused_update,
-    many_for_fused,
-    plain,
-    typed,
-)
-from zerofn.kernels.masters import (
-    Master,
-    Room,
-    bf16_of_master,
-    laid_out,
-    master_of,
-    residual_of_master,
-    taken_apart,
-    together,
-)
-from zerofn.kernels.norms import length, not_finite, not_finite_each, squared_norm
-from zerofn.kernels.recording import (
-    certain,
-    concrete,
-    differentiated,
-    may,
-    number,
-    recorded,
-    root,
-    straight_through,
-    where,
-    without_derivative,
-)
-from zerofn.ranks.group import Group
+from zerofn._errors import bad_leaves as bad_leaves
+from zerofn._errors import explain as explain
+from zerofn._errors import kind_of as kind_of
+from zerofn._errors import unknown_keyword as unknown_keyword
+from zerofn._errors import users_line as users_line
+from zerofn._profiler_ranges import listener as listener
+from zerofn._profiler_ranges import listening as listening
+from zerofn.core.arguments import TINY as TINY
+from zerofn.core.arguments import check_betas as check_betas
+from zerofn.core.arguments import check_count as check_count
+from zerofn.core.arguments import check_dtype as check_dtype
+from zerofn.core.arguments import check_flag as check_flag
+from zerofn.core.arguments import check_lr as check_lr
+from zerofn.core.arguments import check_number as check_number
+from zerofn.core.arguments import check_seed as check_seed
+from zerofn.core.arguments import given as given
+from zerofn.core.arguments import misfit as misfit
+from zerofn.core.arguments import no_weight as no_weight
+from zerofn.core.arguments import weight_of as weight_of
+from zerofn.core.chain import as_transform as as_transform
+from zerofn.core.chain import chain as chain
+from zerofn.core.chain import labels_by_path as labels_by_path
+from zerofn.core.chain import of_members as of_members
+from zerofn.core.chain import texts_of_labels as texts_of_labels
+from zerofn.core.chain import values_by_path as values_by_path
+from zerofn.core.chain import wrapped as wrapped
+from zerofn.core.chain import wrapped_optimizer as wrapped_optimizer
+from zerofn.core.context import Context as Context
+from zerofn.core.context import Prepared as Prepared
+from zerofn.core.executor import buckets as buckets
+from zerofn.core.facts import AVERAGE as AVERAGE
+from zerofn.core.facts import COUNT as COUNT
+from zerofn.core.facts import OVERFLOW_LEAF as OVERFLOW_LEAF
+from zerofn.core.facts import SKIPPED_STEPS as SKIPPED_STEPS
+from zerofn.core.facts import Facts as Facts
+from zerofn.core.facts import Scope as Scope
+from zerofn.core.layout import AxisPlacement as AxisPlacement
+from zerofn.core.layout import Flat as Flat
+from zerofn.core.layout import Layout as Layout
+from zerofn.core.layout import Leaf as Leaf
+from zerofn.core.layout import Leaves as Leaves
+from zerofn.core.layout import Owner as Owner
+from zerofn.core.layout import Partial as Partial
+from zerofn.core.layout import Replicate as Replicate
+from zerofn.core.layout import Shard as Shard
+from zerofn.core.layout import span as span
+from zerofn.core.layout import width as width
+from zerofn.core.leafwise import transform as transform
+from zerofn.core.number_graphs import Unrecorded as Unrecorded
+from zerofn.core.optimizer import LeafList as LeafList
+from zerofn.core.optimizer import LeafStep as LeafStep
+from zerofn.core.optimizer import UpdateOfStored as UpdateOfStored
+from zerofn.core.optimizer import direction as direction
+from zerofn.core.optimizer import like as like
+from zerofn.core.optimizer import optimizer as optimizer
+from zerofn.core.optimizer import rate_of as rate_of
+from zerofn.core.optimizer import stored_fn_of as stored_fn_of
+from zerofn.core.optimizer import wide_copy as wide_copy
+from zerofn.core.optimizer import without_elements as without_elements
+from zerofn.core.pipeline import context_of as context_of
+from zerofn.core.spec import NOT_REDUCED as NOT_REDUCED
+from zerofn.core.spec import OF_ITS_OWN as OF_ITS_OWN
+from zerofn.core.spec import ONE_OF_TWO as ONE_OF_TWO
+from zerofn.core.spec import Misplaced as Misplaced
+from zerofn.core.spec import Spec as Spec
+from zerofn.core.spec import Through as Through
+from zerofn.core.spec import as_it_is as as_it_is
+from zerofn.core.spec import changes_gradients as changes_gradients
+from zerofn.core.spec import makes_parameters as makes_parameters
+from zerofn.core.spec import watches_parameters as watches_parameters
+from zerofn.core.state import State as State
+from zerofn.core.state import counter as counter
+from zerofn.core.transform import ScalarOrSchedule as ScalarOrSchedule
+from zerofn.core.transform import Transform as Transform
+from zerofn.core.transform import TransformState as TransformState
+from zerofn.core.transform import no_state as no_state
+from zerofn.core.tree import flatten as flatten
+from zerofn.core.tree import select as select
+from zerofn.core.tree import tree_map as tree_map
+from zerofn.core.tree import unflatten as unflatten
+from zerofn.core.uncompiled import kept_out_of_graphs as kept_out_of_graphs
+from zerofn.core.view import Dtypes as Dtypes
+from zerofn.core.view import Ranks as Ranks
+from zerofn.core.view import View as View
+from zerofn.core.view import ViewOf as ViewOf
+from zerofn.core.view import Wire as Wire
+from zerofn.core.view import no_view as no_view
+from zerofn.core.view import over_ranks as over_ranks
+from zerofn.core.wrapper_names import buffers_in as buffers_in
+from zerofn.kernels.formulas import LeafSums as LeafSums
+from zerofn.kernels.formulas import at_most as at_most
+from zerofn.kernels.formulas import at_once as at_once
+from zerofn.kernels.formulas import in_batches as in_batches
+from zerofn.kernels.formulas import moment_root as moment_root
+from zerofn.kernels.formulas import on_stacks as on_stacks
+from zerofn.kernels.formulas import once as once
+from zerofn.kernels.formulas import over_leaves as over_leaves
+from zerofn.kernels.formulas import plus as plus
+from zerofn.kernels.formulas import plus_product as plus_product
+from zerofn.kernels.formulas import plus_quotient as plus_quotient
+from zerofn.kernels.formulas import scaled as scaled
+from zerofn.kernels.formulas import sums_over_leaves as sums_over_leaves
+from zerofn.kernels.formulas import times as times
+from zerofn.kernels.formulas import towards as towards
+from zerofn.kernels.fused_adam import alike as alike
+from zerofn.kernels.fused_adam import fused_on_device as fused_on_device
+from zerofn.kernels.fused_adam import fused_operator as fused_operator
+from zerofn.kernels.fused_adam import fused_update as fused_update
+from zerofn.kernels.fused_adam import many_for_fused as many_for_fused
+from zerofn.kernels.fused_adam import plain as plain
+from zerofn.kernels.fused_adam import typed as typed
+from zerofn.kernels.masters import Master as Master
+from zerofn.kernels.masters import Room as Room
+from zerofn.kernels.masters import bf16_of_master as bf16_of_master
+from zerofn.kernels.masters import laid_out as laid_out
+from zerofn.kernels.masters import master_of as master_of
+from zerofn.kernels.masters import residual_of_master as residual_of_master
+from zerofn.kernels.masters import taken_apart as taken_apart
+from zerofn.kernels.masters import together as together
+from zerofn.kernels.norms import length as length
+from zerofn.kernels.norms import not_finite as not_finite
+from zerofn.kernels.norms import not_finite_each as not_finite_each
+from zerofn.kernels.norms import squared_norm as squared_norm
+from zerofn.kernels.recording import certain as certain
+from zerofn.kernels.recording import concrete as concrete
+from zerofn.kernels.recording import differentiated as differentiated
+from zerofn.kernels.recording import may as may
+from zerofn.kernels.recording import number as number
+from zerofn.kernels.recording import recorded as recorded
+from zerofn.kernels.recording import root as root
+from zerofn.kernels.recording import straight_through as straight_through
+from zerofn.kernels.recording import where as where
+from zerofn.kernels.recording import without_derivative as without_derivative
+from zerofn.ranks.group import Group as Group
 
 if _TYPE_CHECKING:
     from zerofn.core.narrow import codes_of_wire as codes_of_wire
@@ -226,174 +247,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
 
 
-__all__ = [
-    "AVERAGE",
-    "COUNT",
-    "FIRST_FORMAT",
-    "FORMAT",
-    "FORMAT_ENTRY",
-    "MASTERS",
-    "NOT_REDUCED",
-    "OF_ITS_OWN",
-    "ONE_OF_TWO",
-    "OVERFLOW_LEAF",
-    "SKIPPED_STEPS",
-    "TINY",
-    "Averaging",
-    "AxisPlacement",
-    "BlockDraws",
-    "Coded",
-    "CodedAdam",
-    "CodedSharding",
-    "Codes",
-    "Context",
-    "Conveyor",
-    "Draws",
-    "Dtypes",
-    "Entry",
-    "Facts",
-    "Flat",
-    "Group",
-    "Layout",
-    "Leaf",
-    "LeafList",
-    "LeafStep",
-    "LeafSums",
-    "Leaves",
-    "Master",
-    "MasterAdam",
-    "Misplaced",
-    "Owner",
-    "Partial",
-    "Prepared",
-    "Ranks",
-    "Replicate",
-    "Room",
-    "ScalarOrSchedule",
-    "Scope",
-    "Shard",
-    "Sharding",
-    "Spec",
-    "State",
-    "Through",
-    "Transform",
-    "TransformState",
-    "Unrecorded",
-    "UpdateOfStored",
-    "View",
-    "ViewOf",
-    "Wire",
-    "adam_",
-    "adam_on_device",
-    "adam_operator",
-    "adam_update",
-    "alike",
-    "all_gather_into",
-    "all_reduce_",
-    "as_it_is",
-    "as_transform",
-    "at_most",
-    "at_once",
-    "bad_leaves",
-    "bf16_of_master",
-    "buckets",
-    "buffers_in",
-    "certain",
-    "chain",
-    "changes_gradients",
-    "check_batch",
-    "check_betas",
-    "check_count",
-    "check_dtype",
-    "check_flag",
-    "check_lr",
-    "check_number",
-    "check_seed",
-    "codes_of_wire",
-    "concrete",
-    "context_of",
-    "counter",
-    "differentiated",
-    "direction",
-    "entries",
-    "explain",
-    "flatten",
-    "fused_on_device",
-    "fused_operator",
-    "fused_update",
-    "given",
-    "has_kernel",
-    "implementation_for",
-    "in_batches",
-    "kept_out_of_graphs",
-    "kind_of",
-    "known_formats",
-    "labels_by_path",
-    "laid_out",
-    "leaf_key",
-    "length",
-    "like",
-    "listener",
-    "listening",
-    "makes_parameters",
-    "many_for_fused",
-    "master_of",
-    "may",
-    "mean_over",
-    "misfit",
-    "moment_root",
-    "narrow_mean",
-    "no_state",
-    "no_view",
-    "no_weight",
-    "not_finite",
-    "not_finite_each",
-    "number",
-    "of_members",
-    "on_stacks",
-    "once",
-    "optimizer",
-    "over_leaves",
-    "over_ranks",
-    "plain",
-    "plus",
-    "plus_product",
-    "plus_quotient",
-    "random_bits",
-    "rate_of",
-    "rebuild",
-    "recorded",
-    "reduce_scatter_into",
-    "residual_of_master",
-    "root",
-    "scaled",
-    "select",
-    "span",
-    "squared_norm",
-    "stochastic_round",
-    "stored_fn_of",
-    "straight_through",
-    "sums_over_leaves",
-    "taken_apart",
-    "texts_of_labels",
-    "times",
-    "together",
-    "towards",
-    "transform",
-    "tree_map",
-    "typed",
-    "unflatten",
-    "unknown_keyword",
-    "update_on_host",
-    "users_line",
-    "values_by_path",
-    "watches_parameters",
-    "weight_of",
-    "where",
-    "wide_copy",
-    "width",
-    "without_derivative",
-    "without_elements",
-    "wrapped",
-    "wrapped_optimizer",
-]
+__all__ = [name for name in __dir__() if not name.startswith("_")]  # pyright: ignore[reportUnsupportedDunderAll]

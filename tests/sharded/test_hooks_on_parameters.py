@@ -15,7 +15,6 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 import zerofn as zf
 
 WITHIN = 0.05
-MASK = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 0]], dtype=torch.bool)
 
 
 # -- what is linear ----------------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import zerofn as zf
-from zerofn.extend import CodedSharding, Group, Leaf, codes_of_wire
+from zerofn.extend import CodedSharding, Group, Leaf
 
 BLOCK = 128
-INT8 = codes_of_wire("reduce_scatter", "int8")
 
 
 def leaf(path, shape):

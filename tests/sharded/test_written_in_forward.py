@@ -85,12 +85,6 @@ class MocoBefore(Moco):
         return (self.q(x) * self.k(x)).sum(-1)
 
 
-class MocoUnused(Moco):
-    def forward(self, x):
-        self.follow(self.q.parameters(), self.k.parameters())
-        return self.q(x).sum(-1)
-
-
 # -- other writes --------------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
-
 
 def cover(cells: Iterable[tuple]) -> list[tuple]:
     """The fewest cells that a greedy choice finds, so that each pair of values that is in `cells` is in one of them.
@@ -36,10 +34,3 @@ def cover(cells: Iterable[tuple]) -> list[tuple]:
 def grid(*axes: Iterable[Any]) -> list[tuple]:
     """The cells that `cover` chooses of the whole product."""
     return cover(itertools.product(*axes))
-
-
-def slow_but_cover(cells: Iterable[tuple]) -> list[Any]:
-    """All cells for `pytest.mark.parametrize`: those that `cover` chooses by default, and the rest slow."""
-    cells = list(cells)
-    chosen = cover(cells)
-    return [cell if cell in chosen else pytest.param(*cell, marks=pytest.mark.slow) for cell in cells]

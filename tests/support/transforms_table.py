@@ -107,10 +107,6 @@ LAYERS = At(1e-2, _weight, _two_layers)
 # ---- functions of the user's ----
 
 
-def not_first(step: Any) -> Any:
-    return step != 0
-
-
 def falling(step: Any) -> Any:
     return 0.1 / (1.0 + step)
 

@@ -15,10 +15,11 @@ from .._errors import explain
 from .._profiler_ranges import VIEW, ranged
 from ..kernels.recording import only_compiled, recorded
 from ..ranks.group import Group
-from .layout import Leaf, Leaves, Placement, rows_between
+from .layout import Leaf, Leaves, rows_between
 from .spec import Spec
 from .view import (
     Dtypes,
+    Grads,
     LeafView,
     View,
     Wire,
@@ -425,12 +426,7 @@ class ShardsOfShards:
         return self.wire.join_parts(rows, self._given(leaves), into)
 
     def pack(
-        self,
-        grads: Sequence[Tensor | None],
-        leaves: Sequence[Leaf],
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, grads: Grads, leaves: Sequence[Leaf], numels: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         return self.wire.pack(grads, self._given(leaves), numels, dtype, device)
 
@@ -521,10 +517,3 @@ def stored_part(road: Road, seen: Tensor, leaf: Leaf) -> Tensor:
 
 def _renumbered(road: Road, leaf: Leaf) -> bool:
     return any([stage.renumbers and stage.changes(leaf) for stage in road.stages])
-
-
-def check_known(placement: Placement, pipe: object, call: str, right: str) -> None:
-    """Raise a TypeError for a state whose model sees it through the user's views, if the pipeline was not given."""
-    if pipe is None and placement.seen_by:
-        why = f"the model sees it through {', '.join(placement.seen_by)}, and a state has only their names"
-        raise TypeError(explain(call, why, right))

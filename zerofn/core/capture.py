@@ -84,9 +84,9 @@ def _name(rate: Any) -> str:
     return getattr(rate, "__name__", repr(rate))
 
 
-def refuse_cold_capture(where: str) -> None:
+def refuse_cold_capture() -> None:
     """Refuse the first step of a state in a capture: it moves counters to the device, which a replay would do again."""
     if torch.cuda.is_current_stream_capturing():
         why = "the first step moves the state's counters to the device, and each replay would start from them again"
         right = "state, metrics = step(state, *batch) once or more before the capture, on a side stream as torch asks"
-        raise RuntimeError(explain(f"{where} of a new state while a CUDA graph is captured", why, right))
+        raise RuntimeError(explain("a step of a new state while a CUDA graph is captured", why, right))

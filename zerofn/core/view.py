@@ -103,6 +103,10 @@ def summable(dtype: torch.dtype) -> torch.dtype:
 # steps.
 
 
+# Gradients of leaves; `None` for a leaf that has none on this rank.
+Grads = Sequence[Tensor | None]
+
+
 class Wire(Protocol):
     """How leaves are packed, sent to other ranks and unpacked, many in one collective.
 
@@ -148,12 +152,7 @@ class Wire(Protocol):
         ...
 
     def pack(
-        self,
-        grads: Sequence[Tensor | None],
-        leaves: Sequence[Leaf],
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, grads: Grads, leaves: Sequence[Leaf], numels: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Flat gradients as one buffer, to be reduced over ranks; `None` where this rank has no gradient."""
         ...

@@ -26,7 +26,7 @@ from ..ranks.differentiable import check_batch
 from ..ranks.group import Group
 from .layout import Leaf, span, width
 from .narrow import INT8, AnyCodes, coded_rows, decoded_rows, gather_codes, summed_rows
-from .view import same_tensor
+from .view import Grads, same_tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `Sharding` all-gathers and reduce-scatters flat shards, `CodedSharding` with gradients in 8 bits; `Averaging`
@@ -143,12 +143,7 @@ class Sharding:
         return wholes_of(rows, cuts.widths, cuts.numels, into, cuts.few)
 
     def pack(
-        self,
-        grads: Sequence[Tensor | None],
-        leaves: Sequence[Leaf],
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, grads: Grads, leaves: Sequence[Leaf], numels: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """The buffer that is reduce-scattered: a tensor with a row for each rank.
 
@@ -205,12 +200,7 @@ class CodedSharding(Sharding):
         return replace(self, group=group)
 
     def pack(
-        self,
-        grads: Sequence[Tensor | None],
-        leaves: Sequence[Leaf],
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, grads: Grads, leaves: Sequence[Leaf], numels: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """The rows of `Sharding.pack`, encoded as bytes."""
         rows = super().pack(grads, leaves, numels, torch.float32, device)
@@ -282,12 +272,7 @@ class Averaging:
         return fulls if into is None else [full.copy_(x) for full, x in zip(into, fulls, strict=True)]
 
     def pack(
-        self,
-        grads: Sequence[Tensor | None],
-        leaves: Sequence[Leaf],
-        numels: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, grads: Grads, leaves: Sequence[Leaf], numels: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Gradients end to end as this rank has them, divided by the number of ranks, and one flag for each."""
         return flat_to_sum(grads, numels, self.group.size, dtype, device)

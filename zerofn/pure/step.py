@@ -180,7 +180,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
         if capturable and not tracing and pipe.once(_capturable) and state.micro_step.is_cpu:
             state = with_counters_on_device(pipe, state)
             if not state.micro_step.is_cpu:
-                refuse_cold_capture("a step")
+                refuse_cold_capture()
         aux: dict[str, Any] = {}
         scale = pipe.scale_of(state.arriving) if pipe.factors else None
         # If all is recorded, `linearize` multiplies cotangents by the scale and divides gradients, with plain

@@ -859,12 +859,11 @@ def _joined(groups: Sequence[Group]) -> tuple[int, ...]:
     return tuple(sorted(joined))
 
 
-def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
+def connected(axes: Sequence[tuple[int, ...]]) -> Group:
     """The ranks that axes of a mesh connect, directly or through one another. Every rank of the world must call it.
 
     Args:
         axes: the ranks along each axis of the mesh at this rank.
-        purpose: as for `world_group`.
     """
     parts: list[set[int]] = []
     for row in itertools.chain.from_iterable(_of_all_ranks(tuple(axes))):
@@ -872,7 +871,7 @@ def connected(axes: Sequence[tuple[int, ...]], purpose: Hashable) -> Group:
         parts = [part for part in parts if not part & joined] + [joined]
     rows = tuple(sorted(tuple(sorted(part)) for part in parts))
 
-    group = registry.get(rows, purpose, lambda: _open_all(rows, raw.device_of(), purpose))
+    group = registry.get(rows, "checkpoint", lambda: _open_all(rows, raw.device_of(), "checkpoint"))
     assert group is not None
     return group
 

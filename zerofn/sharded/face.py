@@ -295,7 +295,7 @@ class Face(DTensor):
     def set_(self, *source: Any, **more: Any) -> Tensor:
         # torch does not call `__torch_function__` for `set_`. Setting a parameter to itself (spectral_norm) is allowed.
         if not source or source[0] is not self:
-            refuse_other_memory("x.set_(y)", self)
+            _refuse_set(self)
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -504,14 +504,14 @@ def _check_no_argument() -> None:
             raise RuntimeError(explain(f"an autograd.Function that is given {x.of}", why, right))
 
 
-def refuse_other_memory(how: str, x: Any) -> NoReturn:
+def _refuse_set(x: Any) -> NoReturn:
     """Refuse what exchanges a tensor's memory, as parametrizations with a `right_inverse` do."""
     why = "it gives the tensor other memory, and under shard the optimizer updates the present memory"
     right = "x.copy_(y); p.grad = y; p.data = y"
     if x.of.whole is not None:
         right = "torch.nn.utils.parametrize and parametrizations before zf.attach, or after opt.detach();\n"
         right += "to write values alone, with torch.no_grad(): p.copy_(x)"
-    raise RuntimeError(explain(f"{how} of {x.of}", why, right))
+    raise RuntimeError(explain(f"x.set_(y) of {x.of}", why, right))
 
 
 def refuse_memory(x: Any) -> NoReturn:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, users_line
-from ..core.bucketed_views import check_known, seen_part, stored_part
+from ..core.bucketed_views import seen_part, stored_part
 from ..core.facts import AVERAGE
 from ..core.layout import Leaf, joined
 from ..core.pipeline import Pipeline, init_transforms
@@ -108,8 +108,10 @@ def _exporting_pipeline(state: State | Optimizer, tx: Transform | None) -> Pipel
     if isinstance(state, Optimizer):
         return state._own.pipe
     pipe = None if tx is None else pipe_of(tx, state, "zf.export_safetensors")
-    right = "zf.export_safetensors(path, state, tx=tx), or of opt, an attached model's"
-    check_known(state.layout.placement, pipe, "zf.export_safetensors(path, state)", right)
+    if pipe is None and (seen_by := state.layout.placement.seen_by):
+        why = f"the model sees it through {', '.join(seen_by)}, and a state has only their names"
+        right = "zf.export_safetensors(path, state, tx=tx), or of opt, an attached model's"
+        raise TypeError(explain("zf.export_safetensors(path, state)", why, right))
     return pipe
 
 

@@ -64,7 +64,7 @@ def checkpoint_group(placement: Placement, writes: str | os.PathLike | None = No
     world = world_group("checkpoint")
     if world.size == placement.together:
         return world
-    group = connected(placement.axes, "checkpoint")
+    group = connected(placement.axes)
     if writes is not None:
         _check_apart(writes, group, world)
     return group
