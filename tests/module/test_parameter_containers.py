@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -143,3 +145,33 @@ def test_the_hook_of_a_model_that_went_without_detach_goes_with_the_next_one():
     gc.collect()
     attached(Rows(PICKS["slice"][1]))
     assert not mine & hooks()
+
+
+class Nested(Rows):
+    """A model whose error is raised two checkpoints deep."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        again = functools.partial(checkpoint, use_reentrant=False)
+        return again(lambda x: again(self.inner, x), x)
+
+
+def saved_tensors_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@pytest.mark.parametrize("outside", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("chain", ["cast", "shard, cast and scale"])
+def test_an_error_leaves_no_hooks_of_checkpoints_open(chain, outside):
+    """Whoever keeps the error keeps frames, as a notebook does: torch 2.11 closes such hooks with the frames."""
+    model = Nested(PICKS["slice"][0])
+    zf.attach(model, zf.chain(*CHAINS[chain], zf.sgd(0.5)))
+    with outside():
+        before = saved_tensors_hooks()
+        try:
+            model(X)
+        except RuntimeError as error:
+            kept = error
+        assert saved_tensors_hooks() == before
+    assert saved_tensors_hooks() is None and "nn.ParameterList in forward" in str(kept)
+    # The numbers of a model that has nothing to do with it.
+    assert plain_change(PICKS["list"][1])["rows.2"].any()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import zerofn as zf
+from zerofn._compat.functorch import COMPILES_REMOVALS  # inside: whether this torch makes one graph under shard
 
 BF16 = torch.bfloat16
 HALF = zf.precision(param_dtype=BF16, output_dtype=torch.float32)
@@ -80,6 +81,11 @@ def nothing(model: nn.Module, opt: zf.Optimizer, step: int) -> None:
     """Before each step."""
 
 
+def left_behind(model: nn.Module) -> list[str]:
+    """Attributes that would hide a parameter."""
+    return [f"{at}.{name}" for at, m in model.named_modules() for name in m._parameters if name in vars(m)]
+
+
 def train(chain: str, wrap: Callable[[nn.Module], Any], change: Change = nothing) -> dict[str, Tensor]:
     """Losses and what the parameters have changed by, in four micro-steps."""
     torch._dynamo.reset()
@@ -92,6 +98,7 @@ def train(chain: str, wrap: Callable[[nn.Module], Any], change: Change = nothing
         inputs, targets = batch(step)
         loss = loss_of(call(inputs), targets)
         loss.backward()
+        assert not left_behind(model)
         opt.step()
         opt.zero_grad()
         found[f"loss {step}"] = loss.detach()
@@ -163,10 +170,27 @@ def same(got: dict[str, Tensor], wanted: dict[str, Tensor], where: str) -> None:
     for name, want in wanted.items():
         assert want.abs().sum() > 0, where
         # Equal bits but for what the order of two additions does, over four steps of Adam. In bf16 a third of a
-        # sum is not the sum of thirds, and Adam makes steps of small gradients as large as others.
-        thirds = "of 3" in where and "bf16" in where and name == "embedding.weight"
-        how = dict(rtol=2e-5, atol=5e-4 if thirds else 2e-6)
+        # sum is not the sum of thirds, and the two gradients of the tied weight are added in fp32, where the eager
+        # engine adds them in bf16; Adam makes steps of small gradients as large as others.
+        wide = ("of 3" in where or "one process" in where) and "bf16" in where and name == "embedding.weight"
+        how = dict(rtol=2e-5, atol=5e-4 if wide else 2e-6)
         torch.testing.assert_close(got[name], want, **how, msg=lambda m, at=f"{where}, {name}": f"{at}: {m}")
+
+
+OLDER = "before torch 2.13 with shard, or with precision"
+
+
+@pytest.mark.parametrize("wrap", [compiled, called_by_a_function], ids=["the model", "a function that calls it"])
+def test_parameters_that_are_cast(wrap: Callable[[nn.Module], Any]):
+    """One process, without shard. A compiled caller would have to take casts away in its graph."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if wrap is called_by_a_function and not COMPILES_REMOVALS:
+            with pytest.raises(Exception) as caught:
+                train("stage 0, bf16", wrap)
+            assert OLDER in " ".join(str(caught.value).split())
+            return
+        same(train("stage 0, bf16", wrap), train("stage 0, bf16", lambda model: model), "one process, bf16")
 
 
 def seen() -> tuple[list[list[str]], dict[str, Tensor], dict[str, Tensor]]:
@@ -185,8 +209,16 @@ def seen() -> tuple[list[list[str]], dict[str, Tensor], dict[str, Tensor]]:
         return graphs, got, train(row, lambda model: model, frozen_later)
 
 
+def refused_by_name() -> str:
+    return refused(Model, CHAINS["stage 3"](), batch(0)[0])
+
+
 def test_its_collectives_are_in_one_graph():
     """A forward, a backward and an evaluation, not anew where a leaf is frozen; with the numbers of the engine."""
+    if not COMPILES_REMOVALS:
+        for message in zf.launch(refused_by_name, 2, timeout=limit(60)):
+            assert OLDER in " ".join(message.split())
+        return
     for rank, (graphs, got, want) in enumerate(zf.launch(seen, 2, timeout=limit(120))):
         forward, backward, evaluated = graphs
         # The model's own parameter, two blocks, the norm, and the tied weight at both of its places.
@@ -224,9 +256,11 @@ def refused(make: type[nn.Module], tx: zf.Transform, given: Tensor) -> str:
 
 
 def test_a_write_of_forward_into_what_was_gathered_is_refused():
-    tx = zf.chain(zf.shard(), zf.sgd(0.1))
-    for message in zf.launch(refused, 2, WritesInside, tx, torch.ones(2, 3), timeout=limit(60)):
-        assert "modified inplace" in message
+    given = torch.ones(2, 3)
+    words = "modified inplace" if COMPILES_REMOVALS else "before torch 2.13 with shard"
+    for message in zf.launch(refused, 2, WritesInside, zf.chain(zf.shard(), zf.sgd(0.1)), given, timeout=limit(60)):
+        assert words in " ".join(message.split())
+    assert "forward_must_not_write_into_a_parameter" in refused(WritesInside, zf.chain(HALF, zf.sgd(0.1)), given)
 
 
 def test_a_loss_scale_is_refused_by_name():

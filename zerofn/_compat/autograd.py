@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from operator import methodcaller
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 
@@ -135,6 +137,30 @@ next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr  # typ
 
 # The sequence number of a node.
 sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+
+def close_checkpoints(error: BaseException, until: BaseException | None = None) -> None:
+    """Close the saved-tensor hooks of checkpoints that an error has left.
+
+    torch 2.11 closes them when nobody keeps the error's traceback any more. Until then they take the tensors of later
+    graphs, whose backward then raises a `CheckpointError`. A notebook keeps the traceback of its last error.
+
+    Args:
+        error: the error.
+        until: the error that was being handled before; it and those before it have been looked at.
+    """
+    code = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and at is not until and id(at) not in seen:
+        seen.add(id(at))
+        frames = [frame for frame, _ in traceback.walk_tb(at.__traceback__) if frame.f_code is code]
+        # The inner ones first: torch closes the hooks that were entered last, whosever they are.
+        for frame in reversed(frames):
+            opened = frame.f_locals.get("gen")
+            if opened is not None:
+                opened.close()
+        at = at.__context__
 
 
 def run_when_ready(node: Any) -> None:

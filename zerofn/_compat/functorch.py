@@ -26,6 +26,10 @@ _eval_frame = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
 # Before torch 2.13 a compiled function can neither make a frozen dataclass, such as a state, nor take it as a constant.
 COMPILES_STATES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
+# Before torch 2.13 a compiled function cannot take an attribute of a module away again: not by `module.__dict__.pop`
+# nor `del module.__dict__[name]`, and `delattr` deletes the parameter of that name too.
+COMPILES_REMOVALS = COMPILES_STATES
+
 # The compiler's modules, which ask a tensor for its sizes to compare them with those in memory.
 COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor", "torch._subclasses", "torch.fx")
 

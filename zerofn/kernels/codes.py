@@ -172,10 +172,9 @@ class Codes:
             codes, scales = _encode(kernel, rows.contiguous(), self, draws)
             return codes.reshape(x.shape) if self.bits == 8 else codes, scales
         each = max(1, AT_ONCE // max(row, 1)) if x.is_cpu and concrete(x) else max(1, len(rows))
-        parts = [
-            self._encoded(part, self._bits(draws, part, low * row))
-            for low, part in zip(range(0, max(1, len(rows)), each), rows.split(each), strict=True)
-        ]
+        # Not `split`, which torch 2.11 cannot do of no rows at all in the mode that computes shapes alone.
+        slices = [slice(low, low + each) for low in range(0, max(1, len(rows)), each)]
+        parts = [self._encoded(rows[at], self._bits(draws, rows[at], at.start * row)) for at in slices]
         codes, scales = (torch.cat(column) if len(parts) > 1 else column[0] for column in zip(*parts, strict=True))
         return codes.reshape(x.shape).contiguous() if self.bits == 8 else _paired(codes), scales
 
@@ -191,7 +190,8 @@ class Codes:
             return _decode(kernel, codes.contiguous(), scales.contiguous(), self, row).reshape(tuple(shape))
         codes = codes.reshape(shape[0], row) if self.bits == 8 else _apart(codes, row)
         each = max(1, AT_ONCE // max(row, 1)) if codes.is_cpu and concrete(codes) else max(1, len(codes))
-        parts = [self._decoded(*part) for part in zip(codes.split(each), scales.split(each), strict=True)]
+        slices = [slice(low, low + each) for low in range(0, max(1, len(codes)), each)]
+        parts = [self._decoded(codes[at], scales[at]) for at in slices]
         return (torch.cat(parts) if len(parts) > 1 else parts[0]).reshape(tuple(shape)).contiguous()
 
     def encode_each(self, xs: Sequence[Tensor], draws: Sequence[Draws | None]) -> list[tuple[Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.autograd import next_sequence_nr, set_grad_mode
+from .._compat.autograd import close_checkpoints, next_sequence_nr, set_grad_mode
 from .._compat.functorch import (
     begins_uncompiled,
     exports,
@@ -380,23 +380,23 @@ class _PreForwardHook(Hook):
         if compiled is not None and (compiled.open or self.root):
             if torch.compiler.is_compiling():
                 # A caller of the model is compiled, so these hooks are in the graph too.
-                if compiled.open or (whole_graph_traced() and compiled.begins()):
+                if compiled.open or (whole_graph_traced() and compiled.begins(True)):
                     return compiled.begin(module, args, kwargs)
             elif self.root:
                 # Ctrl-C may have ended the previous call before its end hook.
                 compiled.open = False
-                if whole_graph_wanted() and _uncompiled(compiled.begins):
+                if whole_graph_wanted() and _uncompiled(compiled.begins, False):
                     return _uncompiled(compiled.begin, module, args, kwargs)
         return self.run(module, args, kwargs)
 
     @uncompiled
     def run(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """An attached model whose calls are no whole graph: with a loss scale, recurrent layers, views of one's own
-        that change numbers or read a state, inside of opt.gathered(), or before torch 2.13; or a part of an attached
-        model that is compiled by itself.
+        that change numbers or read a state, inside of opt.gathered(), or before torch 2.13 with shard, or with
+        precision in a compiled caller; or a part of an attached model that is compiled by itself.
 
         write: torch.compile(model) without fullgraph, which ends a graph at each parameter; or precision in place of
-        scale_loss; or torch.compile of the model that was attached
+        scale_loss; or torch.compile of the model that was attached; or torch 2.13
         """
         if self.plain:
             local, calls = self.boundary.local, self.boundary.calls()
@@ -415,6 +415,8 @@ class _EndHook(Hook):
     def __init__(self, boundary: ModelBoundary, end: Callable[..., Any]):
         super().__init__(functools.partial(end, boundary))
         self.boundary, self.of_block = boundary, end is _end_block
+        # A block without gathered parameters has a hook for compiled calls alone.
+        self.idle = self.of_block and boundary.units is None
 
     @begins_uncompiled
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -426,7 +428,7 @@ class _EndHook(Hook):
             if torch.compiler.is_compiling():
                 return compiled.end(module, output)
             return _uncompiled(compiled.end, module, output)
-        return self.run(module, args, output)
+        return None if self.idle else self.run(module, args, output)
 
 
 @uncompiled
@@ -457,7 +459,7 @@ def install(model: nn.Module, boundary: ModelBoundary, paths: dict[int, str], bl
             register_in(module, views)
         pre = _PreForwardHook(boundary, module)
         boundary.undo.append(module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True).remove)
-        if id(module) in boundary.blocks:
+        if id(module) in boundary.blocks or (boundary.compiled is not None and id(module) in boundary.compiled.ends):
             hook = _EndHook(boundary, _end_block)
             # It runs before the end hook of the model's call.
             boundary.undo.append(module.register_forward_hook(hook, prepend=True).remove)
@@ -564,8 +566,13 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
         return None
     call = local.calls.pop()
     error = sys.exception()
+    if not call.outermost or error is call.error:
+        error = None
+    if error is not None:
+        # Before `undo`, which closes the hooks that were entered last.
+        close_checkpoints(error, call.error)
     call.undo.close()
-    if call.outermost and error is not None and error is not call.error:
+    if error is not None:
         add_notes(error, module, boundary.pipe, boundary.check_unchanged)
     if local.walks is not None and not local.calls:
         local.walks.end(module, tensors_in(output))

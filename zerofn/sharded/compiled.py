@@ -3,7 +3,8 @@
 `torch.compile(model, fullgraph=True)` of an attached model traces the hooks of its modules. There the parameters of a
 block are all-gathered by a collective of the graph, and stand in the modules under their names until the block's call
 ends. The transpose reduce-scatters gradients. Nothing is noted, prefetched or freed here: when a collective begins and
-how long its result lives is the compiler's to choose.
+how long its result lives is the compiler's to choose. Without `shard` parameters are only cast, and stand in the
+modules until the model's call ends: where the model is what is compiled, the end of its call is not in the graph.
 
 There are no messages before these collectives: ranks run equal graphs, as under FSDP2.
 """
@@ -11,7 +12,7 @@ There are no messages before these collectives: ranks run equal graphs, as under
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .._compat.functorch import pytree, while_traced
+from .._compat.functorch import COMPILES_REMOVALS, pytree, while_traced
 from .._compat.tensors import registered
 from ..core.layout import Leaf
 from ..core.pipeline import Pipeline
@@ -107,6 +108,15 @@ def cast(dtypes: Sequence[torch.dtype]) -> Callable[..., Any]:
     return lambda *parameters: [p.to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
 
 
+def _forward_must_not_write_into_a_parameter(x: Tensor, version: int) -> None:
+    """Refuse a write of forward, which would be lost.
+
+    The check runs while the graph is compiled, and is not in it. The compiler's error has a text of its own, which
+    quotes the line that calls this function.
+    """
+    torch._check(x._version == version, lambda: WRITTEN)
+
+
 WRITTEN = "forward wrote into a parameter in a compiled call, where it is a copy; keep what it writes in a buffer"
 
 
@@ -125,9 +135,11 @@ class CompiledCalls:
 
     Attributes:
         open: whether a compiled call is running, or is being traced.
+        ends: ids of the modules at whose calls parameters are made, which need a hook at their end.
         at: by id of a module, the parameters that are made when it is called; filled at the first compiled call.
         versions: of what was made for the calls that are running.
-        prepare: fills `at`. A compiler that comes to it runs it.
+        prepare: fills `at`, and returns whether the compiler can trace what begins and ends calls; with `traced`, of
+            the model's own call too. A compiler that comes to it runs it.
     """
 
     def __init__(
@@ -141,40 +153,45 @@ class CompiledCalls:
         self.pipe, self.model, self.paths, self.units, self.dtype_beside = pipe, model, paths, units, dtype_beside
         self.input_dtype, self.output_dtype = pipe.dtypes.inputs, pipe.dtypes.output_dtype
         self.open = False
+        self.ends = {id(piece) for piece, _ in self._slots()}
         self.at: dict[int, Made] = {}
         self.versions: list[int] = []
 
         # The reference is weak: a cycle would keep a dropped model until a garbage collection.
         this = weakref.ref(self)
 
-        def prepare() -> bool:
+        def prepare(traced: bool) -> bool:
             calls = this()
             assert calls is not None
             if not calls.at:
                 calls._prepare()
-            return True
+            return COMPILES_REMOVALS or not calls.at or (calls.units is None and not traced)
 
         self.prepare = while_traced(prepare)
 
-    def _prepare(self) -> None:
+    def _slots(self) -> Iterator[tuple[nn.Module, dict[str, list[Slot]]]]:
+        """Each module at whose calls parameters are made, and by path the places of these parameters."""
         leaves = {leaf.path: leaf for leaf in self.pipe.layout.leaves}
-        takers: dict[str, Tensor] = {}
         for piece, block in pieces(self.model):
-            parameters: dict[str, Tensor] = {}
             slots: dict[str, list[Slot]] = {}
             for module in piece.modules() if block else [piece]:
                 for name, p in dict.items(registered(module)[0]):
                     path = self.paths.get(id(p))
                     if path is not None and (self.units is not None or self.pipe.dtypes.seen(leaves[path]) != p.dtype):
-                        parameters[path] = p
                         slots.setdefault(path, []).append(Slot(module, name, self.dtype_beside(module)))
-            if not parameters:
-                continue
-            unit = [leaves[path] for path in parameters]
-            given = list(parameters.values())
+            if slots:
+                yield piece, slots
+
+    def _prepare(self) -> None:
+        leaves = {leaf.path: leaf for leaf in self.pipe.layout.leaves}
+        takers: dict[str, Tensor] = {}
+        for piece, slots in self._slots():
+            unit = [leaves[path] for path in slots]
+            given = [dict.__getitem__(registered(slot.module)[0], slot.name) for slot, *_ in slots.values()]
             if self.units is None:
                 make = cast([self.pipe.dtypes.seen(leaf) for leaf in unit])
             else:
+                parameters = dict(zip(slots, given, strict=True))
                 make, params = gathered(self.units.plans, unit), self.units.params
                 with torch.DisableTorchFunctionSubclass():
                     given = [params[leaf.path].detach().as_subclass(Tensor) for leaf in unit]
@@ -192,10 +209,14 @@ class CompiledCalls:
             taker.register_post_accumulate_grad_hook(partial(_hand_on, units.schedule.accept, leaf, p))
         return taker
 
-    def begins(self) -> bool:
-        """Whether a call of the model that begins now may be one graph: not inside of `opt.gathered()`."""
+    def begins(self, traced: bool) -> bool:
+        """Whether a call of the model that begins now may be one graph: not inside of `opt.gathered()`.
+
+        Args:
+            traced: whether the caller is compiled, and the hooks of the model's own call are in the graph.
+        """
         self.versions.clear()
-        self.open = self.prepare() and (self.units is None or not self.units.suspended)
+        self.open = self.prepare(traced) and (self.units is None or not self.units.suspended)
         return self.open
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -216,11 +237,17 @@ class CompiledCalls:
         if made is not None:
             for slots in reversed(made.slots):
                 for slot in reversed(slots):
-                    x, version = slot.module.__dict__.pop(slot.name), self.versions.pop()
-                    # A write of forward would be lost. The check runs while the graph is compiled, and is not in it.
-                    torch._check(x._version == version, lambda: WRITTEN)
+                    x, version = slot.module.__dict__[slot.name], self.versions.pop()
+                    _forward_must_not_write_into_a_parameter(x, version)
+                    if self.units is not None:
+                        slot.module.__dict__.pop(slot.name)
         if module is not self.model:
             return None
+        if self.units is None:
+            for made in self.at.values():
+                for slots in made.slots:
+                    for slot in slots:
+                        slot.module.__dict__.pop(slot.name, None)
         self.open = False
         return cast_in(output, self.output_dtype)
 
