@@ -210,9 +210,11 @@ def test_errors_that_are_of_something_else_are_left_alone():
     for pipe in PIPES:
         model = Meets("buffer", right=True)
         zf.attach(model, PIPES[pipe]())
-        with pytest.raises(RuntimeError) as caught:
-            model(torch.ones(2, 5))
-        assert not hasattr(caught.value, "__notes__")
+        others = {path: p.detach().clone() for path, p in model.named_parameters()}
+        for call in (model, lambda x, m=model, p=others: torch.func.functional_call(m, p, (x,))):
+            with pytest.raises(RuntimeError) as caught:
+                call(torch.ones(2, 5))
+            assert not hasattr(caught.value, "__notes__"), pipe
     # Without a cast nothing is told, and a call made while an error is handled is not blamed for it.
     model = Meets("buffer", right=True)
     zf.attach(model, PIPES["both"]())
