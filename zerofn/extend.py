@@ -196,43 +196,21 @@ if _TYPE_CHECKING:
     from zerofn.ranks.scalar_reduction import mean_over as mean_over
 
 # Names that few transforms need are imported when they are used, so that `adamw` on one process loads no collectives.
-_LATER = {
-    "codes_of_wire": "zerofn.core.narrow",
-    "narrow_mean": "zerofn.core.narrow",
-    "MASTERS": "zerofn.core.offload",
-    "Conveyor": "zerofn.core.offload",
-    "update_on_host": "zerofn.core.offload",
-    "Entry": "zerofn.core.state_entries",
-    "entries": "zerofn.core.state_entries",
-    "rebuild": "zerofn.core.state_entries",
-    "Averaging": "zerofn.core.wires",
-    "CodedSharding": "zerofn.core.wires",
-    "Sharding": "zerofn.core.wires",
-    "adam_": "zerofn.kernels.adam",
-    "adam_on_device": "zerofn.kernels.adam",
-    "adam_operator": "zerofn.kernels.adam",
-    "adam_update": "zerofn.kernels.adam",
-    "has_kernel": "zerofn.kernels.adam",
-    "implementation_for": "zerofn.kernels.adam",
-    "BlockDraws": "zerofn.kernels.codes",
-    "Codes": "zerofn.kernels.codes",
-    "Draws": "zerofn.kernels.codes",
-    "Coded": "zerofn.kernels.codes",
-    "CodedAdam": "zerofn.kernels.coded_adam",
-    "MasterAdam": "zerofn.kernels.master_adam",
-    "FIRST_FORMAT": "zerofn.kernels.rounding",
-    "FORMAT": "zerofn.kernels.rounding",
-    "FORMAT_ENTRY": "zerofn.kernels.rounding",
-    "known_formats": "zerofn.kernels.rounding",
-    "leaf_key": "zerofn.kernels.rounding",
-    "random_bits": "zerofn.kernels.rounding",
-    "stochastic_round": "zerofn.kernels.rounding",
-    "all_gather_into": "zerofn.ranks.collectives",
-    "all_reduce_": "zerofn.ranks.collectives",
-    "reduce_scatter_into": "zerofn.ranks.collectives",
-    "mean_over": "zerofn.ranks.scalar_reduction",
-    "check_batch": "zerofn.ranks.differentiable",
+_NAMES_OF = {
+    "zerofn.core.narrow": "codes_of_wire narrow_mean",
+    "zerofn.core.offload": "Conveyor MASTERS update_on_host",
+    "zerofn.core.state_entries": "entries Entry rebuild",
+    "zerofn.core.wires": "Averaging CodedSharding Sharding",
+    "zerofn.kernels.adam": "adam_ adam_on_device adam_operator adam_update has_kernel implementation_for",
+    "zerofn.kernels.codes": "BlockDraws Coded Codes Draws",
+    "zerofn.kernels.coded_adam": "CodedAdam",
+    "zerofn.kernels.master_adam": "MasterAdam",
+    "zerofn.kernels.rounding": "FIRST_FORMAT FORMAT FORMAT_ENTRY known_formats leaf_key random_bits stochastic_round",
+    "zerofn.ranks.collectives": "all_gather_into all_reduce_ reduce_scatter_into",
+    "zerofn.ranks.scalar_reduction": "mean_over",
+    "zerofn.ranks.differentiable": "check_batch",
 }
+_LATER = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 
 
 @_uncompiled  # else the compiler would trace an import
