@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 from zerofn._compat.functorch import while_traced
 from zerofn._errors import explain
 from zerofn.kernels import native as _native
-from zerofn.kernels.formulas import at_once, moment_root, once, triton_module, warn_without_triton
+from zerofn.kernels.formulas import at_once, gives_bits, moment_root, once, triton_module
 from zerofn.kernels.fused_adam import check_step, not_wrapped
 from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.recording import differentiated, operator, straight_through
@@ -464,19 +464,14 @@ def triton_kernel(dtypes: Dtypes, rounding: str, beta1: float, device: int) -> b
         made = Leaves(*[[x.to(place) for x in column] for column in made[:4]], *made[4:])  # type: ignore[arg-type]
         if made.compensations is not None:
             made = made._replace(compensations=[x.to(place) for x in made.compensations])
-    try:
+
+    def check() -> bool:
         _launch(made, settings)
-        found = [[x.cpu() for x in column] for column in made.tensors]
-    except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
-        return _no_triton(f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})")
-    run_chunked(eager, settings)
-    return same_bits(found, eager.tensors) or _no_triton("gives other bits on this device than on the CPU")
+        run_chunked(eager, settings)
+        return same_bits([[x.cpu() for x in column] for column in made.tensors], eager.tensors)
 
-
-def _no_triton(why: str) -> bool:
     instead = "it runs through eager torch, many times slower"
-    warn_without_triton(why, instead, "the Triton kernel of low_precision_adam")
-    return False
+    return gives_bits(check, "the Triton kernel of low_precision_adam", instead)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from . import native
 from .adam import adam_, scalars
 from .codes import HEADERS, LARGE, Coded, Codes, Draws, defines_of
-from .formulas import triton_module, warn_without_triton
+from .formulas import gives_bits, triton_module
 from .fused_adam import fused_update
 from .masters import Master, master_of
 from .rounding import FORMAT, stride_of
@@ -371,12 +371,6 @@ def triton_kernel(kind: Kind, how: Codes, random: bool, device: int) -> bool:
     # The first sample has one block more than one program of the kernel updates. The second one has rows that end with
     # a part of a block.
     shapes = (1, module.TILE * module.TILES + how.block // 16 * 16), (16, how.block + 6)
-    try:
-        same = all(_has_bits_of_torch(call, kind, how, shape, at, 0.9, device) for shape in shapes)
-        why = "gives other bits on this device than torch on the CPU"
-    except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
-        same, why = False, f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})"
-    if not same:
-        instead = "codes are decoded, updated and encoded by torch, in some hundred launches"
-        warn_without_triton(why, instead, "the Triton kernel of quantize")
-    return same
+    check = lambda: all(_has_bits_of_torch(call, kind, how, shape, at, 0.9, device) for shape in shapes)  # noqa: E731
+    instead = "codes are decoded, updated and encoded by torch, in some hundred launches"
+    return gives_bits(check, "the Triton kernel of quantize", instead)

@@ -728,16 +728,22 @@ def triton_module(name: str) -> Any:
     return importlib.import_module(f".{name}", __package__) if has_triton() else None
 
 
-def warn_without_triton(why: str, instead: str, kernel: str = "Triton") -> None:
-    """Warn that a kernel is not used.
+def gives_bits(check: Callable[[], bool], kernel: str, instead: str) -> bool:
+    """Whether a kernel of Triton runs on a device and gives what torch gives on the CPU; else a warning.
 
     Args:
-        why: what it does wrong.
-        instead: what runs in its place.
+        check: runs the kernel on a sample, and compares.
         kernel: its name.
+        instead: what runs in its place.
     """
-    remedy = "Triton needs a C compiler ($CC, gcc or clang) for its launcher"
-    warnings.warn(f"zerofn: {kernel} {why}; so {instead}. {remedy}.", RuntimeWarning, stacklevel=3)
+    try:
+        why = "" if check() else "gives other bits on this device than torch on the CPU"
+    except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
+        why = f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})"
+    if why:
+        remedy = "Triton needs a C compiler ($CC, gcc or clang) for its launcher"
+        warnings.warn(f"zerofn: {kernel} {why}; so {instead}. {remedy}.", RuntimeWarning, stacklevel=3)
+    return not why
 
 
 @cache
@@ -753,17 +759,13 @@ def triton_for(device: torch.device) -> Any:
     given, found = x.to(device), torch.empty(100, dtype=torch.float32, device=device)
     steps = (("mul", ("x0", "n0"), 0), ("plus", ("x1", "x0", "n1"), 0))
     program = triton_lists.Program((0,), (), (0, 0), steps, ((1, "x2"),), (0,), ())
-    try:
+
+    def check() -> bool:
         triton_lists.run(program, [[given], [found]], [3.0, 0.1], [])
-        right = torch.allclose(found.cpu(), torch.add(x * 3.0, x, alpha=0.1))
-        why = "" if right else "it gives other numbers than on the CPU"
-    except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
-        why = f"{type(error).__name__}: {str(error)[-300:]}"
-    if not why:
-        return triton_lists
+        return torch.allclose(found.cpu(), torch.add(x * 3.0, x, alpha=0.1))
+
     instead = "updates take more launches, by torch's operations on lists of tensors"
-    warn_without_triton(f"cannot be used on {device} ({why})", instead)
-    return None
+    return triton_lists if gives_bits(check, f"Triton on {device}", instead) else None
 
 
 def _by_torch(pending: Sequence[TensorList]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import native
-from .formulas import triton_module, warn_without_triton
+from .formulas import gives_bits, triton_module
 from .fused_adam import can_masters, fused_update, fused_update_of_masters, scalars
 from .masters import LARGE, Master, master_of
 
@@ -110,15 +110,9 @@ def triton_kernel(decoupled: bool, grad: torch.dtype, device: int) -> bool:
     """Whether the Triton kernel runs on this device, and gives the bits of torch on the CPU; else a warning."""
     if triton_module("triton_masters") is None:
         return False
-    try:
-        same = all(_has_bits_of_torch(decoupled, grad, device, numel) for numel in (1 << 14, 1008))
-        why = "gives other bits on this device than torch on the CPU"
-    except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
-        same, why = False, f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})"
-    if not same:
-        instead = "torch joins masters, updates them and takes them apart, in some twenty launches"
-        warn_without_triton(why, instead, "the Triton kernel of precision(store_dtype='bf16+8')")
-    return same
+    check = lambda: all(_has_bits_of_torch(decoupled, grad, device, numel) for numel in (1 << 14, 1008))  # noqa: E731
+    instead = "torch joins masters, updates them and takes them apart, in some twenty launches"
+    return gives_bits(check, "the Triton kernel of precision(store_dtype='bf16+8')", instead)
 
 
 def _has_bits_of_torch(decoupled: bool, grad: torch.dtype, device: int, numel: int) -> bool:
