@@ -169,8 +169,6 @@ def _tidy(where: Path, key: str) -> None:
 
 # Seconds for one library; it usually takes half a second.
 LIMIT = 60.0
-# Bytes that a compiler may print. $CC may name a program that prints without end.
-MAX_OUTPUT = 1_000_000
 
 _SYSTEM = ("cc", "gcc", "clang")
 
@@ -262,8 +260,7 @@ def compile_to(command: Command, source: Path, defines: Sequence[str], target: s
     """Build a shared library.
 
     Raises:
-        OSError: the compiler fails (with the end of its output), runs longer than `LIMIT` seconds, or prints more than
-            `MAX_OUTPUT` bytes.
+        OSError: the compiler fails (with the end of its output), or runs longer than `LIMIT` seconds.
     """
     end = time.monotonic() + LIMIT
     code, output = 0, ""
@@ -285,7 +282,9 @@ def _run(words: list[str], end: float) -> tuple[int, str]:
             words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            code = _wait(process, words[0], output.fileno(), end)
+            code = process.wait(max(end - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            raise OSError(f"{words[0]} had not ended after {LIMIT:g} s") from None
         finally:
             if process.poll() is None:
                 # The whole process group: the driver has started the compiler proper.
@@ -294,22 +293,6 @@ def _run(words: list[str], end: float) -> tuple[int, str]:
                 process.wait()
         output.seek(max(os.fstat(output.fileno()).st_size - 1600, 0))
         return code, output.read(1600).decode(errors="replace").strip()[-400:]
-
-
-def _wait(process: subprocess.Popen[bytes], name: str, said: int, end: float) -> int:
-    """Exit status, or an OSError at the limit of time or output.
-
-    It reads the size of the output every tenth of a second. A limit set in the child would need code between fork and
-    exec, which is not safe beside torch's threads.
-    """
-    while True:
-        try:
-            return process.wait(max(min(end - time.monotonic(), 0.1), 0.0))
-        except subprocess.TimeoutExpired:
-            if os.fstat(said).st_size > MAX_OUTPUT:
-                raise OSError(f"{name} printed more than {MAX_OUTPUT} bytes and had not ended") from None
-            if time.monotonic() >= end:
-                raise OSError(f"{name} had not ended after {LIMIT:g} s") from None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
