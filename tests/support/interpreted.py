@@ -42,6 +42,20 @@ def processes() -> ProcessPoolExecutor:
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
+    _take_bounds_of_loops()
+
+
+def _take_bounds_of_loops() -> None:
+    """Triton 3.6 asks NumPy for an int of an array of one element in one dimension, which NumPy 2.5 refuses."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda x: x.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
 
 
 def leaf(n: int, dtypes: Sequence[torch.dtype], seed: int, shift: int) -> list[Tensor]:
