@@ -58,14 +58,13 @@ def examine(nproc: int = 2) -> Iterator[Finding]:
 
     Examples:
         >>> [found.broken for found in examine(nproc=0)]
-        [False, False, False, False, False, False, False, False, False]
+        [False, False, False, False, False, False, False, False]
     """
     yield _versions()
     yield _processor()
     yield _devices()
     yield _gpu_kernel()
     yield _gpu_ranks()
-    yield _capture()
     yield _kernel()
     yield _cache()
     yield _optional()
@@ -142,12 +141,6 @@ def _gpu_ranks() -> Finding:
         result += f"; this torch lacks {' and '.join(missing)}"
     broken = _gpus() > 1 and bool(missing)
     return Finding("on GPUs", result, "a torch with gloo and, for CUDA, nccl" if broken else "", broken)
-
-
-def _capture() -> Finding:
-    """Whether a step may be in a CUDA graph."""
-    result = "a step may be captured in a CUDA graph with zf.attach(..., capturable=True) or zf.make_step(..., "
-    return Finding("capture", f"{result}capturable=True); without it an update refuses to be captured")
 
 
 def _kernel() -> Finding:

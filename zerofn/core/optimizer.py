@@ -1050,13 +1050,9 @@ def rate_of(inner: Transform, state: TransformState, ctx: Context) -> Any:
 
 def _rate_at(name: str, rate: Any, step: Tensor | None, ctx: Context) -> Any:
     # A user's schedule may read the number of the step in Python. Capturable steps have refused such schedules before.
-    asks = ctx.verdicts and callable(rate) and not _of_tensors(rate)
+    asks = ctx.verdicts and callable(rate) and not isinstance(rate, OfTensors)
     at = step if step is None else number(step) if asks else ctx.read(step)
     return learning_rate(name, rate, at, ctx.unrecorded)
-
-
-def _of_tensors(rate: Any) -> bool:
-    return isinstance(rate, OfTensors)
 
 
 def _by_number(given: Numbers, known: Numbers) -> dict[str, Any]:

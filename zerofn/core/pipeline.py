@@ -377,20 +377,15 @@ def _updates(pipe: Pipeline) -> tuple[Transform, ...]:
     kept: list[Transform] = []
     for part, view in zip(pipe.parts, pipe.views, strict=True):
         if pipe.road.late and view is not None and view.dtypes is None and view in pipe.road.after_update:
-            kept.append(_late_half(pipe, part, view))
+            # The transpose of the view runs once for each window, before the part's own update half.
+            late = partial(pipe.road.reduced_late, view)
+            kept.append(replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=late))
         if not part.idle:
             kept.append(part)
     if not any(["grad_norm" in p.facts.reported(pipe.layout, pipe.layout.every) for p in kept]):
         at = next(i for i, p in enumerate(kept) if p.facts.optimizes or p.facts.directs)
         kept.insert(at, GRAD_NORM)
     return tuple(kept)
-
-
-def _late_half(pipe: Pipeline, part: Transform, view: View) -> Transform:
-    """The update half for a view whose transpose runs once per window, before the part's own update half."""
-
-    update = partial(pipe.road.reduced_late, view)
-    return replace(part, scope=Scope.WHOLE, prepare_fn=nothing_to_prepare, update_fn=update)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
