@@ -252,16 +252,30 @@ def other_parameters():
     except RuntimeError as error:
         message = str(error)
     assert not by_parts.any()
+    value = lambda p, x: torch.func.functional_call(model, p, (x,)).square().sum()  # noqa: E731
+    per_example = torch.func.vmap(torch.func.grad(value), (None, 0))
+    wrapped = []
+    for params in (dict(model.named_parameters()), parts):
+        for run in (torch.func.grad(value), lambda p, x: per_example(p, x[None])):
+            with pytest.raises(RuntimeError) as error:
+                run(params, x)
+            wrapped.append(str(error.value))
+    fulls = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    found = per_example(fulls, x[None])["weight"]
+    assert torch.equal(found, 2 * torch.nn.functional.linear(x[None], fulls["weight"], fulls["bias"]).mT @ x[None])
     model(x).sum().backward()
     opt.step()
-    return y.tolist(), mine["weight"].grad.tolist(), mine["bias"].grad.tolist(), alone, int(opt.state.step), message
+    grads = mine["weight"].grad.tolist(), mine["bias"].grad.tolist()
+    return y.tolist(), *grads, alone, int(opt.state.step), message, wrapped
 
 
 def test_a_call_with_other_parameters_uses_those():
-    for y, weight, bias, alone, step, message in zf.launch(other_parameters, 2, timeout=limit()):
+    for y, weight, bias, alone, step, message, wrapped in zf.launch(other_parameters, 2, timeout=limit()):
         assert (y, weight, bias) == ([[4.0, 4.0]], [[0.0, 1.0, 2.0]] * 2, [1.0, 1.0])
         assert alone and step == 1
         assert "weight: given in shape (1, 3), in full it is (2, 3)" in message and "opt.gathered()" in message
+        for told in wrapped:
+            assert "torch.func of a call of a sharded model" in told and "p.full_tensor().detach()" in told
 
 
 def functional_gradients(sharded):

@@ -26,12 +26,13 @@ from .._compat.autograd import (
     saved_tensors_hooks,
     sequence_nr,
 )
-from .._compat.functorch import NOT_WRAPPED, functorch_active, level_of
+from .._compat.functorch import NOT_WRAPPED, functorch_active, innermost, is_wrapped, level_of
 from .._compat.tensors import has_ended
-from .._errors import bad_leaves
+from .._errors import bad_leaves, explain
 from .._interrupts import interrupts_held
 from ..core.pipeline import Pipeline
 from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, is_cast, multiplied
+from ..ranks.dtensor import is_distributed
 from ..sharded.compiled import CompiledCalls
 from ..sharded.gather_on_use import Units
 from ..sharded.notes import Walks
@@ -291,6 +292,15 @@ def address(x: Tensor) -> Region | None:
 
 def _of_another(view: LeafView, given: Tensor) -> LeafView:
     """The view without a gather, for a full tensor that torch.func.functional_call puts in a parameter's place."""
+    if is_wrapped(given) and is_distributed(innermost(given)):
+        raise RuntimeError(
+            explain(
+                f"torch.func of a call of a sharded model, by its parameter {view.leaf.path}",
+                "torch.func wraps its arguments, and a wrapped parameter cannot be gathered",
+                "params = {n: p.full_tensor().detach() for n, p in model.named_parameters()}, on every rank, and\n"
+                "torch.func.grad(lambda params: loss(functional_call(model, params, (x,))))(params)",
+            )
+        )
     if given.shape != view.leaf.shape:
         raise RuntimeError(
             bad_leaves(
