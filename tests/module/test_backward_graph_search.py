@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gone_gradients import has_numbers
+from models import Parts
 from parity import Run, compare
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -31,19 +32,6 @@ def tx(request):
 class Double(nn.Module):
     def forward(self, w: Tensor) -> Tensor:
         return w * 2 + w.sum()
-
-
-class Parts(nn.Module):
-    """Two halves that may be called by themselves; the second one reads a tensor from a closure if it is given one."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
-        self.read: Any = lambda: 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)) + self.read())
 
 
 def data(seed: int = 0) -> Tensor:

@@ -36,19 +36,6 @@ def data(seed: int = 0) -> Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
 
 
-class Parts(nn.Module):
-    """Two halves that may be called by themselves; the second one reads a tensor from a closure if it is given one."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
-        self.read: Any = lambda: 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)) + self.read())
-
-
 # ---- outer tensors inside ----
 
 
@@ -65,7 +52,7 @@ class Double(nn.Module):
 )
 def a_cached_parametrization_that_was_read_outside_first(cell: tuple[str, int]) -> Iterator[None]:
     dtype, late = cell
-    model = Parts()
+    model = zoo.Parts()
     parametrize.register_parametrization(model.first, "weight", Double())
     attached(model, dtype)
     for _ in range(late):
@@ -79,7 +66,7 @@ def a_cached_parametrization_that_was_read_outside_first(cell: tuple[str, int]) 
 
 @WRONG(RuntimeError, "a tensor computed outside (by SumBackward1)", over=DTYPES)
 def something_computed_from_an_output(dtype: str) -> Iterator[None]:
-    model = attached(Parts(), dtype)
+    model = attached(zoo.Parts(), dtype)
     kept = model.first(data()).exp().sum(0)
     model.read = lambda: kept
     yield
@@ -95,7 +82,7 @@ OUTER: dict[str, Callable[[], Tensor]] = {
 
 @WRONG(RuntimeError, "{}", over=OUTER)
 def a_tensor_of_a_closure(kind: str) -> Iterator[None]:
-    model, outer = attached(Parts()), OUTER[kind]()
+    model, outer = attached(zoo.Parts()), OUTER[kind]()
     model.read = lambda: outer
     yield
     model(data()).square().mean().backward()
@@ -112,7 +99,7 @@ def a_tensor_of_a_closure(kind: str) -> Iterator[None]:
 def a_tensor_that_a_pre_hook_kept(cell: tuple[str, int]) -> Iterator[None]:
     """Behind many operations, so that the loss begins as in the backwards before."""
     dtype, late = cell
-    model, kept = attached(Parts(), dtype), []
+    model, kept = attached(zoo.Parts(), dtype), []
     model.last.register_forward_pre_hook(lambda m, a: kept.append(a[0]))
     for i in range(late + 1):
         kept.clear()
@@ -127,7 +114,7 @@ def a_tensor_that_a_pre_hook_kept(cell: tuple[str, int]) -> Iterator[None]:
     loss.backward()
 
 
-class Keeps(Parts):
+class Keeps(zoo.Parts):
     """Leaves a feature in a place of its own."""
 
     def __init__(self, place: str):
@@ -258,7 +245,7 @@ def a_write_with_gradients_as_torch_refuses_it(row: bool) -> Iterator[None]:
     model(torch.tensor([1]))
 
 
-WRONG.rows(ValueError, (lambda: zf.attach(Parts(), zf.sgd(0.1), check="all"), "check"))  # type: ignore[arg-type]
+WRONG.rows(ValueError, (lambda: zf.attach(zoo.Parts(), zf.sgd(0.1), check="all"), "check"))  # type: ignore[arg-type]
 
 # ---- second derivatives ----
 
@@ -278,7 +265,7 @@ def a_second_derivative_across_a_change_of_scale() -> Iterator[None]:
 
 @WRONG(RuntimeError, "second derivative after the loss scale went from")
 def a_first_derivative_of_before_a_change_of_the_scale() -> Iterator[None]:
-    model = Parts()
+    model = zoo.Parts()
     opt = zf.attach(model, zf.chain(zf.scale_loss("dynamic"), zf.sgd(0.1)))
     old = torch.autograd.grad(model(data()).square().mean(), list(model.parameters()), create_graph=True)
     own = opt.state.transforms["scale_loss"]

@@ -41,16 +41,6 @@ def near(got, want, bound=1e-11):
     assert worst <= bound, (worst, where)
 
 
-def uneven_rounds(model, rank, step, talk):
-    """Nodes differ in how often they run backward, and ranks in what they use."""
-    for part in range(1 + rank // 2):
-        x, y = P.batch(rank, 10 * step + part)
-        ((model(x, "ab"[(rank + part) % 2]) - y) ** 2).mean().backward()
-
-
-uneven_rounds.quiet = True
-
-
 def by_every_route():
     """A node's states alone: `test_hybrid_sharding_on_a_2x2_mesh`."""
     out = {}
@@ -60,7 +50,7 @@ def by_every_route():
             out[name, "eager"] = P.eager(tx, P.simple("diff"), 4, P.make())
             out[name, "pure"] = P.pure(tx, "diff", 4, P.make())
     tx = zf.chain(*orders()["sums over all ranks"], zf.clip_by_global_norm(0.5), zf.sgd(**SGD))
-    out["sums over all ranks", "uneven"] = P.eager(tx, uneven_rounds, 4, P.make())
+    out["sums over all ranks", "uneven"] = P.eager(tx, P.uneven_rounds, 4, P.make())
     return out
 
 
@@ -73,7 +63,7 @@ def wanted(program, every):
 def test_every_order_and_route_is_one_process_with_one_norm():
     for results in zf.launch(by_every_route, 4, timeout=limit()):
         for (name, route), got in results.items():
-            program = uneven_rounds if route == "uneven" else P.simple("diff")
+            program = P.uneven_rounds if route == "uneven" else P.simple("diff")
             want = wanted(program, 1 if name == "no window" else EVERY)
             near(got, want)
             # The norm over both axes, before clipping, at the end of each window.

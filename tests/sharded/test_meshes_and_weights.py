@@ -34,16 +34,6 @@ def every_stage():
 # ------------------------------------------------------------------------------------------------ meshes
 
 
-def uneven_rounds(model, rank, step, talk):
-    """Rows of the mesh differ in how often they run backward, and ranks in what they use."""
-    for part in range(1 + rank // 2):
-        x, y = P.batch(rank, 10 * step + part)
-        ((model(x, "ab"[(rank + part) % 2]) - y) ** 2).mean().backward()
-
-
-uneven_rounds.quiet = True
-
-
 def hybrid():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     s, r = mesh["shard"], mesh["replicate"]
@@ -59,7 +49,7 @@ def hybrid():
     for name, order in orders.items():
         tx = zf.chain(*order(), clip, zf.sgd(**SGD))
         out[name, "eager"] = P.eager(tx, P.simple("diff"), 4, P.make())
-        out[name, "uneven"] = P.eager(tx, uneven_rounds, 4, P.make())
+        out[name, "uneven"] = P.eager(tx, P.uneven_rounds, 4, P.make())
         out[name, "pure"] = P.pure(tx, "diff", 4, P.make())
     return out
 
@@ -69,7 +59,7 @@ def test_hybrid_sharding_on_a_2x2_mesh():
     ranks = zf.launch(hybrid, 4, timeout=limit())
     for results in ranks:
         for (name, route), got in results.items():
-            program = uneven_rounds if route == "uneven" else P.simple("diff")
+            program = P.uneven_rounds if route == "uneven" else P.simple("diff")
             every = 2 if "accumulate" in name else 1
             near(got, wanted_hybrid(program, every))
 

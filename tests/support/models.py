@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -260,3 +262,16 @@ class Dot(torch.autograd.Function):
     def backward(ctx, g):
         a, b = ctx.saved_tensors
         return b, a
+
+
+class Parts(nn.Module):
+    """Two halves that may be called by themselves; the second one reads a tensor from a closure if it is given one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.read: Any = lambda: 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) + self.read())
