@@ -159,7 +159,7 @@ class StepAgreement:
             more: the result of `Rests.marks`, where parameters are gathered on use.
         """
         closes = 2 if boundary is None else int(boundary)
-        has = f"{SET}, here {given or 'as in the pipeline'}, of which these are digests; {SET_ALIKE}"
+        has = f"{SET}. On this rank: {given or 'as in the pipeline'}. Checksums of these settings; {SET_ALIKE}"
         ours = {STEPS: steps, TORN: int(torn), CLOSES: closes, DROPPED: int(dropped), has: crc32(given.encode())}
         return ours | more
 
