@@ -80,7 +80,7 @@ def test_what_one_rank_sets_in_its_groups_is_refused_on_all(stage, act):
     here = "as in the pipeline", {rate: "lr=0.2", decay: "weight_decay=0.3"}[act]
     (first, params), (second, others) = on_two_ranks(act, (1,))[stage, act, (1,)]
     for own, said in zip(here, (first, second), strict=True):
-        what = f"step 1: ranks disagree on what opt.param_groups sets and which leaves are frozen. On this rank: {own}. "
+        what = f"step 1: ranks disagree on what opt.param_groups sets and which leaves are frozen. On this rank: {own}."
         assert len(said) == 1 and said[0].startswith(what), said
         assert said[0].endswith("a scheduler that reads a loss is to read its mean over ranks.")
     assert all(map(torch.equal, params, others))
