@@ -232,6 +232,9 @@ def warmup(peak: float, steps: int) -> Linear:
     return Linear(peak / steps if steps > 1 else peak, peak, max(steps - 1, 1), written=written)
 
 
+linear_warmup = warmup
+
+
 def cosine(peak: float, steps: int, end: float = 0.0) -> Cosine:
     """Half a cosine: `end + (peak - end) * (1 + cos(pi * min(step / steps, 1))) / 2` (Loshchilov & Hutter, 2017).
 
