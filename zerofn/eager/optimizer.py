@@ -394,11 +394,13 @@ class Optimizer(torch.optim.Optimizer):
         enter `opt.gathered()` inside.
 
         Args:
-            of: the name of an `ema`, or of the `masked` or `partition` that holds one; by default the only one.
-                Parameters that it does not average stay.
+            of: the name of the transform whose state holds the averages: `"ema"`, `"schedule_free_adamw"`, for
+                `schedule_free` and `lookahead` the name of the optimizer that they wrap, or the name of a `masked` or
+                `partition` that holds one of them. It may be left out if the chain has one average. Parameters that
+                are not averaged keep their values.
 
         Raises:
-            ValueError: there is no such average.
+            ValueError: the chain has no such average, or has several and `of` is left out.
             RuntimeError: under `shard` only some ranks came to its beginning or its end. Inside: a step, a save or a
                 state dict, which would take averages for parameters.
 
