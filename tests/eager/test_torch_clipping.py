@@ -156,6 +156,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "asked": lambda p: p.grad.isfinite().all(),
     "copy": lambda p: copy.deepcopy(p.grad),
     "printed": lambda p: repr(p.grad),
+    "optimizer": lambda p: torch.optim.Adam([p]).step(),
     "sizes": lambda p: (p.grad.shape == p.shape, p.grad.dtype, p.grad.device, p.grad.numel()),
 }
 
@@ -164,7 +165,10 @@ def test_edits_of_gradients_are_made_or_refused():
     looks, unlike = {"printed", "sizes"}, {"factor", "value"}
     for found in zf.launch(edits, 2, timeout=limit()):
         for (stage, name), said in found.items():
-            if stage in (0, 2) and name not in looks:
+            if name == "optimizer":
+                wrong = "a step of torch.optim with p.grad of the parameter weight, of an attached model"
+                assert (wrong in said and "and opt.step() alone" in said) if stage < 3 else not said, (stage, said)
+            elif stage in (0, 2) and name not in looks:
                 assert "weight, which has no numbers here\n  why:   it has left to be reduced over ranks" in said, name
             elif stage == 1 and name in unlike:
                 assert "this rank's own gradient, which is averaged over ranks later" in said, name

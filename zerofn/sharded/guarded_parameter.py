@@ -192,7 +192,11 @@ class GuardedParameter(nn.Parameter):
         if grad is None:
             # While the compiler makes a graph, it reads `p.grad` as it is in memory.
             gone = self.asks.gone() and self.requires_grad and graph_under_way() is None
+            if gone:
+                refuse_optimizer(sys._getframe(1), self.path, self.why)
             return GoneGradient(self) if gone else None
+        if self.unreduced:
+            refuse_optimizer(sys._getframe(1), self.path, "p.grad is this rank's own gradient: ranks would drift apart")
         shown = self._shown(grad, "p.grad")
         if (
             self.unreduced
@@ -272,6 +276,13 @@ class GuardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
+
+
+def refuse_optimizer(reader: FrameType, path: str, why: str) -> None:
+    """Refuse a step of torch's optimizers on gradients that are gone or not reduced; they may be cleared."""
+    if reader.f_globals.get("__name__", "").startswith("torch.optim.") and reader.f_code.co_name != "zero_grad":
+        wrong = f"a step of torch.optim with p.grad of the parameter {path}, of an attached model"
+        raise RuntimeError(explain(wrong, why, "opt = zf.attach(model, tx), and opt.step() alone"))
 
 
 def check_plain(x: Any, how: str, what: str) -> None:
