@@ -14,6 +14,7 @@ from itertools import pairwise
 from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,20 +43,46 @@ def processes() -> ProcessPoolExecutor:
 def _start() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
-    _take_bounds_of_loops()
+    _mend_interpreter()
 
 
-def _take_bounds_of_loops() -> None:
-    """Triton 3.6 asks NumPy for an int of an array of one element in one dimension, which NumPy 2.5 refuses."""
+def _mend_interpreter() -> None:
+    """Let Triton 3.6, which torch 2.11 has, interpret as later releases do, and as a GPU computes.
+
+    Its interpreter rounds an fma twice, and asks NumPy for an int of an array of one element in one dimension, which
+    NumPy 2.5 refuses: so it reads bounds of loops.
+    """
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
+    twice = builder.create_fma
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda x: x.handle.data.item())
 
-    interpreter._patch_lang_tensor = patched
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if any(a.data.dtype != np.float32 for a in (x, y, z)):
+            return twice(self, x, y, z)
+        return interpreter.TensorHandle(_rounded_once(x.data, y.data, z.data), z.dtype.scalar)
+
+    interpreter._patch_lang_tensor, builder.create_fma = patched, create_fma
+
+
+def _rounded_once(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """`x * y + z` of fp32, rounded once: in float64 products are exact, and sums are rounded to the odd neighbour.
+
+    A sum to the nearest would be rounded twice: to float64, and from there to fp32.
+    """
+    with np.errstate(all="ignore"):
+        product, wide = x.astype(np.float64) * y, np.broadcast_to(z, np.broadcast_shapes(x.shape, y.shape, z.shape))
+        product, wide = np.broadcast_to(product, wide.shape), wide.astype(np.float64)
+        near = product + wide
+        part = near - product
+        rest = (product - (near - part)) + (wide - part)
+        even = (near.view(np.int64) & 1) == 0
+        other = np.nextafter(near, np.where(rest > 0, np.inf, -np.inf))
+        return np.where(np.isfinite(near) & (rest != 0) & even, other, near).astype(np.float32)
 
 
 def leaf(n: int, dtypes: Sequence[torch.dtype], seed: int, shift: int) -> list[Tensor]:

@@ -235,7 +235,7 @@ _LINES = {
     "sqrt": "tl.sqrt_rn({0})",
     "reciprocal": "tl.div_rn(1.0, {0})",
     "sign": "({0} > 0).to(tl.float32) - ({0} < 0).to(tl.float32)",
-    "neg": "-{0}",
+    "neg": "{0} * -1.0",  # `-x` is `0 - x` in Triton 3.6: 0.0 for 0.0, not -0.0
     "abs": "tl.abs({0})",
     "lt": "{0} < {1}",
     "le": "{0} <= {1}",
