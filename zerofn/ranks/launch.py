@@ -59,7 +59,8 @@ class ServerEnded(RuntimeError):
     """The process that forks ranks has ended. `began` says whether it had forked a rank of this launch."""
 
     def __init__(self, began: bool) -> None:
-        super().__init__("the process that starts ranks has ended; call launch again for a new one")
+        right = "zf.launch(fn, nproc) again, which starts another such process"
+        super().__init__(explain("zf.launch(fn, nproc)", "the process that starts ranks has ended", right))
         self.began = began
 
 
