@@ -38,9 +38,10 @@ except ImportError:
     import zerofn as zf
 
 """
-# There is no public copy of the notebooks that a badge could open, so it opens Colab's upload dialog.
+# There is no public copy of the notebooks that a badge could open, so it opens Colab's upload dialog. Its picture is in
+# the notebook, since pages fetch nothing from elsewhere.
 BADGE = """
-[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/#upload=true)
+[![Open in Colab](attachment:colab.svg)](https://colab.research.google.com/#upload=true)
 
 The first cell installs zerofn if it is missing."""
 # Folders that are those of one machine.
@@ -216,7 +217,7 @@ def test_notebook_is_kept_with_its_outputs(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
 def test_notebook_installs_the_package_where_it_is_missing(path):
     cells = nbformat.read(path, as_version=4).cells
-    assert BADGE in cells[0].source
+    assert BADGE in cells[0].source and cells[0].attachments["colab.svg"]
     assert code_of(path)[0].source.startswith(INSTALL)
 
 
