@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Function
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The compiler: whether it is tracing, which functions it must not trace, and which classes it takes as constants.
@@ -69,7 +70,7 @@ makes_proxies: Callable[[], Any] = functools.partial(
 @while_traced
 def traced_symbolically() -> bool:
     """Whether torch.fx.symbolic_trace is recording. `make_fx` sets torch's flag too."""
-    return torch.fx._symbolic_trace.is_fx_symbolic_tracing() and makes_proxies() is None
+    return is_fx_symbolic_tracing() and makes_proxies() is None
 
 
 _OUTSIDE = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)

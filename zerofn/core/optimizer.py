@@ -1052,7 +1052,7 @@ def _rate_at(name: str, rate: Any, step: Tensor | None, ctx: Context) -> Any:
     # A user's schedule may read the number of the step in Python. Capturable steps have refused such schedules before.
     asks = ctx.verdicts and callable(rate) and not isinstance(rate, OfTensors)
     at = step if step is None else number(step) if asks else ctx.read(step)
-    return learning_rate(name, rate, at, ctx.unrecorded)
+    return learning_rate(name, rate, at, ctx.unrecorded)  # type: ignore[arg-type]
 
 
 def _by_number(given: Numbers, known: Numbers) -> dict[str, Any]:
