@@ -61,7 +61,7 @@ _NAMES = {
     "zf.partition(transforms, labels)": "multi_transform",
     "zf.masked(transform, mask)": "MaskedNode selective_transform",
     "zf.partition({'train': tx, 'freeze': None}, labels)": "freeze set_to_zero",
-    "zf.accumulate(k), in front of the optimizer": "MultiSteps ApplyEvery apply_every microbatch microbatching",
+    "zf.accumulate(k), in front of the optimizer": "MultiSteps multi_steps ApplyEvery apply_every microbatch microbatching",
     "rate = torch.tensor(1e-3), zf.adamw(lr=rate), and later rate.fill_(1e-4)": (
         "inject_hyperparams inject_stateful_hyperparams"
     ),
@@ -119,8 +119,10 @@ _NAMES = {
     "zf.schedules.linear(1e-3, 0.0, steps)": "linear_schedule",
     "zf.schedules.cosine(1e-3, steps)": "cosine_decay_schedule",
     "zf.schedules.step(1e-3, every, gamma)": "exponential_decay",
-    "zf.schedules.warmup(1e-3, steps)": "warmup_constant_schedule",
-    "zf.schedules.warmup_cosine(1e-3, warmup_steps, steps)": "warmup_cosine_decay_schedule",
+    "zf.schedules.warmup(1e-3, steps), whose first rate is 1e-3 / steps": "warmup_constant_schedule",
+    "zf.schedules.warmup_cosine(1e-3, warmup_steps, steps), whose first rate is 1e-3 / warmup_steps": (
+        "warmup_cosine_decay_schedule"
+    ),
     "zf.schedules.Piecewise(before, boundary, after)": "warmup_exponential_decay_schedule join_schedules",
     "any function of the step: zf.adamw(lr=lambda step: ...)": (
         "polynomial_schedule piecewise_constant_schedule piecewise_interpolate_schedule "

@@ -206,10 +206,16 @@ def weighs_nothing() -> Transform:
         lambda: zf.chain(zf.scale_loss(), zf.accumulate(3, weighted=True), zf.clip_by_global_norm(1.0), zf.adamw(0.1)),
         lambda: zf.partition({"a": zf.sgd(0.1, momentum=0.9), "b": zf.lion(0.1)}, by_length),
         lambda: zf.offload(zf.rmsprop(0.1)),
+        # In the forward of the law's attached model, parameters that are cast are plain tensors.
+        lambda: zf.chain(zf.precision(param_dtype=torch.bfloat16), zf.sgd(0.1), zf.watch(squares)),
     ],
 )
 def test_those_that_say_the_truth_pass(build: Callable[[], Transform]) -> None:
     check_transform(build())
+
+
+def squares(old, new):
+    return {"square": (new - old).square().sum()}
 
 
 def by_length(path: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -118,7 +119,9 @@ class AsModel(nn.Module):
             module.register_parameter(name, nn.Parameter(x.detach().clone()))
 
     def forward(self, data: Leaves) -> Tensor:
-        return loss({path: self.get_parameter(path) for path in self.paths}, {path: data[path] for path in self.paths})
+        # Not `get_parameter`: what a view casts is a plain tensor in forward.
+        params = {path: attrgetter(path)(self) for path in self.paths}
+        return loss(params, {path: data[path] for path in self.paths})
 
 
 def completed(tx: Transform) -> Transform:
