@@ -61,7 +61,9 @@ _NAMES = {
     "zf.partition(transforms, labels)": "multi_transform",
     "zf.masked(transform, mask)": "MaskedNode selective_transform",
     "zf.partition({'train': tx, 'freeze': None}, labels)": "freeze set_to_zero",
-    "zf.accumulate(k), in front of the optimizer": "MultiSteps multi_steps ApplyEvery apply_every microbatch microbatching",
+    "zf.accumulate(k), in front of the optimizer": (
+        "MultiSteps multi_steps ApplyEvery apply_every microbatch microbatching"
+    ),
     "rate = torch.tensor(1e-3), zf.adamw(lr=rate), and later rate.fill_(1e-4)": (
         "inject_hyperparams inject_stateful_hyperparams"
     ),
