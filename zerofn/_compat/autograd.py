@@ -142,8 +142,8 @@ sequence_nr: Callable[[Any], int] = methodcaller("_sequence_nr")
 def close_checkpoints(error: BaseException, until: BaseException | None = None) -> None:
     """Close the saved-tensor hooks of checkpoints that an error has left.
 
-    torch 2.11 closes them when nobody keeps the error's traceback any more. Until then they take the tensors of later
-    graphs, whose backward then raises a `CheckpointError`. A notebook keeps the traceback of its last error.
+    torch 2.11 closes these hooks only when the traceback of the error is freed. Until then they take the tensors of
+    later graphs, whose backward raises a `CheckpointError`. A notebook keeps the traceback of its last error.
 
     Args:
         error: the error.

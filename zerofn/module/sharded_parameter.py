@@ -52,7 +52,7 @@ from ..sharded.torch_functions import tensors_in
 _FLAT = methodcaller("reshape", -1)
 
 
-def _is_detached() -> NoReturn:
+def _refuse_detached() -> NoReturn:
     """Refuse `p.grad` of a parameter that the model had until it was detached: it would be `None` for ever."""
     raise RuntimeError(
         explain(
@@ -64,7 +64,7 @@ def _is_detached() -> NoReturn:
 
 
 # The callbacks of a parameter whose model is detached.
-NOBODY = Asks(lambda: False, _is_detached, lambda x: None, lambda x: None)
+NOBODY = Asks(lambda: False, _refuse_detached, lambda x: None, lambda x: None)
 
 
 @dispatched_in_python
