@@ -75,6 +75,7 @@ SCALE = {"growth_interval": 1000, "hysteresis": 2, "min_scale": 1.0}
 MINE = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 RATES = {f"optimizer.params.{k}": v for k, v in MINE.items()}
 AUTO_TOLD = "'auto' is filled in by the Hugging Face Trainer; here you write its value"
+COEFFICIENTS = {"bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.01}
 WARM = {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 10}
 # By where it is from: a configuration, what else is given, and the chain that one would write.
 TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[zf.Transform]]] = {
@@ -222,6 +223,55 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[zf.Transform]]] = {
         {"optimizer": zf.adamw},
         [zf.all_reduce(), CLIP, zf.adamw()],
     ),
+    "BERT with LAMB, and attention of blocks": (
+        {"train_batch_size": 65536, "train_micro_batch_size_per_gpu": 64, "prescale_gradients": False}
+        | {"optimizer": {"type": "Lamb", "params": {"lr": 11e-3, "weight_decay": 0.01, **COEFFICIENTS}}}
+        | {"gradient_clipping": 1.0, "fp16": {"enabled": True, "loss_scale": 0}}
+        | {"sparse_attention": {"mode": "fixed", "block": 16, "different_layout_per_head": True}},
+        {},
+        [
+            *(HALF, zf.scale_loss("dynamic", init_scale=2.0**16, **SCALE), zf.accumulate(1024), zf.all_reduce(), CLIP),
+            zf.lamb(11e-3, eps=1e-8, weight_decay=0.01, bias_correction=False, ratio_bounds=(0.01, 0.3)),
+        ],
+    ),
+    "questions about texts: Adam without bias correction": (
+        {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 6, "steps_per_print": 10, "fp16": {"enabled": True}}
+        | {
+            "optimizer": {
+                "type": "Adam",
+                "params": {"lr": 3e-5, "max_grad_norm": 0.5, "weight_decay": 0.0, "bias_correction": False},
+            }
+        },
+        {},
+        [
+            *(HALF, zf.scale_loss("dynamic", init_scale=2.0**16, **SCALE), zf.accumulate(4), zf.all_reduce()),
+            *(zf.clip_by_global_norm(0.5), zf.adamw(3e-5, weight_decay=0.0, bias_correction=False)),
+        ],
+    ),
+    "parameters and states on a disk": (
+        {"aio": {"block_size": 1048576, "queue_depth": 16, "single_submit": False, "thread_count": 2}}
+        | {
+            "zero_optimization": {
+                **{"stage": 3, "stage3_param_persitance_threshold": 1e5, "stage3_max_live_parameters": 1e9},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/x", "buffer_count": 4, "pipeline_read": False},
+                "offload_param": {"device": "nvme", "nvme_path": "/x", "max_in_cpu": 1, "pin_memory": True},
+            },
+            "gradient_clipping": 1.0,
+        },
+        {"optimizer": zf.adamw},
+        [zf.shard(), CLIP, zf.offload(zf.adamw())],
+    ),
+    "fine-tuning, stage 3, with all on the host": (
+        {**SIZES, "gradient_clipping": AUTO, "fp16": FP16, "bf16": {"enabled": AUTO}}
+        | {"zero_optimization": ZERO3 | CPU | {"offload_param": {"device": "cpu", "pin_memory": True}}}
+        | {"monitor_config": {"enabled": True, "tag": "x", "csv_monitor": {"enabled": False}}},
+        # fp16 needs no value, since bf16 is enabled.
+        {
+            "values": {"bf16.enabled": True, "gradient_clipping": 1.0, "gradient_accumulation_steps": 2},
+            "optimizer": zf.adamw,
+        },
+        [zf.shard(), MIXED, zf.accumulate(2), CLIP, zf.offload(zf.adamw())],
+    ),
     # Values by path, as a dict, where there is no Trainer.
     "values by path, and no clipping": (
         {"zero_optimization": ZERO3, "optimizer": OPTIMIZER, "gradient_clipping": AUTO, "fp16": FP16}
@@ -299,13 +349,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         | {"optimizer": {"type": "OneBitAdam", "params": {"lr": 4e-4, "freeze_step": 23000, "cuda_aware": False}}}
         | {"scheduler": {"type": "WarmupDecayLR", "params": WARM | {"total_num_steps": 100}}},
         {},
-        ["optimizer.type: 'OneBitAdam'; use Adam, AdamW or SGD, or AdamW itself: gradients are sent whole here"],
-    ),
-    "BERT with LAMB": (
-        {"optimizer": {"type": "Lamb", "params": {"lr": 11e-3, "max_coeff": 0.3, "min_coeff": 0.01}}}
-        | {"gradient_clipping": 1.0, "prescale_gradients": False},
-        {},
-        ["optimizer.type: 'Lamb'; use Adam, AdamW or SGD, or leave the block out and write from_deepspeed(config, "],
+        ["optimizer.type: 'OneBitAdam'; use Adam, AdamW, Lamb or SGD, or AdamW itself: gradients are sent whole here"],
     ),
     "BERT with Adam": (
         {"train_micro_batch_size_per_gpu": 16, "gradient_clipping": 1.0, "progressive_layer_drop": {"enabled": True}}
@@ -313,28 +357,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
         | {"sparse_attention": {"mode": "fixed", "block": 16}},
         {},
         [
-            "optimizer.params.bias_correction: False is not supported; use True",
-            "optimizer.params.max_grad_norm: write it as gradient_clipping: 1.0",
             "progressive_layer_drop.enabled: not supported; use zf.layer_drop",
-            "sparse_attention.block: not supported; use torch.nn.attention.flex_attention",
-            "sparse_attention.mode: not supported; use torch.nn.attention.flex_attention",
-        ],
-    ),
-    "parameters and states on a disk": (
-        {"aio": {"block_size": 1048576, "queue_depth": 16, "single_submit": False, "thread_count": 2}}
-        | {
-            "zero_optimization": {
-                **{"stage": 3, "stage3_param_persitance_threshold": 1e5},
-                "offload_optimizer": {"device": "nvme", "nvme_path": "/x", "buffer_count": 4, "pipeline_read": False},
-                "offload_param": {"device": "nvme", "nvme_path": "/x", "max_in_cpu": 1},
-            }
-        },
-        {},
-        [
-            "zero_optimization.offload_optimizer.device: 'nvme'; use 'cpu'",
-            "zero_optimization.offload_param.device: not supported; use {'device': 'none'}",
-            "zero_optimization.stage3_param_persitance_threshold: unknown; did you mean "
-            "zero_optimization.stage3_param_persistence_threshold?",
         ],
     ),
     "weights in 8 bits, over two levels": (
@@ -411,13 +434,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
     ),
     "sums, boundaries, and a norm that is not computed": (
         {"gradient_allreduce_op": "sum", "managed_gradient_accumulation": False}
-        | {"zero_optimization": {"compute_grad_norm": False, "cpu_offload_params": True}},
+        | {"zero_optimization": {"compute_grad_norm": False, "misspelt_param": True}},
         {},
         [
             "gradient_allreduce_op: not supported; use 'mean'",
             "managed_gradient_accumulation: use true, and call opt.set_boundary(...)",
             "zero_optimization.compute_grad_norm: clipping needs the norm; write gradient_clipping: 0",
-            "zero_optimization.cpu_offload_params: not supported; use {'device': 'none'} in offload_param",
+            "zero_optimization.misspelt_param: unknown",
         ],
     ),
 }
@@ -461,6 +484,52 @@ def test_one_warning_names_what_changes_no_number():
         assert words in text
     assert "aio.block_size" in text and "autotuning" not in text and "_comment" not in text
     assert told[0].filename == __file__
+
+
+def test_what_stays_on_the_device_or_in_memory_is_told():
+    config, given, _ = TAKEN["parameters and states on a disk"]
+    with pytest.warns(UserWarning) as told:
+        zf.from_deepspeed(config, **given)
+    (text,) = [str(x.message) for x in told]
+    assert "offload_optimizer.device: 'nvme' is taken as 'cpu'" in text
+    assert "zero_optimization.offload_param: each rank keeps its shard of the parameters on the device" in text
+    for config in ({"cpu_offload_params": True}, {"stage": 3, "offload_param": {"device": "cpu"}}):
+        with pytest.warns(UserWarning, match="offload_param: each rank keeps its shard"):
+            zf.from_deepspeed({"zero_optimization": config})
+
+
+def by_hand(kind: str, params: dict[str, Any], p: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+    """DeepSpeed's arithmetic on one leaf: its Adam decouples the decay, its LAMB corrects the length of the step."""
+    first, second, decay = 0.9, 0.999, params["weight_decay"]
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    for t, g in enumerate(gradients, 1):
+        m, v = first * m + (1 - first) * g, second * v + (1 - second) * g**2
+        c1, c2 = (1 - first**t, 1 - second**t) if params["bias_correction"] else (1.0, 1.0)
+        if kind == "Adam":
+            p = p - params["lr"] * (m / c1 / ((v / c2).sqrt() + 1e-8) + decay * p)
+        else:
+            u = m / (v.sqrt() + 1e-8) + decay * p
+            coefficient = (p.norm() / u.norm()).clamp(params["min_coeff"], params["max_coeff"])
+            p = p - params["lr"] * c2**0.5 / c1 * coefficient * u
+    return p
+
+
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "uncorrected"])
+@pytest.mark.parametrize("kind", ["Adam", "Lamb, low", "Lamb, between", "Lamb, high"])
+def test_the_numbers_of_its_optimizers(kind: str, corrected: bool):
+    bounds = {"low": (0.001, 0.002), "between": (0.01, 100.0), "high": (20.0, 30.0)}.get(kind.split()[-1])
+    params = {"lr": 0.1, "weight_decay": 0.1, "bias_correction": corrected}
+    params |= {} if bounds is None else {"min_coeff": bounds[0], "max_coeff": bounds[1]}
+    kind = kind.split(",")[0]
+    tx = zf.from_deepspeed({"optimizer": {"type": kind, "params": params}, "gradient_clipping": 0})
+    draw = torch.Generator().manual_seed(0)
+    p, *gradients = (torch.randn(5, 3, generator=draw, dtype=torch.float64) for _ in range(6))
+    state = zf.init(tx, {"w": p})
+    for g in gradients:
+        state, _ = zf.update(tx, {"w": g}, state)
+    want = by_hand(kind, params, p, gradients)
+    assert (want - p).abs().max() > 1e-5
+    torch.testing.assert_close(state.params["w"] - p, want - p, rtol=1e-9, atol=1e-12)
 
 
 def test_the_shares_of_arguments_become_steps():

@@ -43,14 +43,17 @@ BAD = {
     "torch_autocast.enabled": FLAGS,
     "communication_data_type": ["int8", 16, True, [], ["fp16"]],
     "data_types.grad_accum_dtype": ["int8", 16, True, [], ["fp16"]],
-    "zero_optimization.offload_optimizer.device": ["nvme", "", 1, True, ["cpu"], None],
-    "optimizer.type": ["", "Lamb", 3, True, ["AdamW"]],
+    "zero_optimization.offload_optimizer.device": ["disk", "", 1, True, ["cpu"], None],
+    "zero_optimization.offload_param.device": ["disk", "", 1, True, ["cpu"]],
+    "optimizer.type": ["", "Lamp", 3, True, ["AdamW"]],
     "optimizer.params.lr": NUMBERS,
     "optimizer.params.betas": PAIRS,
     "optimizer.params.eps": NUMBERS,
     "optimizer.params.weight_decay": NUMBERS,
     "optimizer.params.adam_w_mode": FLAGS,
     "optimizer.params.amsgrad": [True, 1, "no"],
+    "optimizer.params.bias_correction": FLAGS,
+    "optimizer.params.max_grad_norm": NUMBERS,
     "scheduler.type": ["", "Nope", 3, True, ["WarmupLR"]],
 }
 SGD = {"momentum": DECAYS, "dampening": [*NUMBERS, 1.5], "weight_decay": NUMBERS, "nesterov": FLAGS}
@@ -105,7 +108,9 @@ def at(path: str, value, config: dict) -> dict:
 
 
 CASES = [(path, bad, {"optimizer": {"type": "AdamW"}}) for path, bad in BAD.items()]
-CASES += [(f"optimizer.params.{k}", bad, {"optimizer": {"type": "SGD", "params": {}}}) for k, bad in SGD.items()]
+LAMB = {"min_coeff": NUMBERS, "max_coeff": NUMBERS, "eps_inside_sqrt": [True, 1, "no"], "bias_correction": FLAGS}
+for kind, keys in (("SGD", SGD), ("Lamb", LAMB)):
+    CASES += [(f"optimizer.params.{k}", bad, {"optimizer": {"type": kind, "params": {}}}) for k, bad in keys.items()]
 for kind, keys in SCHEDULERS.items():
     block = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": kind, "params": NEEDED.get(kind, {})}}
     CASES += [(f"scheduler.params.{k}", bad, block) for k, bad in keys.items()]

@@ -93,21 +93,36 @@ WRONG.rows(
     configured({"fp17": {"enabled": True}}, "fp17.enabled: unknown"),
     configured({"amp": {"enabled": True}}, "amp.enabled: not supported; use torch.autocast"),
     configured(
-        zero(stage=3, offload_param={"device": "cpu"}),
-        "zero_optimization.offload_param.device: not supported; use {'device': 'none'}: parameters are sharded",
+        zero(stage=3, offload_param={"device": "disk"}),
+        "zero_optimization.offload_param.device: 'disk' is none of none, cpu, nvme",
     ),
-    configured(zero(offload_optimizer={"device": "nvme"}), "offload_optimizer.device: 'nvme'; use 'cpu'"),
     configured(zero(stage=4), "zero_optimization.stage: 4 is none of 0, 1, 2, 3"),
     configured({"gradient_clipping": "auto"}, "gradient_clipping: 'auto' is filled in by the Hugging Face Trainer"),
     configured({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled: fp16 is enabled too"),
     configured({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "needs bf16.enabled and bf16.bf16_master"),
-    configured({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: 'OneBitAdam'; use Adam, AdamW or SGD"),
+    configured({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: 'OneBitAdam'; use Adam, AdamW, Lamb or SGD"),
     configured(
         {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
         "params.learning_rate: unknown; AdamW takes lr",
     ),
-    configured({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad: True is not supported"),
-    configured({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "bias_correction: False is not"),
+    configured({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad: true is not supported"),
+    configured(
+        {"optimizer": {"type": "Lamb", "params": {"min_coeff": 2.0, "max_coeff": 1.0}}}, "min_coeff: 2.0 is above"
+    ),
+    configured(
+        {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.5}}, "gradient_clipping": 1.0},
+        "optimizer.params.max_grad_norm: 0.5, but gradient_clipping says 1.0; leave one of them out",
+    ),
+    configured(
+        {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            "optimizer": {"type": "Lamb", "params": {"amsgrad": True}},
+            "train_batch_size": 7,
+            "train_micro_batch_size_per_gpu": 2,
+        },
+        # All at once.
+        *("optimizer.type: Lamb on 16-bit masters", "amsgrad: true is", "train_batch_size: 7 is not 2 * 3 * 1"),
+    ),
     configured({"scheduler": {"type": "Nope"}}, "scheduler.type: 'Nope' is none of WarmupLR"),
     configured(
         scheduled("OneCycle", cycle_min_lr=0.1, cycle_max_lr=1.0),
@@ -125,10 +140,10 @@ WRONG.rows(
     configured({"train_batch_size": 0}, "train_batch_size: 0 is no positive int"),
     configured(
         {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2},
-        "train_batch_size=8 is not 3 * 2 * 1",
-        "train_batch_size=6, or leave one of the three out",
+        "  train_batch_size: 8 is not 3 * 2 * 1",
+        "write 6, or leave one of the three out",
     ),
-    configured({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size=7 is not 2 * 3 * 1"),
+    configured({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "  train_batch_size: 7 is not 2 * 3 * 1"),
     configured(
         {"a": 1, "b": {"c": 2}, "optimizer": {"type": "X"}},
         *("keys without a transform", "  a: ", "  b.c: ", "  optimizer.type: "),

@@ -121,8 +121,8 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         },
         {"lr": 0.1, "momentum": 0.5},
     ),
-    "adam": (zf.adam, ADAM, {}),
-    "adamw": (zf.adamw, ADAM, {}),
+    "adam": (zf.adam, {**ADAM, "bias_correction": Flag()}, {}),
+    "adamw": (zf.adamw, {**ADAM, "bias_correction": Flag()}, {}),
     "low_precision_adam": (
         zf.low_precision_adam,
         {**ADAM, "seed": Seed(), "state_dtype": None, "rounding": None},
@@ -156,7 +156,7 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "lamb": (zf.lamb, ADAM, {}),
+    "lamb": (zf.lamb, {**ADAM, "bias_correction": Flag(), "ratio_bounds": None}, {}),
     "lars": (
         zf.lars,
         {

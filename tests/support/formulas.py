@@ -3,6 +3,8 @@
 Each goes from a leaf to a function (parameter, gradient, update) -> new parameter, which keeps its state.
 """
 
+import math
+
 import torch
 
 F64 = torch.float64
@@ -17,13 +19,15 @@ def ratio(a, b):
     return a / b if a > 0 and b > 0 else 1.0
 
 
-def lamb(p):
+def lamb(p, corrected=True, low=0.0, high=math.inf):
     s = zeros(p, "mv")
 
     def step(p, g, t):
         s["m"], s["v"] = 0.9 * s["m"] + 0.1 * g, 0.99 * s["v"] + 0.01 * g**2
-        u = (s["m"] / (1 - 0.9**t)) / ((s["v"] / (1 - 0.99**t)).sqrt() + 1e-6) + 0.1 * p
-        return p - LR * ratio(p.norm(), u.norm()) * u
+        c1, c2 = (1 - 0.9**t, 1 - 0.99**t) if corrected else (1.0, 1.0)
+        u = (s["m"] / c1) / ((s["v"] / c2).sqrt() + 1e-6) + 0.1 * p
+        lengths = p.norm(), u.norm()
+        return p - LR * (min(max(ratio(*lengths), low), high) if min(lengths) > 0 else 1.0) * u
 
     return step
 
@@ -101,14 +105,20 @@ def mars(p):
     return step
 
 
-def adamw(p, decay=0.0):
+def adamw(p, decay=0.0, corrected=True):
     s = zeros(p, "mv")
 
     def step(p, g, t):
         s["m"], s["v"] = 0.9 * s["m"] + 0.1 * g, 0.99 * s["v"] + 0.01 * g**2
-        return p - LR * ((s["m"] / (1 - 0.9**t)) / ((s["v"] / (1 - 0.99**t)).sqrt() + 1e-8) + decay * p)
+        c1, c2 = (1 - 0.9**t, 1 - 0.99**t) if corrected else (1.0, 1.0)
+        return p - LR * ((s["m"] / c1) / ((s["v"] / c2).sqrt() + 1e-8) + decay * p)
 
     return step
+
+
+def adam_uncorrected(p):
+    inner = adamw(p, corrected=False)
+    return lambda p, g, t: inner(p, g + 0.1 * p, t)
 
 
 def cautious_adamw(p, by_parts=True):

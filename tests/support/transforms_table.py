@@ -257,6 +257,19 @@ ROWS: dict[str, Row] = {
     ),
     "adam": Row(lambda at: zf.adam(at.rate, weight_decay=0.1), launches=10, verdict="bits"),
     "adam, tensor": Row(lambda at: zf.adam(torch.full((), at.rate, device=at.device)), often="graph"),
+    "adam, uncorrected": Row(
+        lambda at: zf.adam(at.rate, BETAS, weight_decay=0.1, bias_correction=False),
+        formula=formulas.adam_uncorrected,
+        often="laws",
+    ),
+    "adamw, uncorrected": Row(
+        lambda at: zf.adamw(at.rate, BETAS, weight_decay=0.1, bias_correction=False),
+        formula=partial(formulas.adamw, decay=0.1, corrected=False),
+        launches=4,
+        # A kernel fuses a product with a sum where torch on the CPU does not.
+        near=1e-6,
+        verdict="near",
+    ),
     "adamw": Row(lambda at: zf.adamw(at.rate), launches=10, often=f"{OFTEN} graph"),
     "adamw, schedule": Row(
         lambda at: zf.adamw(zf.schedules.warmup_cosine(10 * at.rate, 2, 10), weight_decay=0.1),
@@ -342,6 +355,15 @@ ROWS: dict[str, Row] = {
         often="laws capture bits verdict waits graph",
         within="tree",
         launches=(4888, 40),
+        by_leaf=True,
+    ),
+    "lamb, clamped": Row(
+        lambda at: zf.lamb(at.rate, BETAS, weight_decay=0.1, bias_correction=False, ratio_bounds=(0.2, 0.4)),
+        formula=partial(formulas.lamb, corrected=False, low=0.2, high=0.4),
+        verdict="near",
+        often="laws",
+        within="tree",
+        launches=(5000, 40),
         by_leaf=True,
     ),
     "lars": Row(

@@ -20,6 +20,7 @@ from zerofn import (
     all_reduce,
     chain,
     clip_by_global_norm,
+    lamb,
     low_precision_adam,
     offload,
     precision,
@@ -52,13 +53,16 @@ TUNING = {
     | {"stage3_gather_fp16_weights_on_model_save", "stage3_allgather_sequential", "elastic_checkpoint"}
     | {"cpu_offload_use_pin_memory", "load_from_fp32_weights", "use_multi_rank_bucket_allreduce", "legacy_stage1"}
     | {"memory_efficient_linear", "log_trace_cache_warnings", "pipeline_loading_checkpoint", "override_module_apply"}
-    | {"parameter_alignment", "enable_sanity_checks", "allgather_sequential"}
+    | {"parameter_alignment", "enable_sanity_checks", "allgather_sequential", "cpu_offload_params"}
+    # DeepSpeed's own examples misspell the second one.
+    | {"cpu_offload_param", "stage3_param_persitance_threshold"}
     # Most files write these keys with the prefix, some without.
     | {f"{prefix}{name}" for prefix in ("stage3_", "") for name in STAGE_3},
     "zero_optimization.offload_optimizer": {"pin_memory", "buffer_count", "fast_init", "pipeline_read", "ratio"}
     | {"pipeline_write", "nvme_path", "max_in_cpu", "pipeline"},
     # Many templates have these keys beside "device": "none".
-    "zero_optimization.offload_param": {"pin_memory", "buffer_count", "buffer_size", "nvme_path", "max_in_cpu"},
+    "zero_optimization.offload_param": {"device", "pin_memory", "buffer_count", "buffer_size", "nvme_path"}
+    | {"max_in_cpu"},
     "fp16": {"auto_cast"},
     "bf16": {"immediate_grad_update"},
 }
@@ -77,6 +81,8 @@ ASIDE = {
     "activation_checkpointing": "torch.utils.checkpoint.checkpoint in the model",
     "aio": "",
     "timers": "",
+    # DeepSpeed only stores this block, for models whose code reads it.
+    "sparse_attention": "torch.nn.attention.flex_attention in the model",
     "zero_optimization.leaf_module": "",
     "checkpoint": "zf.save and zf.load",
     "compile": "torch.compile on the model",
@@ -98,7 +104,6 @@ HYBRID = "zf.shard(mesh['node']) and zf.all_reduce(mesh['nodes']), over a mesh o
 # By path, the code to write instead.
 REPLACEMENTS = {
     "amp": "torch.autocast around the forward, with zf.scale_loss() for fp16",
-    "zero_optimization.offload_param": "{'device': 'none'}: parameters are sharded, gathered on use, and not offloaded",
     "zero_optimization.zero_quantized_weights": "zf.shard(wire='int8'), in a chain of your own",
     "zero_optimization.zero_quantized_nontrainable_weights": "false: parameters are gathered as the model sees them",
     "zero_optimization.zero_quantized_gradients": "zf.reduce_scatter(wire='int8'), in a chain of your own",
@@ -122,9 +127,6 @@ REPLACEMENTS = {
     "torch_autocast.lower_precision_safe_modules": "communication_data_type, for all parameters",
     "fp16.consecutive_hysteresis": "zf.scale_loss(hysteresis=...): a growth of the scale refills it",
     "data_efficiency": "a sampler of your own",
-    "sparse_attention": "torch.nn.attention.flex_attention",
-    "zero_optimization.cpu_offload_params": "{'device': 'none'} in offload_param: parameters are not offloaded",
-    "zero_optimization.cpu_offload_param": "{'device': 'none'} in offload_param: parameters are not offloaded",
     "zero_optimization.zeropp_loco_param": "zf.reduce_scatter(wire='int8'), in a chain of your own",
     "zero_optimization.save_muon_momentum_buffer_in_memory": "zf.muon, chained behind",
     "data_types.param_dtype": "bf16 or fp16: {'enabled': true}",
@@ -153,7 +155,7 @@ TAKEN = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("managed_gradient_accumulation", "communication_data_type", "data_types.grad_accum_dtype"),
     *("zero_optimization.stage", "zero_optimization.cpu_offload", "zero_optimization.compute_grad_norm"),
-    "zero_optimization.offload_optimizer.device",
+    *("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
     *("optimizer.type", "optimizer.params", "optimizer.legacy_fusion", "scheduler.type", "scheduler.params"),
     *(f"{kind}.{key}" for kind in ("fp16", "bf16") for key in ("enabled", f"{kind}_master_weights_and_grads")),
     *("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis"),
@@ -170,7 +172,7 @@ def nearest(path: str) -> str:
         ('; did you mean zero_optimization.offload_param?', '; did you mean zero_optimization.overlap_comm?', '')
     """
     tuned = [f"{block}.{name}" if block else name for block, names in TUNING.items() for name in sorted(names)]
-    known = [*TAKEN, *ASIDE, *REPLACEMENTS, *tuned]
+    known = [*TAKEN, *ASIDE, *REPLACEMENTS, *filter(None, TUNING), *tuned]
     last = path.rpartition(".")[2]
     elsewhere = [p for p in known if p.rpartition(".")[2] == last and last != "enabled"]
     close = [x for x in elsewhere if x != path] or get_close_matches(path, known, n=1, cutoff=0.8)
@@ -325,6 +327,7 @@ class ConfigReader:
         bad: refused paths, each with the reason.
         idle: paths of keys that have no effect.
         aside: blocks that change no number, for which something else may be written.
+        notes: sentences of the warning about keys that are taken otherwise than DeepSpeed takes them.
     """
 
     def __init__(self, config: Any, values: Any = None):
@@ -338,6 +341,7 @@ class ConfigReader:
         self.bad: list[tuple[str, str]] = []
         self.idle: list[str] = []
         self.aside: list[str] = []
+        self.notes: list[str] = []
         self.lacking: dict[str, str] = {}
         self.values: dict[str, Any] = {}
         if is_arguments(values):
@@ -406,6 +410,7 @@ class ConfigReader:
         if self.bad:
             raise ValueError(bad_leaves("from_deepspeed: keys without a transform", self.bad, self._advice()))
         notes = [f"{', '.join(self.idle)} say how DeepSpeed runs and have no effect here."] if self.idle else []
+        notes += self.notes
         notes += [f"{head} is yours to write: {ASIDE[head]}." for head in dict.fromkeys(self.aside) if ASIDE[head]]
         if notes:
             warnings.warn(f"from_deepspeed: {' '.join(notes)}", stacklevel=users_line())
@@ -710,7 +715,8 @@ def schedule_of(reader: ConfigReader, lr: float | None) -> Any:
             reader.refuse(f"scheduler.params.{key}", reason)
     values = {name: given.get(key, default) for key, (name, default) in known.items()}
     if values.pop("cycle_momentum", False):
-        reader.refuse("scheduler.params.cycle_momentum", 'betas are constant here; write "cycle_momentum": false')
+        instead = '"cycle_momentum": false, and set opt.param_groups[0]["betas"] before a step'
+        reader.refuse("scheduler.params.cycle_momentum", f"betas are constant here; write {instead}")
     missing = [key for key, (name, _) in known.items() if values.get(name) is NEEDED_BY_SCHEDULE]
     for key in missing:
         reader.refuse(f"scheduler.params.{key}", "missing; it has no default")
@@ -759,8 +765,8 @@ def from_deepspeed(
     | `fp16`, `bf16`, `communication_data_type`, `data_types.grad_accum_dtype` | `precision`, `scale_loss` |
     | `bf16_master_weights_and_grads`, `fp16_master_weights_and_grads` | `precision(store_dtype=...)` |
     | `bf16_optimizer_states` | `low_precision_adam` |
-    | `gradient_clipping` | `clip_by_global_norm`; by default at 1.0, as in DeepSpeed |
-    | `optimizer` | `adamw` (DeepSpeed's Adam too decouples its decay), `adam`, `sgd` |
+    | `gradient_clipping`, `max_grad_norm` | `clip_by_global_norm`; by default at 1.0, as in DeepSpeed |
+    | `optimizer` | `adamw` (DeepSpeed's Adam too decouples its decay), `adam`, `lamb`, `sgd` |
     | `scheduler` | a function of the step |
 
     Low-precision states are rounded stochastically. DeepSpeed rounds to nearest, which loses small updates
@@ -802,7 +808,7 @@ def from_deepspeed(
     every = _batches(reader)
     stage = reader.take("zero_optimization.stage", 0, one_of(0, 1, 2, 3))
     dtypes, scale, low = _precision(reader)
-    clipping = reader.take("gradient_clipping", CLIPPING, number)
+    clipping = _clipping(reader)
     if not reader.take("zero_optimization.compute_grad_norm", True, flag) and clipping:
         reader.refuse("zero_optimization.compute_grad_norm", "clipping needs the norm; write gradient_clipping: 0")
     built = _optimizer(reader, low, optimizer)
@@ -837,11 +843,21 @@ def _batches(reader: ConfigReader) -> int:
     if every is None:
         every = total // (micro * world)
     if total != micro * every * world:
-        wrong = f"train_batch_size={total} is not {micro} * {every} * {world}"
-        why = "it is train_micro_batch_size_per_gpu * gradient_accumulation_steps * the number of ranks"
-        right = f"train_batch_size={max(micro, 1) * max(every, 1) * world}, or leave one of the three out"
-        raise ValueError(explain(wrong, why, right))
+        product = f"{micro} * {every} * {world}, train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks"
+        right = max(micro, 1) * max(every, 1) * world
+        reader.refuse(keys[0], f"{total} is not {product}; write {right}, or leave one of the three out")
+        return max(every, 1)
     return every
+
+
+def _clipping(reader: ConfigReader) -> float:
+    """The norm to clip at: `gradient_clipping`, or the older `max_grad_norm` of the optimizer."""
+    given, path = reader.left.get("gradient_clipping") is not None, "optimizer.params.max_grad_norm"
+    clipping = reader.take("gradient_clipping", CLIPPING, number)
+    older = reader.take(path, 0, number)
+    if older and given and older != clipping:
+        reader.refuse(path, f"{older!r}, but gradient_clipping says {clipping!r}; leave one of them out")
+    return older or clipping
 
 
 def _precision(
@@ -850,7 +866,7 @@ def _precision(
     """Arguments of `precision`; `scale_loss`; and for 16-bit masters their dtype, and whether states have it too."""
     dtypes: dict[str, torch.dtype] = {}
     scale, low = None, None
-    half, brain = reader.take("fp16.enabled", False, flag), reader.take("bf16.enabled", False, flag)
+    half, brain = _sixteen_bits(reader)
     if half and brain:
         reader.refuse("bf16.enabled", "fp16 is enabled too; choose one")
     settings = {k: reader.take(f"fp16.{k}", v, check) for k, (v, check) in SCALE.items()}
@@ -889,6 +905,17 @@ def _precision(
         if (dtype := _dtype(reader, key, None)) is not None:
             dtypes[name] = dtype
     return dtypes, scale, low
+
+
+def _sixteen_bits(reader: ConfigReader) -> list[bool]:
+    """Whether fp16 and bf16 are enabled. If one is, an "auto" of the other needs no value."""
+    paths = ["fp16.enabled", "bf16.enabled"]
+    unknown = [p for p in paths if reader.left.get(p) == "auto" and p not in reader.values]
+    found = [reader.take(p, False, flag, needed=False) for p in paths]
+    if not any(found):
+        for path in unknown:
+            reader.report_unfilled(path)
+    return found
 
 
 # By key of fp16: DeepSpeed's default, and the check of its value. A scale of 2 ** 128 is infinite in float32.
@@ -935,53 +962,93 @@ def _optimizer(
     if given_one is not None:
         reader.refuse("optimizer.type", f"{kind!r}, and optimizer= is given too; leave one of them out")
     name = str(kind).lower()
-    known = {"adam": ADAM, "adamw": ADAM, "sgd": SGD}.get(name)
+    known = {"adam": ADAM, "adamw": ADAM, "sgd": SGD, "lamb": LAMB}.get(name)
     if known is None:
         instead = OTHERS.get(name, "leave the block out and chain your own, or from_deepspeed(config, optimizer=...)")
-        reader.refuse("optimizer.type", f"{kind!r}; use Adam, AdamW or SGD, or {instead}")
+        reader.refuse("optimizer.type", f"{kind!r}; use Adam, AdamW, Lamb or SGD, or {instead}")
         schedule_of(reader, given.get("lr", 1e-3))
         return None
-    for key, only in FIXED.items():
-        if given.get(key, only) is not only:
-            reader.refuse(f"optimizer.params.{key}", f"{given[key]!r} is not supported; use {only}")
-    clip = given.pop("max_grad_norm", 0)
-    if clip:
-        reader.refuse("optimizer.params.max_grad_norm", f"write it as gradient_clipping: {clip!r}")
-    for key in given.keys() - known.keys() - IDLE - FIXED.keys():
+    for key in given.keys() - known.keys() - IDLE:
         reader.refuse(f"optimizer.params.{key}", f"unknown; {kind} takes {', '.join(known)}")
     for key in given.keys() & known.keys():
         if reason := VALUES[key](given[key]):
             reader.refuse(f"optimizer.params.{key}", reason)
     values = {**known, **{k: v for k, v in given.items() if k in known}}
+    for key in FIXED & known.keys():
+        if values.pop(key):
+            reader.refuse(f"optimizer.params.{key}", "true is not supported; use false")
+    if name == "lamb" and not reader.bad and values["min_coeff"] > values["max_coeff"]:
+        reader.refuse("optimizer.params.min_coeff", f"{values['min_coeff']!r} is above max_coeff")
     values["lr"] = schedule_of(reader, values["lr"])
+    decoupled = bool(values.pop("adam_w_mode", True)) or name == "adamw"
+    if low is not None:
+        if name in ("sgd", "lamb"):
+            reader.refuse("optimizer.type", f"{kind} on 16-bit masters loses small updates; use AdamW")
+        elif not decoupled and values["weight_decay"]:
+            reader.refuse("optimizer.params.adam_w_mode", "low-precision states need decoupled weight decay: true")
+        elif not values.pop("bias_correction"):
+            reader.refuse("optimizer.params.bias_correction", "low-precision states need it: true")
     if reader.bad or reader.unfilled:
         return None
     if name == "sgd":
-        if low is not None:
-            reader.refuse("optimizer.type", "SGD on 16-bit masters loses small updates; use AdamW")
-            return None
         built = sgd(**values)
     else:
-        decoupled = values.pop("adam_w_mode") or name == "adamw"
         values["betas"] = tuple(values["betas"])
-        if low is None:
+        if name == "lamb":
+            built = _lamb(**values)
+        elif low is None:
             built = (adamw if decoupled else adam)(**values)
-        elif decoupled or not values["weight_decay"]:
-            built = low_precision_adam(**values, state_dtype=low[0] if low[1] else torch.float32)
         else:
-            reader.refuse("optimizer.params.adam_w_mode", "low-precision states need decoupled weight decay: true")
-            return None
+            built = low_precision_adam(**values, state_dtype=low[0] if low[1] else torch.float32)
     return offload(built) if device == "cpu" else built
+
+
+def _lamb(min_coeff: float, max_coeff: float, bias_correction: bool, **values: Any) -> Transform:
+    """DeepSpeed's LAMB, which corrects the length of a step for the bias of the moments, and not the moments."""
+    if bias_correction:
+        values["lr"] = CorrectedRate(values["lr"], values["betas"])
+    return lamb(**values, bias_correction=False, ratio_bounds=(min_coeff, max_coeff))
+
+
+@dataclass(frozen=True)
+class CorrectedRate:
+    """A rate multiplied by Adam's bias corrections, as DeepSpeed's LAMB does with `bias_correction: true`.
+
+    Examples:
+        >>> rate = CorrectedRate(1.0, (0.9, 0.99))
+        >>> round(rate(0), 6), round(rate(10000), 6)
+        (1.0, 1.0)
+    """
+
+    lr: Any
+    betas: tuple[float, float]
+
+    def __call__(self, step: int) -> float:
+        lr: Any = self.lr
+        rate = lr(step) if callable(lr) else lr
+        first, second = (1 - beta ** (step + 1) for beta in self.betas)
+        return rate * math.sqrt(second) / first
 
 
 def _offload_device(reader: ConfigReader) -> str:
     """Where the optimizer's states live: "none" or "cpu". `cpu_offload` is the key's older name."""
     path = "zero_optimization.offload_optimizer.device"
     older = reader.take("zero_optimization.cpu_offload", False, flag)
-    device = reader.take(path, "cpu" if older else "none")
-    if device not in ("none", "cpu"):
-        reader.refuse(path, f"{device!r}; use 'cpu'")
-    return device
+    device = reader.take(path, "cpu" if older else "none", one_of("none", "cpu", "nvme"))
+    if device == "nvme":
+        reader.notes.append(f"{path}: 'nvme' is taken as 'cpu', so the states are in the memory of the host.")
+    _offloaded_parameters(reader)
+    return "none" if device == "none" else "cpu"
+
+
+def _offloaded_parameters(reader: ConfigReader) -> None:
+    """Note that shards of parameters stay on the device. The key is left, since `close` reads it once more."""
+    path = "zero_optimization.offload_param.device"
+    if reason := one_of("none", "cpu", "nvme", None)(reader.left.get(path)):
+        reader.refuse(path, reason)
+    older = [reader.left.get(f"zero_optimization.cpu_offload_param{s}") for s in ("", "s")]
+    if reader.left.get(path) in ("cpu", "nvme") or True in older:
+        reader.notes.append(f"zero_optimization.offload_param: {SHARDS_STAY}.")
 
 
 def _given(reader: ConfigReader, device: str, make: Callable[..., Transform] | None) -> Transform | None:
@@ -1007,23 +1074,38 @@ def _given(reader: ConfigReader, device: str, make: Callable[..., Transform] | N
     return offload(built) if device == "cpu" else built
 
 
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "adam_w_mode": True}
+SHARDS_STAY = (
+    "each rank keeps its shard of the parameters on the device; zf.offload(zf.adamw(...), compute='host', "
+    "master_dtype=torch.float32) behind zf.precision(store_dtype=torch.bfloat16) leaves only 16 bits of each there"
+)
+
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "adam_w_mode": True} | {
+    "bias_correction": True,
+    "amsgrad": False,
+}
+LAMB = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "max_coeff": 10.0, "min_coeff": 0.01} | {
+    "bias_correction": True,
+    "eps_inside_sqrt": False,
+    "amsgrad": False,
+}
 SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-VALUES = {"lr": number, "betas": pair, "eps": number, "weight_decay": number, "adam_w_mode": flag} | {
+VALUES = {"lr": number, "betas": pair, "eps": number, "weight_decay": number} | {
+    **dict.fromkeys(("adam_w_mode", "bias_correction", "amsgrad", "eps_inside_sqrt"), flag),
+    **dict.fromkeys(("min_coeff", "max_coeff"), number),
     "momentum": decay,
     "dampening": between(0.0, 1.0 + 1e-12),
     "nesterov": flag,
 }
 # These choose among DeepSpeed's implementations, and have no effect here.
 IDLE = {"torch_adam", "fused", "foreach"}
-FIXED = {"amsgrad": False, "bias_correction": True}
+# These must be false.
+FIXED = {"amsgrad", "eps_inside_sqrt"}
 
 # What to write for DeepSpeed's other optimizers.
 OTHERS = {
     "onebitadam": "AdamW itself: gradients are sent whole here, at best in 16 bits (communication_data_type)",
     "zerooneadam": "AdamW itself: gradients are sent whole here, at best in 16 bits (communication_data_type)",
     "onebitlamb": "leave the block out and chain a transform of your own: docs/writing-a-transform.md",
-    "lamb": "leave the block out and write from_deepspeed(config, optimizer=zf.lamb), which clamps no ratio",
     "lion": "leave the block out and write from_deepspeed(config, optimizer=zf.lion)",
     "muon": "leave the block out and write from_deepspeed(config, optimizer=zf.muon)",
     "rmsprop": "leave the block out and write from_deepspeed(config, optimizer=zf.rmsprop)",

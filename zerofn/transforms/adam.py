@@ -22,6 +22,7 @@ from ..extend import (
     Transform,
     TransformState,
     check_betas,
+    check_flag,
     check_lr,
     check_number,
     fused_on_device,
@@ -45,6 +46,7 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
+    bias_correction: bool = True,
 ) -> Transform:
     """Adam (Kingma & Ba, 2015); `weight_decay` is added to the gradient, as in `torch.optim.Adam`.
 
@@ -57,6 +59,8 @@ def adam(
         betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: L2 penalty.
+        bias_correction: whether the moments are divided by `1 - b^t`. Without it the formula runs, and not torch's
+            kernel.
 
     Raises:
         ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
@@ -89,7 +93,7 @@ def adam(
         A shard has the bits of the full leaf, except in its last elements, those that do not fill a vector register.
         torch's kernel rounds them otherwise: a moment differs by about one unit in the last place in each update.
     """
-    return adam_of("adam", lr, betas, eps, weight_decay, decoupled=False)
+    return adam_of("adam", lr, betas, eps, weight_decay, decoupled=False, corrected=bias_correction)
 
 
 @transform
@@ -98,6 +102,7 @@ def adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
+    bias_correction: bool = True,
 ) -> Transform:
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019).
 
@@ -111,6 +116,7 @@ def adamw(
         betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: decoupled from the gradient, multiplied by `lr`.
+        bias_correction: whether the moments are divided by `1 - b^t`, as in `adam`.
 
     Raises:
         ValueError: an argument is out of range; when the state is made, a parameter is stored in fp16.
@@ -124,15 +130,15 @@ def adamw(
         >>> state, _ = zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))
         >>> state.params["w"]  # 1 * (1 - 0.1 * 0.5) - 0.1
         tensor([0.8500])
-        >>> zf.adamw(learning_rate=1e-3)
+        >>> zf.adamw(learning_rate=1e-3)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        TypeError: adamw() has no keyword 'learning_rate'. Did you mean lr=? It takes: lr, betas, eps, weight_decay.
+        TypeError: adamw() has no keyword 'learning_rate'. Did you mean lr=? It takes: lr, betas, ...
 
     Notes:
         The bits are those of `torch.optim.AdamW(fused=True)`, with the exceptions that `adam` lists.
     """
-    return adam_of("adamw", lr, betas, eps, weight_decay, decoupled=True)
+    return adam_of("adamw", lr, betas, eps, weight_decay, decoupled=True, corrected=bias_correction)
 
 
 def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
@@ -183,6 +189,11 @@ def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, A
     """
     spread = (1 - numbers["beta2"] ** count) ** 0.5
     return {"down": -lr * spread / (1 - numbers["beta1"] ** count), "small": numbers["eps"] * spread}
+
+
+def uncorrected(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """As `_corrections`, of moments that are taken as they are."""
+    return {"down": -lr, "small": numbers["eps"]}
 
 
 def unbiased(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,9 +262,12 @@ def _stored_kernel(decoupled: bool, group: LeafList) -> None:
     kernel.run(*lists, step=group.count, lr=float(group.lr), norms=group.norms, **numbers)
 
 
-def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool) -> Transform:
-    """Adam; with `decoupled`, AdamW."""
+def adam_of(
+    name: str, lr: Any, betas: Any, eps: float, weight_decay: float, decoupled: bool, corrected: bool = True
+) -> Transform:
+    """Adam; with `decoupled`, AdamW; without `corrected`, no bias correction."""
     check_adam(name, lr, betas, eps, weight_decay)
+    check_flag(name, "bias_correction", corrected)
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
 
     def formula(x: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
@@ -285,8 +299,11 @@ def adam_of(name: str, lr: Any, betas: Any, eps: float, weight_decay: float, dec
         return dp, dg, {"exp_avg": dm * beta1, "exp_avg_sq": dv * beta2}
 
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
+    if not corrected:
+        more: Any = dict(settable=settable, derived=uncorrected, of_lists=True, in_fp32=True, rounds_grads=True)
+        return with_moment_check(optimizer(name, lr, slots, formula, numbers=numbers, **more))
     like_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
-    more: Any = dict(settable=settable, derived=_corrections, pulled=pulled, counterpart=like_torch)
+    more = dict(settable=settable, derived=_corrections, pulled=pulled, counterpart=like_torch)
     more |= {"in_fp32": True, "rounds_grads": True}
     more["operator"] = lambda group: many_for_fused(group.params, group.grads)
     kernel, more["graph_kernel"] = partial(_kernel, decoupled), partial(_graph_kernel, decoupled)
