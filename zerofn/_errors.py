@@ -30,6 +30,10 @@ SYNONYMS = {
     "process_group": "mesh",
     "group": "mesh",
 }
+# Keywords for dtypes that people give to the transforms of ranks, and what they are in `precision`.
+REDUCTIONS = ("shard", "reduce_scatter", "all_reduce")
+DTYPES = {"dtype": "reduce_dtype", "reduce_dtype": "reduce_dtype", "communication_data_type": "reduce_dtype"}
+DTYPES |= {name: name for name in ("param_dtype", "store_dtype", "grad_dtype", "output_dtype")}
 
 
 def explain(wrong: str, why: str, right: str) -> str:
@@ -251,4 +255,6 @@ def unknown_keyword(function: str, given: str, known: Iterable[str]) -> str:
         close = get_close_matches(given, known, n=1)
         hint = close[0] if close else None
     tail = f" Did you mean {hint}=?" if hint else ""
+    if function in REDUCTIONS and given in DTYPES:
+        tail = f" The dtype is set by precision: write chain({function}(...), precision({DTYPES[given]}=...), ...)."
     return f"{function}() has no keyword {given!r}.{tail} It takes: {', '.join(known) or 'nothing'}."

@@ -1,12 +1,14 @@
 """In which dtype gradients are summed over ranks: the one that `precision` says, by both routes, wherever it stands."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
 from rank_programs import rank_and_size
 from time_limits import limit
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import zerofn as zf
@@ -111,3 +113,66 @@ def leaf_by_leaf():
 
 def test_a_leaf_alone_is_divided_and_rounded_as_in_a_bucket():
     assert zf.launch(leaf_by_leaf, 3, timeout=limit()) == [True] * 3
+
+
+IN_FP16 = zf.precision(reduce_dtype=FP16)
+# By name: the chain, and whether ranks are warned of sums in fp16.
+SUMS = {
+    "data parallel": (lambda mesh: (zf.all_reduce(), IN_FP16, zf.sgd(0.1)), True),
+    "ZeRO-1": (
+        lambda mesh: (zf.precision(reduce_dtype=FP16), zf.accumulate(2), zf.reduce_scatter(), zf.sgd(0.1)),
+        True,
+    ),
+    "ZeRO-2": (lambda mesh: (zf.reduce_scatter(), IN_FP16, zf.sgd(0.1)), True),
+    "ZeRO-3": (lambda mesh: (zf.shard(), IN_FP16, zf.sgd(0.1)), True),
+    "hybrid": (lambda mesh: (zf.shard(mesh["a"]), IN_FP16, zf.all_reduce(mesh["b"]), zf.sgd(0.1)), True),
+    "in fp16 parameters": (lambda mesh: (zf.shard(), zf.precision(FP16, reduce_dtype=FP16), zf.sgd(0.1)), True),
+    "with a scale": (lambda mesh: (zf.shard(), IN_FP16, zf.scale_loss(8.0), zf.sgd(0.1)), False),
+    "with a dynamic scale": (lambda mesh: (zf.all_reduce(), IN_FP16, zf.scale_loss(), zf.sgd(0.1)), False),
+    "in bf16": (lambda mesh: (zf.shard(), zf.precision(reduce_dtype=BF16), zf.sgd(0.1)), False),
+    "fp16 parameters, sums in fp32": (lambda mesh: (zf.all_reduce(), zf.precision(FP16), zf.sgd(0.1)), False),
+    "nothing is summed": (lambda mesh: (zf.local(), IN_FP16, zf.sgd(0.1)), False),
+}
+
+
+def sums_in_fp16() -> dict[tuple[str, str], list[str]]:
+    """By chain and route, the warnings of two steps."""
+    mesh = init_device_mesh("cpu", (1, torch.distributed.get_world_size()), mesh_dim_names=("b", "a"))
+    found = {}
+    for name, (make, _) in SUMS.items():
+        for route in ("attach", "pure"):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 1)
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                if route == "pure":
+                    state = zf.init(zf.chain(*make(mesh)), dict(model.named_parameters()))
+                    del state
+                else:
+                    opt = zf.attach(model, zf.chain(*make(mesh)))
+                    for _ in range(2):
+                        model(torch.ones(1, 4)).sum().backward()
+                        opt.step()
+                        opt.zero_grad()
+                    opt.detach()
+            found[name, route] = [str(w.message) for w in heard]
+    return found
+
+
+def test_sums_in_fp16_without_a_scale_are_told_once():
+    for of_rank in zf.launch(sums_in_fp16, 2):
+        for (name, route), heard in of_rank.items():
+            assert len(heard) == SUMS[name][1], (name, route, heard)
+            assert all("reduce_dtype=torch.float16" in text and "scale_loss" in text for text in heard)
+
+
+def test_on_one_process_nothing_is_summed():
+    zf.attach(torch.nn.Linear(2, 1), zf.chain(zf.all_reduce(), IN_FP16, zf.sgd(0.1)))
+
+
+@pytest.mark.parametrize("function", ["shard", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("keyword", ["dtype", "reduce_dtype", "communication_data_type", "param_dtype"])
+def test_a_dtype_given_to_a_reduction_names_precision(function, keyword):
+    right = "param_dtype" if keyword == "param_dtype" else "reduce_dtype"
+    with pytest.raises(TypeError, match=rf"{function}\(\) has no keyword '{keyword}'.*precision\({right}=...\)"):
+        getattr(zf, function)(**{keyword: torch.float32})

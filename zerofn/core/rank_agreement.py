@@ -206,6 +206,20 @@ def agree_on_start(pipe: Pipeline, tensors: Leaves, call: str) -> None:
         agree_on_fingerprints(pipe.model, {path: fingerprint(tensors[path]) for path in whole}, right)
 
 
+def tell_narrow_sums(pipe: Pipeline, call: str) -> None:
+    """Warn if gradients are summed over ranks in fp16 and no transform scales the loss."""
+    narrow = pipe.dtypes.reduce_dtype
+    if narrow != torch.float16 or pipe.scaled or not any([view.wire is not None for view in pipe.stages]):
+        return
+    wrong = f"{call}: precision(reduce_dtype={narrow}), and no scale_loss in the chain"
+    why = "gradients below 6e-8 become zero in fp16, and a sum over 65504 becomes infinite: so do parameters"
+    right = (
+        "precision(reduce_dtype=torch.bfloat16) or torch.float32;\n"
+        "or chain(..., zf.scale_loss(), ...), which skips a step whose gradients overflow"
+    )
+    warnings.warn(explain(wrong, why, right), UserWarning, stacklevel=users_line())
+
+
 def tell_unreduced(pipe: Pipeline, call: str) -> None:
     """Warn if there are several ranks, no transform reduces gradients over them, and none says that this is meant.
 

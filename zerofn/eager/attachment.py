@@ -30,7 +30,7 @@ from ..core.context import Context, Norms
 from ..core.layout import Layout, Leaves, make_layout, parameters_of
 from ..core.number_graphs import ATTACHED, check_numbers
 from ..core.pipeline import pipeline, with_counters_on_device
-from ..core.rank_agreement import tell_unreduced
+from ..core.rank_agreement import tell_narrow_sums, tell_unreduced
 from ..core.transform import Transform
 from ..core.tree import flatten
 from ..core.update import apply
@@ -412,6 +412,7 @@ class Attachment:
                 _check_second_ways(pipe.second.name, in_backward, fully is not None)
             if not check_alone(model, bool(pipe.step_groups)):
                 tell_unreduced(pipe, "zf.attach(model, tx)")
+            tell_narrow_sums(pipe, "zf.attach(model, tx)")
             if pipe.scaled:
                 from ..module.scaled_checks import check_inner_hooks
 

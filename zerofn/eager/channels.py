@@ -16,7 +16,8 @@ class Channels(NamedTuple):
     """The process groups that are opened for one attached model; none on one process.
 
     Attributes:
-        groups: run all-gathers and reductions, one for each group of the pipeline.
+        groups: one for each group of the pipeline. They run all-gathers of parameters that are gathered on use, and
+            reductions in backward. Other collectives of a step use the pipeline's own groups.
         control: ranks compare numbers on it at a step. This group and the next two send numbers of the host, by gloo
             where the others use NCCL: reading them waits for no GPU, and kernels of NCCL keep one order.
         wanted: where parameters are gathered on use, ranks say on it which ones they gather next.

@@ -156,7 +156,7 @@ class StepAgreement:
             given: the settings of `opt.param_groups` that differ from the pipeline's, as text.
             dropped: whether the step is given up.
             torn: whether the state is torn. A load may have raised on some ranks alone, with equal counts on all.
-            more: the result of `Rests.marks`, where parameters are gathered on use.
+            more: the result of `Schedule.marks`, where parameters are gathered on use.
         """
         closes = 2 if boundary is None else int(boundary)
         has = f"{SET}. On this rank: {given or 'as in the pipeline'}. Checksums of these settings; {SET_ALIKE}"

@@ -30,6 +30,7 @@ from ..core.rank_agreement import (
     first_states,
     first_values,
     made_by,
+    tell_narrow_sums,
     tell_unreduced,
 )
 from ..core.returned_values import split_grads
@@ -187,6 +188,7 @@ def init(
     _check_buffers(pipe := pipeline(tx, layout, "zf.init"))
     with grad_mode_kept():
         tell_unreduced(pipe, "zf.init(tx, params)")
+        tell_narrow_sums(pipe, "zf.init(tx, params)")
         if not create_graph and not recorded():
             tensors = {p: x.detach() for p, x in tensors.items()}
         if init is None:

@@ -220,7 +220,8 @@ def precision(
         grad_dtype: dtype of the gradients that optimizers and other transforms get. By default it is the stored dtype,
             but fp32 instead of fp16, because many gradients are below the smallest fp16 number. With fp32 on bf16
             parameters the gradients of several backwards are summed in fp32.
-        reduce_dtype: dtype of sums over ranks; by default `param_dtype`, and fp32 if that is fp16.
+        reduce_dtype: dtype of sums over ranks; by default `param_dtype`, and fp32 if that is fp16. With fp16 and
+            without `scale_loss`, `zf.attach` and `zf.init` warn on several ranks: a sum over 65504 is infinite.
         output_dtype: dtype of the model's floating-point outputs. The outputs are then copies. So if the model returns
             `y, h` and computes `y` from `h`, a hook on `h`, `h.retain_grad()` and `torch.autograd.grad(y, h)` raise in
             a backward from `y`. If your own code casts outside of the model, `y.float()`, none of the three raises.
