@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._compat.autograd import grad_mode_kept
 from .._compat.functorch import constant, is_function, is_wrapped, levels, uncompiled
+from .._compat.recomputation import recomputes_as_called
 from .._errors import bad_leaves, explain
 from .._profiler_ranges import PHASE, ranged
 from ..core.arguments import check_function, check_positional
@@ -351,7 +352,11 @@ def bind(fn: Callable[..., Any], tx: Transform, state: State) -> Callable[..., A
     def fn_stored(stored: Tree, *inputs: Tree, **keywords: Any) -> Any:
         check_positional("fn(stored", keywords)
         params, inner = entered(stored, inputs)
-        return _leave_all(fn(params, *inner), scale, pipe.dtypes.output_dtype)
+        if torch.compiler.is_compiling():
+            return _leave_all(fn(params, *inner), scale, pipe.dtypes.output_dtype)
+        with recomputes_as_called("a function of zf.bind", by_grad=False):
+            out = fn(params, *inner)
+        return _leave_all(out, scale, pipe.dtypes.output_dtype)
 
     return fn_stored
 

@@ -15,6 +15,7 @@ from torch.autograd import Function
 
 from zerofn._compat.autograd import run_when_ready
 from zerofn._compat.functorch import NO_LEVEL, forward_level, functorch_active
+from zerofn._compat.recomputation import recomputes_as_called
 from zerofn._compat.tensors import version
 from zerofn._errors import explain
 from zerofn.core.arguments import check_flag
@@ -89,7 +90,10 @@ def linearize(
         raise RuntimeError(explain(f"{where} inside torch.inference_mode()", why, right))
     resident = _resident(pipe, state.leaves, record) if pipe.road.late or pipe.gathering is not None else state.leaves
     ran = _recorded if record else _with_autograd if pipe.gathering is None else _with_blocks
-    return ran(fn, pipe, resident, given, scale, keep)
+    if torch.compiler.is_compiling():
+        return ran(fn, pipe, resident, given, scale, keep)
+    with recomputes_as_called("a step" if where == "step" else where, by_grad=True):
+        return ran(fn, pipe, resident, given, scale, keep)
 
 
 def _with_autograd(inner: Callable, pipe: Pipeline, resident: Leaves, given: list, scale: Tensor | None, keep: bool):
