@@ -229,6 +229,7 @@ def test_data_order_is_a_function_of_seed_and_step(train_lm):
 def run_in_a_rank(script, args):
     """Exit code and output of a script, in a process that has imported torch."""
     sys.argv[1:], out, code = args, io.StringIO(), 0
+    sys.path.insert(0, str((EXAMPLES / script).parent))
     with contextlib.redirect_stdout(out):
         try:
             runpy.run_path(str(EXAMPLES / script), run_name="__main__")
@@ -345,6 +346,25 @@ def test_overhead_benchmark_runs():
     # Bytes do not depend on the machine: what a step holds beyond its states is one bucket.
     held = re.findall(r"(\d\.\d{3})   <= 1 met", out)
     assert len(held) == 4 and "MISSED" not in out.split("peak extra memory")[1].split("import zerofn")[0], out
+
+
+def test_every_optimizer_is_timed_and_changes_what_torchs_does(tmp_path):
+    """The figures of a tiny model say nothing; bytes and changes do not depend on the machine."""
+    args = ["--numel", "6000", "--leaves", "5", "--rounds", "2", "--threads", "1", "--peers"]
+    args += ["--json", str(tmp_path / "found.json")]
+    ((code, out),) = zf.launch(run_in_a_rank, 1, "benchmarks/optimizers.py", args, init=False, timeout=limit())
+    assert code == 0, out
+    found = {(row["name"], row["dtype"]): row for row in json.loads((tmp_path / "found.json").read_text())}
+    lines = [line for line in out.splitlines() if line.startswith("| ")]
+    assert len(found) == len(lines) - 2 == 52 and "not run" not in out, out
+    moved = {name: row["bytes"] for (name, dtype), row in found.items() if dtype == "fp32"}
+    assert (moved["sgd"], moved["momentum"], moved["adamw"], moved["lion"], moved["adan"]) == (12, 20, 28, 20, 44)
+    # A norm reads gradients once more; an average of parameters is read and written.
+    assert (moved["clip, lion"], moved["clip, adamw, ema"]) == (24, 28 + 8 + 4)
+    assert found["low_precision_adam, kahan", "bf16"]["bytes"] == 18
+    with_torch = [row for row in found.values() if row["best"] and row["dtype"] == "fp32"]
+    assert len(with_torch) == 13 and all(row["differs"] <= 5e-2 for row in with_torch)
+    assert all(row["change"] > 0 and len(row["over adamw"]) == 2 for row in found.values())
 
 
 @pytest.mark.parametrize(

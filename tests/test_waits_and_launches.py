@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import count_launches
 import pytest
 import torch
 import virtual_cuda
@@ -289,6 +290,19 @@ OWN = {
 @pytest.mark.parametrize("name", OWN)
 def test_a_function_of_the_users_runs_on_lists_or_leaf_by_leaf(device, name):
     assert ask(device, "own_transform", name) == (OWN[name], [])
+
+
+def test_a_table_has_launches_by_leaves_and_what_cannot_be_counted(device):
+    """`count_launches.py`, whose rows are all of the table's."""
+    assert set(ask(device, "names", module="count_launches")) == set(ROWS)
+    leaves = [10, 20]
+    one, other, loss, wrong = count_launches.rows(device, ["lion", "adan", "scale_by_momo", "no such row"], leaves)
+    assert one[10] == one[20] == (4, 0, 0, 4) and count_launches.line(one, leaves).startswith(
+        "| lion | 4 | 4 | 12 met |"
+    )
+    assert other[20][0] > other[10][0] and "12 MISSED" in count_launches.line(other, leaves)
+    assert loss[10][1] == 0 and loss["error"] == ""
+    assert wrong["error"] == "'no such row'" and 10 not in wrong
 
 
 def test_the_device_hears_of_waits_and_launches(device):

@@ -100,7 +100,8 @@ def _weights(name: str, weight: float = 3.0) -> dict[str, Any]:
 
 def attached(pipeline: str, leaves: int = 10, steps: int = 2, **how: Any) -> list[Asked]:
     """What one step asks, from the first operator of forward to the end of `step`; after others, which may build."""
-    return _own(_attached(ROWS[pipeline].trained(BLOCK), leaves, steps, _weights(pipeline), **how))
+    given = _weights(pipeline) | ({"loss": torch.ones((), device="cuda")} if ROWS[pipeline].loss else {})
+    return _own(_attached(ROWS[pipeline].trained(BLOCK), leaves, steps, given, **how))
 
 
 def _attached(tx: zf.Transform, leaves: int, steps: int, given: dict[str, Any], **how: Any) -> list[Asked]:
