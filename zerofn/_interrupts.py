@@ -1,7 +1,8 @@
-"""Ctrl-C in the middle of a write waits until the write is done.
+"""A signal in the middle of a write waits until the write is done: Ctrl-C, and every other one with a Python handler.
 
-Python delivers a signal between two instructions of the main thread. A KeyboardInterrupt between the writes of two
-leaves would leave a state that belongs neither to the step before nor to the one after.
+Python delivers a signal between two instructions of the main thread. An exception that its handler raises between the
+writes of two leaves would leave a state that belongs neither to the step before nor to the one after: KeyboardInterrupt
+by Ctrl-C, SystemExit by a handler of SIGTERM that ends a preempted job, TimeoutError by one of SIGALRM.
 """
 
 from __future__ import annotations
@@ -18,13 +19,28 @@ from typing import Any
 # A sooner one is the same keystroke, or the key held down.
 PATIENCE = 1.0
 
+SIGNALS = sorted(map(int, _signal.valid_signals()))
+_getsignal, _set = _signal.getsignal, _signal.signal
+
+
+class _Handlers:
+    """The handlers of all signals, as they were seen last.
+
+    Attributes:
+        seen: one for each of `SIGNALS`; and those that are Python functions, each with its signal.
+        outer: the `interrupts_held` whose body runs in the main thread, or ran last.
+    """
+
+    seen: tuple[list[Any], list[tuple[int, Any]]] = [], []
+    outer: interrupts_held | None = None
+
 
 class interrupts_held:
-    """While the body runs, SIGINT is only noted; after it the previous handler is called, which usually raises.
+    """While the body runs, signals are only noted; after it their previous handlers are called, which may raise.
 
-    A second SIGINT, a second after the first, goes to that handler at once, as the body may hang. Does nothing inside
-    of another one, in threads where Python delivers no signals, and if the handler is not a Python function. Costs two
-    calls of C per body, a microsecond together.
+    It holds those that have a Python handler. A second SIGINT, a second after the first, goes to its handler at once,
+    as the body may hang. Does nothing inside of another one, and in threads where Python delivers no signals. Costs a
+    few microseconds per body.
 
     Examples:
         >>> import signal
@@ -38,37 +54,76 @@ class interrupts_held:
         and then
     """
 
-    __slots__ = ("came", "handler")
+    __slots__ = ("came", "held", "note")
 
     def __enter__(self) -> interrupts_held:
-        self.came: float | None = None
-        self.handler: Any = _signal.getsignal(SIGINT)
-        if not callable(self.handler) or getattr(self.handler, "__func__", None) is interrupts_held._note:
-            self.handler = None
+        # The signals that are held, with their handlers. They are put back from the end.
+        self.held: list[tuple[int, Any]] = []
+        outer = _Handlers.outer
+        if outer is not None and outer.held and _getsignal(outer.held[0][0]) is outer.note:
             return self
+        # When each signal came first and where, in the order in which they came.
+        self.came: dict[int, tuple[float, FrameType | None]] = {}
+        self.note = self._note
+        # Handlers nearly never change, and lists are compared much faster than they are looked through.
+        found, (seen, callables) = list(map(_getsignal, SIGNALS)), _Handlers.seen
+        if found != seen:
+            callables = [(n, x) for n, x in zip(SIGNALS, found, strict=True) if callable(x)]
+            _Handlers.seen = found, callables
         try:
-            # Python calls the previous handler for a signal that has come already, and this one from here on.
-            _signal.signal(SIGINT, self._note)
+            for entry in callables:
+                self.held.append(entry)
+                # Python calls the previous handler for a signal that has come already, and this one from here on.
+                _set(entry[0], self.note)
+            _Handlers.outer = self
         except ValueError:
             # This is not the main thread, and only the main thread gets signals.
-            self.handler = None
+            self.held.clear()
+        except BaseException:
+            # It was raised by the handler of a signal that is not held yet.
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.handler is None or _signal.getsignal(SIGINT) != self._note:
-            # In the second case the body set another handler, or `_note` restored the previous one.
+        # Handlers are put back, and those whose signals came are called. What one raises stops neither.
+        if not self.held:
             return
-        _signal.signal(SIGINT, self.handler)
-        if self.came is not None:
-            self.handler(SIGINT, None)
+        try:
+            while self.held:
+                number, handler = self.held[-1]
+                # The body may have set another handler; or `_note` has put the previous one back.
+                if _getsignal(number) is self.note:
+                    _set(number, handler)
+                else:
+                    self.came.pop(number, None)
+                self.held.pop()
+        finally:
+            if self.held:
+                self.__exit__()
+            elif self.came:
+                self._deliver()
+
+    def _deliver(self) -> None:
+        try:
+            number = next(iter(self.came))
+            _, frame = self.came.pop(number)
+            handler = _getsignal(number)
+            if callable(handler):
+                handler(number, frame)
+        finally:
+            if self.came:
+                self._deliver()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.came is None:
-            self.came = now
-        elif now - self.came > PATIENCE:
-            _signal.signal(SIGINT, self.handler)
-            self.handler(number, frame)
+        if number not in self.came:
+            self.came[number] = now, frame
+        elif number == SIGINT and now - self.came[number][0] > PATIENCE:
+            for n, handler in self.held:
+                if n == number:
+                    _set(number, handler)
+                    handler(number, frame)
 
 
 def take_back(actions: list[Callable[[], object]]) -> None:

@@ -1,8 +1,9 @@
-"""Ctrl-C at any moment of a training loop: the state is that of the step before or of the one after, and goes on."""
+"""Signals at any moment of a training loop: the state is that of the step before or of the one after, and goes on."""
 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import copy
 import random
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from interrupts import Moment, modes
+from interrupts import RAISED, RAISES, Moment, by_signal, modes
 from time_limits import limit
 from torch import Tensor, nn
 from trees import flat
@@ -79,7 +80,7 @@ def interrupted(n: int, loop: Callable[[], object]) -> str:
     try:
         with moment:
             loop()
-    except KeyboardInterrupt:
+    except RAISED:
         pass
     else:
         assert moment.where is None, f"lost: {moment.where}"
@@ -118,6 +119,14 @@ def test_a_state_is_that_of_the_step_before_or_after(name):
     run(name, 40)
 
 
+@pytest.mark.parametrize("number", RAISES)
+@pytest.mark.parametrize("name", ["adamw", "accumulate, clip", "masters"])
+def test_after_the_signal_of_a_batch_system_too(name, number):
+    """Its handler raises, as one that ends a preempted run with a save."""
+    with by_signal(number):
+        run(name, 30)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 def test_at_every_moment(name):
@@ -152,6 +161,12 @@ def run_in_backward(name: str, how_many: int | None) -> None:
 @pytest.mark.parametrize("name", IN_BACKWARD)
 def test_within_backward_each_leaf_is_that_of_the_step_before_or_after(name):
     run_in_backward(name, 40)
+
+
+@pytest.mark.parametrize("number", RAISES)
+def test_within_backward_after_the_signal_of_a_batch_system_too(number):
+    with by_signal(number):
+        run_in_backward("adamw", 30)
 
 
 @pytest.mark.slow
@@ -303,9 +318,15 @@ def test_a_recurrent_call_that_was_interrupted_leaves_no_lock():
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("number", [None, *RAISES])
 @pytest.mark.parametrize("name", ["averaged", "load"])
-def test_what_else_writes_a_state(name):
+def test_what_else_writes_a_state(name, number):
     """An average in the place of parameters, and a load: at every moment all of it, or nothing."""
+    with contextlib.nullcontext() if number is None else by_signal(number):
+        write_else(name)
+
+
+def write_else(name: str) -> None:
     (model, opt), (other, reference) = attached("low precision"), attached("low precision")
     for _ in range(2):
         iteration(model, opt)

@@ -236,6 +236,33 @@ for case in CASES.values():
         loss.backward()
 
     WRONG.rows(RuntimeError, (in_backward, "opt.step() in the middle of a backward"))
+
+    def in_step(what, case=case):
+        def program():
+            asked: list[zf.Optimizer] = []
+
+            def falling(step):
+                for opt in asked:
+                    what(opt)
+                return 0.1 / (1 + step)
+
+            model, tx = net(), zf.chain(*case().parts[:-1], zf.sgd(falling))
+            opt = zf.attach(model, tx)
+            loss_of(model).backward()
+            opt.step()
+            asked.append(opt)
+            yield lambda: (opt.state, dict(model.state_dict()), opt.global_steps)
+            opt.step()
+
+        return program
+
+    WRONG.rows(
+        RuntimeError,
+        (in_step(lambda opt: opt.step()), "opt.step() inside of opt.step()"),
+        (in_step(lambda opt: opt.load_state(opt.state)), "opt.load_state() inside of"),
+        (in_step(lambda opt: opt.averaged().__enter__()), "opt.averaged() inside of"),
+        told=("a step is under way", "a schedule that calls nothing of opt"),
+    )
     WRONG.rows(
         TypeError,
         (attached(case, lambda model, opt: copy.copy(opt)),),

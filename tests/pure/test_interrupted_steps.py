@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import Moment, modes
+from interrupts import RAISED, RAISES, Moment, by_signal, modes
 from torch import Tensor
 from trees import flat
 
@@ -60,7 +60,7 @@ def run(name: str, donate: bool, how_many: int | None) -> None:
         try:
             with moment:
                 state, _ = step(state, x)
-        except KeyboardInterrupt:
+        except RAISED:
             pass
         assert modes() == kept, moment.where
         after = not same(values(state), before)
@@ -78,6 +78,12 @@ def run(name: str, donate: bool, how_many: int | None) -> None:
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_state_is_that_of_the_step_before_or_after(name, donate):
     run(name, donate, 60)
+
+
+@pytest.mark.parametrize("number", RAISES)
+def test_after_the_signal_of_a_batch_system_too(number):
+    with by_signal(number):
+        run("accumulate, clip", True, 40)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen moment: at an operation of torch, or at any place where Python delivers signals."""
+"""A signal at a chosen moment: at an operation of torch, or at any place where Python delivers signals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import weakref
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,30 @@ class Interrupt(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+# Signals that a batch system or a program sends, and what a handler of the user's raises.
+RAISES: dict[signal.Signals, type[BaseException]] = {
+    signal.SIGTERM: SystemExit,
+    signal.SIGALRM: TimeoutError,
+    signal.SIGUSR1: SystemExit,
+}
+RAISED = (KeyboardInterrupt, SystemExit, TimeoutError)
+
+
+@contextlib.contextmanager
+def by_signal(number: signal.Signals) -> Iterator[None]:
+    """Inside, each `Moment` brings this signal, whose handler raises, in the place of SIGINT."""
+
+    def handler(*_: object) -> None:
+        raise RAISES[number]
+
+    before, Moment.number = signal.signal(number, handler), number
+    try:
+        yield
+    finally:
+        Moment.number = signal.SIGINT
+        signal.signal(number, before)
+
+
 class Moment:
     """SIGINT at the n-th place inside where Python delivers signals, and maybe a second one; none for an `n` of 0.
 
@@ -44,6 +69,8 @@ class Moment:
         where: the place where SIGINT came; `None` where there are fewer.
         again: the place of the second one; `None` where there are fewer.
     """
+
+    number = signal.SIGINT
 
     def __init__(self, n: int, files: tuple[str, ...] = (), then: int = 0):
         self.n, self.seen, self.files, self.then = n, 0, files, then
@@ -97,12 +124,12 @@ class Moment:
                 sys.settrace(self._raised)
             else:
                 sys.setprofile(None)
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self.number)
         elif self.where is not None and self.seen == self.n + self.then:
             sys.settrace(None)
             sys.setprofile(None)
             self.again = place
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(self.number)
 
     def _raised(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "exception":
@@ -123,4 +150,5 @@ def modes() -> tuple[Any, ...]:
         torch._C._autograd._top_saved_tensors_default_hooks(False) is None,
         torch._C._functorch.maybe_current_level(),
         signal.getsignal(signal.SIGINT),
+        signal.getsignal(Moment.number),
     )

@@ -488,7 +488,12 @@ class Attachment:
             self.meet(call, right)
 
     def check(self, what: str, inside: bool = False) -> None:
-        """Refuse `opt.what()` after `detach` and in a backward; unless `inside`, also in `averaged` and `gathered`."""
+        """Refuse `opt.what()` after `detach`, in a backward and in a step.
+
+        Unless `inside`, also in `averaged` and `gathered`.
+        """
+        if self._writes & 1:
+            self._refuse_in_step(what)
         if not self.here:
             right = f"opt = zf.attach(model, tx), then opt.{what}()"
             raise RuntimeError(explain(f"opt.{what}() after opt.detach()", "the model is plain", right))
@@ -498,6 +503,12 @@ class Attachment:
             raise RuntimeError(explain(f"opt.{what}() in the middle of a backward", why, right))
         if not inside and (self.averages.on or self.home.is_full):
             self._refuse_inside(what)
+
+    def _refuse_in_step(self, what: str) -> None:
+        why = "a schedule, a function of a transform or another thread has called it while a step is under way, whose\n"
+        why += "gradients would be used twice"
+        right = "zf.adamw(lr=lambda step: 0.1 / (1 + step)), a schedule that calls nothing of opt; steps in one thread"
+        raise RuntimeError(explain(f"opt.{what}() inside of opt.step()", why, right))
 
     def _refuse_inside(self, what: str) -> None:
         self.averages.refuse(f"opt.{what}()")

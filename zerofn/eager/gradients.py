@@ -148,7 +148,7 @@ class GradientHooks:
         with interrupts_held():
             try:
                 self._hand_over(path, p)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):
                 # A second Ctrl-C is not held.
                 if self.stream is not None:
                     self.stream.broken = True

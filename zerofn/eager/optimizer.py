@@ -133,8 +133,8 @@ class Optimizer(torch.optim.Optimizer):
                 pass the loss after `opt.backward(loss)`, nor with a closure.
 
         Raises:
-            RuntimeError: the model is detached, in the middle of a backward, or has changed since it was attached; or
-                a step raised while it was writing into the state, and no state has been loaded since.
+            RuntimeError: the model is detached, in the middle of a backward or of another step, or has changed since it
+                was attached; or a step raised while it was writing into the state, and no state has been loaded since.
             TypeError: no transform wants a number of that name.
             ValueError: no parameter has a gradient, or a number that a transform wants is missing.
         """

@@ -164,9 +164,9 @@ class AveragedParameters:
         finally:
             try:
                 self._end(state, kept)
-            except KeyboardInterrupt:
+            except BaseException:
                 if self.on:
-                    # The interrupt came before `interrupts_held` was entered.
+                    # A signal came before `interrupts_held` was entered.
                     self._end(state, kept)
                 raise
 

@@ -245,14 +245,14 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
         else:
             with ranged(PHASE, "update"):
                 new, metrics = apply(pipe, grads, state, ctx)
-        # No function may be called from here on: Python could raise KeyboardInterrupt in it and lose the new state.
+        # No function may be called from here on: a signal's handler could raise in it and lose the new state.
         return new, {"loss": loss, **metrics, **aux}
 
     return run
 
 
 def _donated(pipe: Pipeline, grads: Leaves, given: State, state: State, ctx: Context) -> tuple[State, Metrics]:
-    """An update that writes into its state. After Ctrl-C the state that was given becomes the new one.
+    """An update that writes into its state. After a signal whose handler raises, the given state becomes the new one.
 
     `state` is the one that was given, or has its leaves.
     """
@@ -261,7 +261,7 @@ def _donated(pipe: Pipeline, grads: Leaves, given: State, state: State, ctx: Con
         # The state is marked as given away before it is written, since another thread may be saving it.
         with interrupts_held(), given.given_away(ctx.written), ranged(PHASE, "update"):
             made = apply(pipe, grads, state, ctx)
-    except KeyboardInterrupt:
+    except BaseException:
         if made is not None:
             given.become(made[0])
         raise

@@ -246,7 +246,7 @@ class Rounds:
             self.promised.popleft()
             if early:
                 self._begin_early()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             self.cut = True
             raise
         return end()
@@ -367,7 +367,7 @@ class Rounds:
         every = sent.new_empty(WIDTH * self.control.size)
         try:
             all_gather_into(every, sent, self.control)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             self.cut = True
             raise
         rows = as_rows(every.reshape(-1, WIDTH), sent)

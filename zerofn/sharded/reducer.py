@@ -81,7 +81,7 @@ class RoundAgreement:
             numbers = marks or dict.fromkeys(self.marks, 0)
             try:
                 self.sent = _gather([MORE * more + NOTICED * noticed, *numbers.values()], self.control)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):
                 self.cut = True
                 raise
         return self.sent[0]
@@ -237,7 +237,7 @@ class Stream:
             try:
                 while self.missing[self.next] == 0 and self._may_begin(behind):
                     self._send()
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):
                 # A second Ctrl-C is not held.
                 self.broken = True
                 raise
@@ -289,7 +289,7 @@ class Stream:
                 self.flying.append((work, out, buffer, i, given))
                 self.next = (i + 1) % len(self.buckets)
                 self.rounds += self.next == 0
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit):
                 self.agreement.cut = True
                 raise
         self._hold_back()
