@@ -350,7 +350,7 @@ def test_overhead_benchmark_runs():
 
 def test_every_optimizer_is_timed_and_changes_what_torchs_does(tmp_path):
     """The figures of a tiny model say nothing; bytes and changes do not depend on the machine."""
-    args = ["--numel", "6000", "--leaves", "5", "--rounds", "2", "--threads", "1", "--peers"]
+    args = ["--numel", "6000", "--leaves", "5", "--makes", "1", "--rounds", "2", "--threads", "1", "--peers"]
     args += ["--json", str(tmp_path / "found.json")]
     ((code, out),) = zf.launch(run_in_a_rank, 1, "benchmarks/optimizers.py", args, init=False, timeout=limit())
     assert code == 0, out

@@ -25,10 +25,10 @@ def goal(name: str) -> int | None:
     return next((most for word, most in PRODUCTS.items() if word in name), MOST)
 
 
-def rows(pool: ProcessPoolExecutor, names: list[str], leaves: list[int]) -> Iterator[dict[str, Any]]:
+def rows(pool: ProcessPoolExecutor, names: list[str], leaves: list[int]) -> Iterator[dict[Any, Any]]:
     """Counts by row, as they are found; an error's first line where a row cannot be counted."""
     for name in names:
-        found: dict[str, Any] = {"name": name, "goal": goal(name), "error": ""}
+        found: dict[Any, Any] = {"name": name, "goal": goal(name), "error": ""}
         for n in leaves:
             try:
                 told = pool.submit(virtual_cuda.call, "virtual_steps", "counts", "attached", name, leaves=n).result()
@@ -38,7 +38,7 @@ def rows(pool: ProcessPoolExecutor, names: list[str], leaves: list[int]) -> Iter
         yield found
 
 
-def line(found: dict[str, Any], leaves: list[int]) -> str:
+def line(found: dict[Any, Any], leaves: list[int]) -> str:
     counts = [found.get(n) for n in leaves]
     launches = [str(x[0]) if x else "" for x in counts]
     waits, copies, step = [str(x) for x in counts[-1][1:]] if counts[-1] else [""] * 3
