@@ -441,6 +441,9 @@ def main() -> None:
     o = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*stored in bf16, and so are the moments")
 
+    # Until a large tensor has been freed, glibc gives the pages of each temporary of a megabyte back to the system, and
+    # steps that make some take twice as long. In a training run one has been freed.
+    torch.empty(31 << 20, dtype=torch.uint8)
     print(f"{machine()}\n{versions(o.peers)}")
     kept, told = [], {}
     for dtype, threads in itertools.product(o.dtype, o.threads):
