@@ -253,9 +253,13 @@ WRONG.rows(
     told=("['adamw']", "'scale_loss'", "made by another pipeline"),
 )
 for old, new, words in (
-    (zf.chain(zf.accumulate(1), ADAMW), zf.chain(zf.accumulate(4), ADAMW), "accumulate.sum.w: missing"),
-    (zf.sgd(0.1), zf.sgd(0.1, momentum=0.9), "sgd.momentum.w: of shape (0,) instead of (3,)"),
-    (zf.masked(ADAMW, lambda p: p == "w"), zf.masked(ADAMW, lambda p: p != "z"), "masked.on.exp_avg.b.0: missing"),
+    (zf.chain(zf.accumulate(1), ADAMW), zf.chain(zf.accumulate(4), ADAMW), "w: accumulate/sum is missing"),
+    (
+        zf.sgd(0.1),
+        zf.sgd(0.1, momentum=0.9),
+        "w: sgd/momentum is of shape (0,), torch.float32, instead of (3,), torch.float32",
+    ),
+    (zf.masked(ADAMW, lambda p: p == "w"), zf.masked(ADAMW, lambda p: p != "z"), "b.0: masked/on/exp_avg is missing"),
 ):
     WRONG.rows(
         ValueError,

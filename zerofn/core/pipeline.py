@@ -23,6 +23,7 @@ from .chain import as_transform, replace_innermost
 from .context import Context, Norms, OneProcess, Prepared, Reduction, check_prepared
 from .executor import GRAD_NORM, Stretch, stretches
 from .facts import OF_PIECES, Scope
+from .forms import Form, elsewhere
 from .guest import complete
 from .layout import Layout, Leaf, Leaves, Placement, canonical
 from .number_graphs import check_numbers
@@ -278,7 +279,7 @@ class Pipeline:
 def first_state(pipe: Pipeline, stored: Leaves, transforms: dict[str, TransformState] | None = None) -> State:
     """The state before any step, of stored parameters (meta tensors too). Pass `transforms` if they have states."""
     own = init_transforms(pipe, stored) if transforms is None else transforms
-    state = State(stored, own, counter(), counter(), pipe.layout)
+    state = State(stored, own, counter(), counter(), pipe.layout).fitting(pipe.tx)
     return with_counters_on_device(pipe, state, pipe.verdicts) if pipe.keeps_verdicts else state
 
 
@@ -314,7 +315,7 @@ def with_counters_on_device(pipe: Pipeline, state: State, first: int | None = No
                 key: x if key in part.facts.constant else _moved(x, device) for key, x in own[part.name].items()
             }
     micro_step = state.micro_step.to(device) if first is None else state.micro_step
-    return replace(state, transforms=own, step=state.step.to(device), micro_step=micro_step)
+    return replace(state, transforms=own, step=state.step.to(device), micro_step=micro_step).fitting(state._fits)
 
 
 def _moved(x: Any, device: torch.device) -> Any:
@@ -352,16 +353,21 @@ def _check_shards(pipe: Pipeline, stored: Leaves, states: dict[str, TransformSta
 
 def init_transforms(pipe: Pipeline, stored: Leaves) -> dict[str, TransformState]:
     """The first state of each transform, by name, for stored parameters (meta tensors too)."""
-    leaves = {path: stored[path] for path in pipe.layout.trained}
-    sums = {leaf.path: _like_gradient(pipe, leaf, leaves[leaf.path]) for leaf in pipe.layout.trainable}
-    # Sums have the dtype of gradients, and before a late reduction also their shape.
-    states = {p.name: p.init_fn(sums if p.facts.holds or p.facts.owes else leaves, pipe.layout) for p in pipe.parts}
+    states = {part.name: _first_of(pipe, part, stored) for part in pipe.parts}
     for name, factor in pipe.factors:
         check_factor(name, factor, states[name])
     if pipe.reads:
         check_reading(pipe.parts, pipe.views, pipe.stations, pipe.layout, states)
     _check_shards(pipe, stored, states)
     return states
+
+
+def _first_of(pipe: Pipeline, part: Transform, stored: Leaves) -> TransformState:
+    """The first state of one transform. Sums have the dtype and shape of the gradients that are added to them."""
+    if not (part.facts.holds or part.facts.owes):
+        return part.init_fn({path: stored[path] for path in pipe.layout.trained}, pipe.layout)
+    sums = {leaf.path: _like_gradient(pipe, leaf, stored[leaf.path]) for leaf in pipe.layout.trainable}
+    return part.init_fn(sums, pipe.layout)
 
 
 def _like_gradient(pipe: Pipeline, leaf: Leaf, stored: Tensor) -> Tensor:
@@ -783,11 +789,69 @@ def _behind(road: Road, stages: int) -> Placement:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# `check_fits` refuses a state whose tensors have other shapes, dtypes or devices than those which the chain makes.
+#
+# Each state is compared once, where it comes in. One that `init` or a step of this very chain has made is not compared.
+
+
+def _form(pipe: Pipeline) -> Form:
+    specs = pipe.road.specs[-1]
+    leaves = {
+        leaf.path: torch.empty(pipe.road.stored_shape(leaf), dtype=specs[leaf.path].stored_dtype, device="meta")
+        for leaf in pipe.layout.leaves
+    }
+    return Form.of(
+        {"": lambda: {"params": leaves}, **{p.name: partial(_first_of, pipe, p, leaves) for p in pipe.parts}}
+    )
+
+
+def check_fits(pipe: Pipeline, state: State, where: str, stacked: bool = True) -> None:
+    """Refuse a state of another form than the pipeline makes; mark it if it has that form.
+
+    Args:
+        pipe: the pipeline.
+        state: the state.
+        where: the call, for the message.
+        stacked: whether it may be several states one upon the other, of which each tensor has one more dimension.
+
+    Raises:
+        ValueError: entries are missing or unexpected, or of another shape, dtype or device; all are named by path.
+    """
+    if state._fits is pipe.tx or torch.compiler.is_compiling():
+        return
+    lead = tuple(getattr(state.step, "shape", ())) if stacked else ()
+    grown = {part.name for part in pipe.parts if _of_guest(part)}
+    found = {"": {"params": state.leaves}, **state.arriving}
+    rows = pipe.once(_form).misfits(found, pipe.layout.every, lead, grown.__contains__)
+    for name, x in (("step", state.step), ("micro_step", state.micro_step)):
+        if not isinstance(x, Tensor) or tuple(x.shape) != lead or x.dtype != torch.int64:
+            rows.append((name, f"is {x!r} instead of a count"))
+    rows = rows or elsewhere(state.arriving, state.leaves)
+    if rows:
+        right = "a state of zf.init(tx, params), or of a step, with this very tx and these parameters"
+        raise ValueError(bad_leaves(f"{where}: the state was made by another pipeline", rows, right))
+    if not lead:
+        state.fitting(pipe.tx)
+
+
+def _of_guest(part: Transform) -> bool:
+    """Whether another library has made the transform, or one inside of it, which may make entries as it goes on."""
+    return part.facts.adds or any(map(_of_guest, part.parts))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # `resolve_for` resolves the pipeline for a state that a user passes. `context_of` gives its context to analysis tools.
 
 
-def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
-    """Resolve a pipeline for the parameters of a state. One that another pipeline has made is refused."""
+def resolve_for(tx: Transform, state: Any, where: str, stacked: bool = True) -> Pipeline:
+    """Resolve a pipeline for the parameters of a state. One that another pipeline has made is refused.
+
+    Args:
+        tx: the chain.
+        state: what the user has passed as a state.
+        where: the call, for messages.
+        stacked: as for `check_fits`.
+    """
     if not isinstance(state, State):
         raise TypeError(
             explain(f"{where} got a {type(state).__name__}", "it is not a state", "state = zf.init(tx, params)")
@@ -810,6 +874,7 @@ def resolve_for(tx: Transform, state: Any, where: str) -> Pipeline:
         right = "torch.save(state, f'{rank}.pt') on each rank, and torch.load of its own on as many;\n"
         right += "zf.save(directory, state) and zf.load(directory, like=zf.init(tx, params)) for any number of ranks"
         raise ValueError(explain(f"{wrong}{theirs.size}", why, right))
+    check_fits(pipe, state, where, stacked)
     return pipe
 
 

@@ -15,7 +15,7 @@ from collections.abc import (
 )
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -217,6 +217,14 @@ class State:
     _parameters: Leaves | None = None
     _shown: Callable[[Any], Any] | None = None
     _named: Callable[[str, LeafTensors], LeafTensors] | None = None
+    # The chain whose `init` or step has made this state, or for which its form was checked (`fitting`). A state that is
+    # made otherwise has none: by `dataclasses.replace`, a copy, a pickle, a map over trees.
+    _fits: Any = field(default=None, init=False, repr=False)
+
+    def fitting(self, tx: Any) -> State:
+        """This state, marked as one that has the form which this chain makes. The compiler must not trace this."""
+        object.__setattr__(self, "_fits", tx)
+        return self
 
     @property
     def arriving(self) -> dict[str, TransformState]:
@@ -380,7 +388,7 @@ class State:
             raise ValueError(bad_leaves("state.replace: these parameters do not fit the state", wrong, right))
         keep = create_graph or recorded()
         copies = {p: (x if keep else x.detach()).clone(memory_format=torch.contiguous_format) for p, x in given.items()}
-        return replace(self, leaves={path: copies[path] for path in self.leaves})
+        return replace(self, leaves={path: copies[path] for path in self.leaves}).fitting(self._fits)
 
     def __reduce__(self) -> Any:
         # torch.load accepts plain containers by default. `_parameters` is left out: a copy or a pickle belongs to no
@@ -454,8 +462,12 @@ def restored(form: int, *parts: Any) -> State:
         wrong, why = f"a state saved in form {form}", f"this version of zerofn reads form {FORM}"
         raise ValueError(explain(wrong, why, "the version of zerofn that saved it, or a later one"))
     leaves, transforms, step, micro_step, layout = parts
-    # Older versions wrote states with other containers than dicts.
-    return State(leaves, {k: nested(own) for k, own in transforms.items()}, step, micro_step, from_plain(layout))
+    return State(leaves, {k: _in_dicts(own) for k, own in transforms.items()}, step, micro_step, from_plain(layout))
+
+
+def _in_dicts(own: Any) -> Any:
+    """A transform's state in dicts, the empty ones too. Older versions wrote other containers."""
+    return {key: _in_dicts(x) for key, x in own.items()} if type(own) is dict else nested(own)
 
 
 def _no_replacement(x: Any, old: Tensor, leaf: Leaf, ranks: int) -> str | None:

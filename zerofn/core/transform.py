@@ -21,6 +21,7 @@ from .._errors import bad_leaves, explain
 from ..kernels.recording import recorded
 from .context import Context, Prepared
 from .facts import NEEDS, Facts, Scope
+from .forms import Form, elsewhere
 from .layout import Layout, Leaves, check_own_memory, make_layout
 from .number_graphs import RECORDED
 from .returned_values import (
@@ -110,6 +111,7 @@ class Transform:
     factory: Callable[..., Transform] | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     base: str | None = None
+    _forms: dict[Layout, Form] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Every transform that is made or renamed is checked, so the message is made only after a check has failed.
@@ -164,6 +166,7 @@ class Transform:
         torch.func, and by plain autograd if gradients, the state or its arguments require grad.
         """
         layout, leaves = make_layout(params)
+        self._check_fits(state, layout, leaves)
         entries = split_grads(layout, grads)
         numbers = [x for _, x in number_tensors(self)]
         record = recorded((*entries.values(), *flatten(state)[0], *numbers))
@@ -189,6 +192,19 @@ class Transform:
         if gives_parameters(self):
             out = {path: new - leaves[path] for path, new in out.items()}
         return layout.join(out), state
+
+    def _check_fits(self, state: TransformState, layout: Layout, leaves: Leaves) -> None:
+        """Refuse a state of this transform alone that has other shapes, dtypes or devices than `init` makes."""
+        if torch.compiler.is_compiling():
+            return
+        if layout not in self._forms:
+            empty = {path: torch.empty_like(x, device="meta", requires_grad=False) for path, x in leaves.items()}
+            self._forms[layout] = Form.of({self.name: lambda: self.init_fn(empty, layout)})
+        found = {self.name: state}
+        rows = self._forms[layout].misfits(found, layout.every, grows=lambda owner: self.facts.adds)
+        if rows := rows or elsewhere(found, leaves):
+            right = "a state of transform.init(params), or of update, of these parameters"
+            raise ValueError(bad_leaves(f"{self.name}.update: the state does not fit", rows, right))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Transform) or self._identity() != other._identity():

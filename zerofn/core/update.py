@@ -17,10 +17,10 @@ from ..kernels.formulas import at_once
 from .context import Context
 from .executor import finish, run
 from .layout import Leaf, Leaves
-from .pipeline import Pipeline, init_transforms, on_one_gpu
+from .pipeline import Pipeline, on_one_gpu
 from .returned_values import check_readable, misshapen
 from .state import State, StateUnderWay
-from .tree import Tree, flatten, tree_map, tree_paths
+from .tree import Tree, flatten, tree_map
 
 Metrics = dict[str, Tensor]
 
@@ -128,11 +128,8 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
         with torch.set_grad_enabled((ctx.recorded or ctx.looks) and torch.is_grad_enabled()):
             signal, states, emitted = run(pipe.stretches, grads, before, trainable, ctx)
             new = signal or {} if emitted is True else finish(signal, trainable, emitted)
-    except BaseException as error:
+    except BaseException:
         ctx.wait_for_copies()
-        if isinstance(error, KeyError | RuntimeError) and (wrong := misfits(pipe, state)):
-            right = "state = zf.init(tx, params) with this very tx"
-            raise ValueError(bad_leaves("the state was made by another pipeline", wrong, right)) from error
         raise
     # The metric is a copy: `load_state_dict` writes into the entry of the state.
     if emitted is True:
@@ -151,6 +148,8 @@ def apply(pipe: Pipeline, grads: Leaves, state: State, ctx: Context, checked: bo
         # A replay of the step must write the memory that it reads. `detach` makes a counter object without the mark.
         after = tree_map(_in_memory_of, state, after)
         after = replace(after, micro_step=after.micro_step.detach())
+    if not ctx.recorded:
+        after.fitting(pipe.tx)
     shown = {"updated": emitted if isinstance(emitted, Tensor) else torch.full((), emitted), "step": step_metric}
     if "skipped" not in ctx.metrics:
         shown["skipped"] = torch.full((), False)
@@ -291,20 +290,3 @@ def _in_batch(pipe: Pipeline, grads: Leaves, state: State, ctx: Context) -> tupl
     frozen = {leaf.path for leaf in pipe.layout.leaves if not leaf.trainable}
     leaves = {p: x if p in frozen else lift(x) for p, x in state.leaves.items()}
     return replace(state, leaves=leaves, transforms=tree_map(lift, state.transforms)), ctx_of_batch
-
-
-def misfits(pipe: Pipeline, state: State) -> list[tuple[str, str]]:
-    """Where the entries of a state differ from those that its pipeline would make. It is too slow for every step."""
-    meta = {p: torch.empty_like(x, device="meta") for p, x in state.leaves.items()}
-    expected, found = (_entries(s) for s in (init_transforms(pipe, meta), state.transforms))
-    bad = [(k, "missing") for k in expected.keys() - found.keys()] + [
-        (k, "unexpected") for k in found.keys() - expected.keys()
-    ]
-    for k in expected.keys() & found.keys():
-        if expected[k] != found[k]:
-            bad.append((k, f"of shape {tuple(found[k])} instead of {tuple(expected[k])}"))
-    return sorted(bad)
-
-
-def _entries(states: Tree) -> dict[str, Any]:
-    return {p: x.shape for p, x in zip(tree_paths(states), flatten(states)[0], strict=True) if isinstance(x, Tensor)}

@@ -253,9 +253,9 @@ def full_params(tx: Transform, state: State, of: str = "params") -> Tree:
         return state.layout.join(pipe.road.whole(leaves))
 
 
-def pipe_of(tx: Transform, state: Any, where: str) -> Pipeline:
+def pipe_of(tx: Transform, state: Any, where: str, stacked: bool = True) -> Pipeline:
     """As `resolve_for`, with views that read this state."""
-    return reading_state(resolve_for(tx, state, where), state, where)
+    return reading_state(resolve_for(tx, state, where, stacked), state, where)
 
 
 def reading_state(pipe: Pipeline, state: State, where: str) -> Pipeline:
@@ -480,7 +480,7 @@ def update(
         Every rank gets the full derivative with respect to learning rates and to the parameters that `zf.init` was
         given. Of the derivative with respect to a sharded state, every rank gets its shard.
     """
-    pipe = pipe_of(tx, state, "zf.update")
+    pipe = pipe_of(tx, state, "zf.update", stacked=False)
     state.check_data("zf.update")
     if pipe.second is not None:
         why = f"{pipe.second.name} asks for a second gradient, and zf.update has no loss to evaluate it"

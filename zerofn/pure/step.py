@@ -19,7 +19,7 @@ from ..core.capture import check_capturable, refuse_cold_capture
 from ..core.context import Context
 from ..core.given_numbers import check_given
 from ..core.layout import Layout, Leaves
-from ..core.pipeline import Pipeline, pipeline, resolve_for, with_counters_on_device
+from ..core.pipeline import Pipeline, check_fits, pipeline, resolve_for, with_counters_on_device
 from ..core.state import State
 from ..core.transform import Transform
 from ..core.tree import Tree, apart, flatten, parted, tree_map
@@ -298,12 +298,12 @@ class PipelineCache:
             return self.numbered[self.resolve(state.layout)]
         # Nearly always the layout is that of the last call. Hashing a layout of many leaves is slow.
         layout, pipe, names = self.last
-        if state.layout is layout and list(state.arriving) == names:
-            return pipe
-        pipe = self.resolved.get(state.layout)
-        if pipe is None or list(state.arriving) != [p.name for p in pipe.parts]:
-            pipe = self.resolved[state.layout] = resolve_for(self.tx, state, "step")
-        self.last = state.layout, pipe, list(state.arriving)
+        if state.layout is not layout or list(state.arriving) != names:
+            pipe = self.resolved.get(state.layout)
+            if pipe is None or list(state.arriving) != [p.name for p in pipe.parts]:
+                pipe = self.resolved[state.layout] = resolve_for(self.tx, state, "step", stacked=False)
+            self.last = state.layout, pipe, list(state.arriving)
+        check_fits(pipe, state, "step", stacked=False)
         return pipe
 
 
