@@ -36,6 +36,21 @@ DTYPES = {"dtype": "reduce_dtype", "reduce_dtype": "reduce_dtype", "communicatio
 DTYPES |= {name: name for name in ("param_dtype", "store_dtype", "grad_dtype", "output_dtype")}
 
 
+def printable(text: str) -> str:
+    """A text, such as the name of a parameter, with an escape for each character that a terminal would obey.
+
+    >>> print(printable("block.0.weight"), printable("w" + chr(27) + chr(10)))
+    block.0.weight w\\x1b\\n
+    """
+    if text.isprintable():
+        return text
+    return "".join([c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text])
+
+
+def _lines(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
 def explain(wrong: str, why: str, right: str) -> str:
     """Write a message: the wrong code, why it is wrong, the right code.
 
@@ -46,6 +61,7 @@ def explain(wrong: str, why: str, right: str) -> str:
           write: adam(lr=1e-3)
     """
     indent = "\n         "
+    wrong, why, right = map(_lines, (wrong, why, right))
     return f"{wrong}\n  why:   {why.replace(chr(10), indent)}\n  write: {right.replace(chr(10), indent)}"
 
 
@@ -207,8 +223,8 @@ def bad_leaves(what: str, leaves: Iterable[tuple[str, str]], right: str) -> str:
           bias: of shape (3,)
           write: zf.partition(...)
     """
-    rows = "\n".join(f"  {path or '<root>'}: {reason}" for path, reason in leaves)
-    return f"{what}\n{rows}\n  write: {right}"
+    rows = "\n".join(f"  {printable(path) or '<root>'}: {_lines(reason)}" for path, reason in leaves)
+    return f"{_lines(what)}\n{rows}\n  write: {_lines(right)}"
 
 
 def users_line() -> int:

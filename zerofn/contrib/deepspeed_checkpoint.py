@@ -216,7 +216,7 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer, step: int | No
     if found.kept:
         warnings.warn(
             f"zf.load_deepspeed({os.fspath(directory)!r}): the directory does not have these frozen parameters; "
-            f"the model's stay as they are: {', '.join(found.kept)}.",
+            f"the model's stay as they are: {', '.join([repr(path)[1:-1] for path in found.kept])}.",
             stacklevel=users_line(),
         )
     return like.state

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._errors import bad_leaves
 from ..core.state_entries import Entry
-from ..ranks.backend import gather_objects
+from ..ranks.backend import gather_objects, raised_on
 from ..ranks.group import Group
 
 T = TypeVar("T")
@@ -103,10 +103,12 @@ def on_all_ranks(read: Callable[[], T], control: Group | None) -> list[T]:
     except Exception as error:
         failure = error
     answers = gather_objects((mine, failure), control)
-    failures = [x for _, x in answers if x is not None]
+    failures = [raised_on(x, rank) for rank, (_, x) in zip(control.ranks, answers, strict=True) if x is not None]
     if not failures:
         return [x for x, _ in answers]
     if isinstance(failures[0], Misfit):
         _, right, wrong = failures[0].args
-        raise Misfit([row for x in failures if isinstance(x, Misfit) for row in x.args[0]], right, wrong)
+        raise Misfit([row for x in failures if isinstance(x, Misfit) for row in x.args[0]], right, wrong) from failures[
+            0
+        ]
     raise failures[0]

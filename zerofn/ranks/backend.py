@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -289,6 +289,29 @@ def gather_objects(obj: Any, group: Group) -> list[Any]:
     with beneath_functorch(), ranged(WAIT, "objects"):
         dist.all_gather_object(out, obj, group=group.pg)
     return out
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def raised_on(error: E, rank: int) -> E:
+    """The error, marked with the rank (of all) that has raised it, for other ranks that raise it too.
+
+    >>> rank_of(raised_on(ValueError("bad"), 3)), rank_of(ValueError())
+    (3, None)
+    """
+    error._zerofn_rank = rank  # type: ignore[attr-defined]
+    return error
+
+
+def rank_of(error: BaseException | None) -> int | None:
+    """The rank that has raised an error, or its cause, if `raised_on` has marked it; else `None`."""
+    while error is not None:
+        rank = getattr(error, "_zerofn_rank", None)
+        if isinstance(rank, int):
+            return rank
+        error = error.__cause__ or error.__context__
+    return None
 
 
 # torch.distributed's functions that communicate: collectives, send and receive.

@@ -45,6 +45,7 @@ from typing import Any, NoReturn
 import torch
 
 from zerofn._errors import explain
+from zerofn.ranks.backend import rank_of
 from zerofn.ranks.process_groups import finished, initialize, join_background_threads
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -148,11 +149,13 @@ def run_rank(rank: int, job_fd: int, store_fd: int, gate_fd: int, result: int, n
             code = 0
     except BaseException as error:
         stamp = time.monotonic()  # before any socket closes: other ranks fail later than this
-        # Broken connections are RuntimeErrors, so only those can be the consequence of another rank's end.
-        kind = b"C" if isinstance(error, RuntimeError) else b"E"
+        # Broken connections are RuntimeErrors, so only those can be the consequence of another rank's end; and an error
+        # that all ranks raise since one has.
+        cause = rank_of(error)
+        kind = b"C" if isinstance(error, RuntimeError) or cause not in (None, rank) else b"E"
         os.ftruncate(note, 0)
         os.pwrite(note, _traceback(error).encode(errors="replace"), NOTE)
-        os.pwrite(note, kind + bytes(7) + struct.pack("d", stamp), 0)
+        os.pwrite(note, kind + bytes(3) + struct.pack("=id", -1 if cause is None else cause, stamp), 0)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

@@ -96,6 +96,12 @@ class _Rank:
             return None
         return struct.unpack_from("d", note, 8)[0], note[NOTE:].decode(errors="replace")
 
+    def cause(self) -> int:
+        """The rank that has raised the error which this one was told of and raised too; its own number by default."""
+        note = read(self.note)
+        rank = struct.unpack_from("i", note, 4)[0] if note[:1] in (b"E", b"C") else -1
+        return self.rank if rank < 0 else rank
+
     def may_be_consequence(self) -> bool:
         return read(self.note)[:1] != b"E"
 
@@ -181,6 +187,7 @@ class Run:
             return error[0] if error else r.ended_at - timed_out
 
         first = min(failed, key=when)
+        first = next((r for r in failed if r.rank == first.cause()), first)
         others = [r.rank for r in failed if r is not first]
         tail = f"\n(ranks {others} failed after it)" if others else ""
         error, code = errors[first.rank], first.exitcode

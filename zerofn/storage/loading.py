@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .._errors import explain
+from .._errors import explain, printable
 from ..core.arguments import check_flag
 from ..core.layout import joined
 from ..core.pipeline import Pipeline, init_transforms
@@ -63,8 +63,8 @@ class Loaded:
 
     def __str__(self) -> str:
         rows = [f"loaded {len(self.loaded)} tensors and numbers"]
-        rows += [f"  made anew: {key} ({why})" for key, why in self.made_anew.items()]
-        return "\n".join(rows + [f"  left out: {key}" for key in self.left_out])
+        rows += [f"  made anew: {printable(key)} ({printable(why)})" for key, why in self.made_anew.items()]
+        return "\n".join(rows + [f"  left out: {printable(key)}" for key in self.left_out])
 
 
 @dataclass

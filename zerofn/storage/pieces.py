@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, users_line
-from ..ranks.backend import gather_objects
+from ..ranks.backend import gather_objects, raised_on
 from ..ranks.group import Group
 from . import files as _manifest
 from .files import Lock, ManifestWriter, create, damaged, make_directory, open_regular, random_token, sync_directory
@@ -101,7 +101,8 @@ def _on_all_ranks(group: Group, step: Callable[[], T]) -> list[T]:
     except BaseException as error:
         failure = error
     answers = gather_objects((result, failure), group)
-    if failures := {rank: x for rank, (_, x) in enumerate(answers) if x is not None}:
+    everyone = zip(group.ranks, answers, strict=True)
+    if failures := {i: raised_on(x, rank) for i, (rank, (_, x)) in enumerate(everyone) if x is not None}:
         raise Failed(failures) from None
     return [x for x, _ in answers]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.tensors import is_wrapper, writes
-from .._errors import bad_leaves, explain, users_line
+from .._errors import bad_leaves, explain, printable, users_line
 from ..core.arguments import check_flag
 from ..core.layout import Placement
 from ..core.state import State
@@ -26,7 +26,7 @@ from ..core.uncompiled import kept_out_of_graphs
 from ..core.wrapper_names import modules_of, saved_buffers
 from ..eager.optimizer import Optimizer
 from ..eager.param_groups import packed
-from ..ranks.backend import gather_objects, world
+from ..ranks.backend import gather_objects, raised_on, world
 from ..ranks.group import Group
 from ..ranks.process_groups import Background, connected, join_background_threads, together, world_group
 from .files import ROW_MAJOR, absolute_path
@@ -75,9 +75,9 @@ def raise_on_all_ranks(failure: BaseException | None, group: Group) -> None:
 
     A file may be damaged or missing on some ranks only, and the others must not go on without them.
     """
-    failure = next((x for x in gather_objects(failure, group) if x is not None), None)
-    if failure is not None:
-        raise failure
+    for rank, other in zip(group.ranks, gather_objects(failure, group), strict=True):
+        if other is not None:
+            raise raised_on(other, rank)
 
 
 def _check_apart(place: str | os.PathLike, group: Group, world: Group) -> None:
@@ -146,9 +146,10 @@ def check_can_be_saved(model: nn.Module, buffers: list[Entry]) -> None:
     plain = nn.Module.get_extra_state
     extra = [name or "the model" for name, m in modules_of(model) if type(m).get_extra_state is not plain]
     if extra:
+        names = ", ".join(map(printable, extra))
         warnings.warn(
-            f"zf.save(directory, opt): what get_extra_state gives, of {', '.join(extra)}, is not in the checkpoint. It "
-            "may be anything, and only a pickle could keep it: torch.save it beside the checkpoint.",
+            f"zf.save(directory, opt): what get_extra_state gives, of {names}, is not in the checkpoint. It may "
+            "be anything, and only a pickle could keep it: torch.save it beside the checkpoint.",
             stacklevel=users_line(),
         )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.tensors import NoNumbers, shape_only
-from .._errors import explain
+from .._errors import explain, printable
 from ..core.html import card, kept, road
 from ..core.layout import (
     AxisPlacement,
@@ -77,6 +77,7 @@ def merge_paths(paths: Sequence[str]) -> str:
     >>> merge_paths(["blocks.0.weight"]), merge_paths(["blocks.0.weight", "blocks.11.weight"])
     ('blocks.0.weight', 'blocks.{0..11}.weight x2')
     """
+    paths = [printable(path) for path in paths]
     if len(paths) == 1:
         return paths[0]
     texts = re.split(r"\d+", paths[0])
