@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import random
 import threading
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributions as D
+from one_launch import one_launch
 from parity import Run, compare
 from time_limits import limit
 from torch import Tensor, nn
@@ -388,23 +390,136 @@ def test_a_backward_through_thousands_of_calls_repeats_parts_of_the_first_ones_t
     assert torch.equal(model.gain.grad, torch.full((4,), 4200.0))
 
 
-def test_ranges_are_found_as_by_a_look_at_all_of_them(monkeypatch):
+def test_ranges_are_found_as_by_a_look_at_all_of_them():
     """Numbers of several threads overlap, and the last span counts."""
-    monkeypatch.setattr(zerofn.module.boundary, "REMEMBERED", 40)
-    rng = random.Random(0)
+    boundary, rng = zerofn.module.boundary, random.Random(0)
     for _ in range(50):
-        ranges, every = zerofn.module.boundary.NodeRanges(), []
-        for i in range(40):
+        ranges, every = boundary.NodeRanges(), []
+        for i in range(200):
             start = rng.randrange(60)
             end = start + rng.randrange(12)
-            ranges.add(start, end, {i})
-            every.append((start, end, i))
-            for number in (*range(80), (1 << 64) - 1):
-                made = [caller for a, b, caller in every if a <= number < b]
-                found = ranges.find(number)
-                assert (number in ranges) == bool(made) and (found and found.callers) == ({made[-1]} if made else None)
-    ranges = zerofn.module.boundary.NodeRanges()
+            graph = boundary.GraphOfCall({i})
+            ranges.add(start, end, graph)
+            every.append((start, end, graph))
+            for number in (*range(80), (1 << 64) - 1) if i < 40 or not i % 20 else ():
+                made = [graph for a, b, graph in every if a <= number < b]
+                assert (number in ranges) == bool(made) and ranges.find(number) is (made[-1] if made else None)
+
+
+def test_ranges_of_graphs_that_are_gone_are_forgotten():
+    boundary = zerofn.module.boundary
+    ranges, kept = boundary.NodeRanges(), {}
     for i in range(1000):
-        ranges.add(3 * i, 3 * i + 2, {i})
-        assert len(ranges.ranges) <= 80 and all(3 * j in ranges for j in range(max(0, i - 39), i + 1))
-    assert 0 not in ranges
+        graph = boundary.GraphOfCall({i})
+        ranges.add(3 * i, 3 * i + 2, graph)
+        if not i % 100:
+            kept[i] = graph
+        assert len(ranges.ranges) <= 2 * (boundary.LAST_CALLS + len(kept))
+        assert all(3 * j in ranges for j in range(max(0, i - boundary.LAST_CALLS + 1), i + 1))
+        assert all(ranges.find(3 * j) is graph for j, graph in kept.items())
+    assert 3 not in ranges
+
+
+CHAINS = {
+    "precision": lambda: (zf.precision(torch.bfloat16),),
+    "a scale": lambda: (zf.scale_loss(8.0),),
+    "both": lambda: (zf.precision(torch.bfloat16, output_dtype=torch.float32), zf.scale_loss(8.0)),
+    "shard": lambda: (zf.shard(), zf.precision(torch.bfloat16)),
+}
+
+
+class Repeated(nn.Module):
+    """Checkpoints a part of its call."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.inner(x).sin(), x, use_reentrant=False).view(-1)
+
+
+def trains(model, opt, x):
+    model(x).float().square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def without_gradients(model, opt, x):
+    with torch.no_grad():
+        model(x)
+
+
+def dropped(model, opt, x):
+    model(x)
+
+
+def writes_into_the_output(model, opt, x):
+    y = model(x)
+    y *= 2
+    y.float().sum().backward()
+    opt.zero_grad()
+
+
+def raises(model, opt, x):
+    with pytest.raises((RuntimeError, IndexError)):
+        model(x[0, :3])
+
+
+HABITS = (trains, without_gradients, dropped, writes_into_the_output, raises)
+
+
+def kept_by_calls(chain, calls=160):
+    """How many Python objects more there are after `calls` calls than after as many before, for each habit."""
+    torch.manual_seed(0)
+    model, x = Repeated(), torch.ones(2, 8)
+    opt = zf.attach(model, zf.chain(*CHAINS[chain](), zf.adamw(0.01)))
+    found = {}
+    for habit in HABITS:
+        for _ in range(calls):
+            habit(model, opt, x)
+        gc.collect()
+        before = len(gc.get_objects())
+        for _ in range(calls):
+            habit(model, opt, x)
+        gc.collect()
+        found[habit.__name__] = len(gc.get_objects()) - before
+    return found
+
+
+def test_calls_keep_no_objects():
+    """Records of calls whose graph is gone are dropped, at every stage."""
+    for chain in CHAINS:
+        assert max(kept_by_calls(chain).values()) < 150, chain
+    for chain, ranks in one_launch(2, kept_by_calls, [("shard",), ("both",)], 120.0).items():
+        assert all(max(found.values()) < 150 for found in ranks), (chain, ranks)
+
+
+@pytest.mark.slow
+def test_a_soak_of_calls_keeps_nothing():
+    model, x = Repeated(), torch.ones(2, 8)
+    opt = zf.attach(model, zf.chain(zf.precision(torch.bfloat16), zf.scale_loss(8.0), zf.sgd(0.01)))
+    objects = []
+    for calls in (1000, 20_000):
+        for i in range(calls):
+            HABITS[i % len(HABITS)](model, opt, x)
+        gc.collect()
+        objects.append(len(gc.get_objects()))
+    assert objects[1] - objects[0] < 150
+
+
+def test_a_graph_that_is_kept_is_repeated_after_many_calls():
+    """Outputs may wait for their backward: also one that is a view, and was written into."""
+    wanted = []
+    for others in (0, 300):
+        torch.manual_seed(0)
+        model, x = Repeated(), torch.randn(2, 8)
+        opt = zf.attach(model, zf.chain(zf.precision(torch.bfloat16), zf.scale_loss(8.0), zf.sgd(0.01)))
+        y = model(x.clone())
+        y *= 3
+        for _ in range(others):
+            model(x)
+        y.float().square().sum().backward()
+        opt.step()
+        wanted.append(model.inner.weight.detach().clone())
+    assert torch.equal(*wanted)

@@ -7,7 +7,8 @@ import math
 import threading
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -27,7 +28,7 @@ from .._compat.autograd import (
     sequence_nr,
 )
 from .._compat.functorch import NOT_WRAPPED, functorch_active, innermost, is_wrapped, level_of
-from .._compat.tensors import has_ended
+from .._compat.tensors import base_of, has_ended
 from .._errors import bad_leaves, explain
 from .._interrupts import interrupts_held
 from ..core.pipeline import Pipeline
@@ -128,21 +129,39 @@ class CalledTogether:
 # `NodeRanges` keeps ranges of the sequence numbers of autograd nodes that calls of a model have made.
 
 
-# How many calls are remembered, of some two hundred bytes each. One backward goes through fewer. The graph of an
-# earlier call counts as one made outside of the model.
-REMEMBERED = 1 << 16
+# So many of the last calls are remembered even if their outputs are gone: a hook may have kept a tensor from inside.
+LAST_CALLS = 32
+
+
+class GraphOfCall:
+    """The graph of a call. The nodes of its outputs keep it alive.
+
+    Attributes:
+        callers: the modules, by `id`, that are called together in this call from outside.
+        again: the graph that a backward makes when it recomputes a part of the call.
+    """
+
+    __slots__ = ("__weakref__", "again", "callers")
+
+    def __init__(self, callers: Collection[int] = ()):
+        self.callers = callers
+        self.again: GraphOfCall | None = None
+
+    def live_with(self, outputs: Iterable[Tensor]) -> None:
+        """Live as long as the graph of any of these."""
+        for y in outputs:
+            # A write into a view replaces its node, and keeps that of its base.
+            for x in (y, base_of(y)):
+                if x.grad_fn is not None:
+                    x.grad_fn.metadata[self] = None
 
 
 class NodeRange(NamedTuple):
-    """The autograd nodes numbered from `start` to before `end`, made in one call of the model.
-
-    `callers` are the modules, by `id`, that are called together in this call from outside.
-    """
+    """The autograd nodes numbered from `start` to before `end`, made in one call of the model."""
 
     start: int
     end: int
-    call: int
-    callers: Collection[int]
+    graph: weakref.ref[GraphOfCall]
 
 
 START, END = attrgetter("start"), attrgetter("end")
@@ -153,22 +172,25 @@ class NodeRanges:
 
     Each thread counts its own nodes. A backward thread makes far fewer than the thread of forward, so its numbers are
     those of graphs that were freed long ago. Where ranges overlap the last one counts.
+
+    Ranges of graphs that are gone are forgotten, so that a long run keeps nothing for the calls that it has made.
     """
 
     def __init__(self) -> None:
         self.ranges: list[NodeRange] = []
-        self.added = 0
+        self.last: deque[GraphOfCall] = deque(maxlen=LAST_CALLS)
+        self.most = 2 * LAST_CALLS
         # Several threads may call the model. On Python 3.14 Ctrl-C may come between the taking of a lock and the body
         # of `with`: the lock stays taken then, and its thread must be able to take it again.
         self.lock = threading.RLock()
 
-    def add(self, start: int, end: int, callers: Collection[int] = ()) -> None:
-        """Add nodes from `start` to before `end`, made in a call of `callers`."""
+    def add(self, start: int, end: int, graph: GraphOfCall) -> None:
+        """Add nodes from `start` to before `end`, made in the call of `graph`."""
         if end <= start:
             return
         with interrupts_held(), self.lock:
-            self.added += 1
-            new = [NodeRange(start, end, self.added, callers)]
+            self.last.append(graph)
+            new = [NodeRange(start, end, weakref.ref(graph))]
             first, last = bisect_right(self.ranges, start, key=END), bisect_left(self.ranges, end, key=START)
             if first < last:
                 # The parts of earlier ranges before and after the new one stay.
@@ -178,14 +200,15 @@ class NodeRanges:
                 if after.end > end:
                     new.append(after._replace(start=end))
             self.ranges[first:last] = new
-            if len(self.ranges) > 2 * REMEMBERED:
-                self.ranges = [r for r in self.ranges if r.call > self.added - REMEMBERED]
+            if len(self.ranges) > self.most:
+                self.ranges = [r for r in self.ranges if r.graph() is not None]
+                self.most = 2 * max(LAST_CALLS, len(self.ranges))
 
-    def find(self, number: int) -> NodeRange | None:
-        """The range that a node is in; `None` for a node that was made outside of all calls."""
+    def find(self, number: int) -> GraphOfCall | None:
+        """The graph that a node is in; `None` for a node that was made outside of all calls."""
         with self.lock:
             i = bisect_right(self.ranges, number, key=START) - 1
-            return self.ranges[i] if i >= 0 and number < self.ranges[i].end else None
+            return self.ranges[i].graph() if i >= 0 and number < self.ranges[i].end else None
 
     def __contains__(self, number: int) -> bool:
         return self.find(number) is not None
@@ -381,8 +404,10 @@ class ModelBoundary:
         if made is None or (module is not None and id(module) in made.callers):
             return False
         # Nodes that are made here belong to the call too, as those of a checkpoint inside a checkpoint.
-        now = next_sequence_nr()
-        self.node_ranges.add(now if self.local.crossed_at is None else self.local.crossed_at, now)
+        if self.local.crossed_at is not None:
+            if made.callers:
+                made.again = made.again or GraphOfCall()
+            self.node_ranges.add(self.local.crossed_at, next_sequence_nr(), made.again or made)
         return True
 
     def calls(self) -> list[ActiveCall]:

@@ -42,7 +42,7 @@ from ..core.wrapper_names import buffers_in
 from ..sharded.compiled import CompiledCalls
 from ..sharded.forward_writes import carried
 from ..sharded.notes import noting
-from .boundary import ActiveCall, ModelBoundary, Seen, address
+from .boundary import ActiveCall, GraphOfCall, ModelBoundary, Seen, address
 from .nested_tensors import map_tensors, tensors_in
 from .scaled_checks import check_hooks_of_call
 
@@ -587,7 +587,9 @@ def _end_call(boundary: ModelBoundary, module: nn.Module, args: tuple, output: A
             seen = dict(local.seen)
             local.seen.clear()
             local.left = None
-            boundary.node_ranges.add(call.start, next_sequence_nr(), call.callers)
+            graph = GraphOfCall(call.callers)
+            graph.live_with(tensors_in(output))
+            boundary.node_ranges.add(call.start, next_sequence_nr(), graph)
             if boundary.units is not None:
                 boundary.units.end_of_call()
             # This comes last, since it may raise for a write of the model.
