@@ -174,7 +174,7 @@ def weight_norm(model):
 for change, words in (
     (lambda m: m.half(), "first.bias: moved to torch.float16 on cpu; attached as torch.float32 on cpu"),
     (lambda m: m.first.double(), "first.weight: moved to torch.float64"),
-    (lambda m: setattr(m.gain, "data", torch.ones(8)), "gain: its data were replaced; write in place"),
+    (lambda m: setattr(m.gain, "data", torch.ones(1)), "gain: its data were replaced; write in place"),
     (lambda m: setattr(m, "gain", nn.Parameter(torch.ones(8))), "gain: added, removed or replaced"),
     (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1))), "more: added, removed or replaced"),
     (lambda m: m.first.register_parameter("more", nn.Parameter(torch.ones(1))), "first.more: added, removed or rep"),

@@ -480,6 +480,26 @@ def moved(mesh):
     opt.step()
 
 
+def writing_forward(how, steps=3):
+    """A forward that writes into a parameter, from the second step on."""
+
+    def go(mesh):
+        model = by_fsdp2(net(), mesh)
+        opt = zf.attach(model, zf.adamw(1e-2))
+        norm = model.blocks[0].norm
+        for step in range(steps):
+            loss_of(model, 0, step).backward()
+            opt.step()
+            norm.register_forward_pre_hook(lambda m, x: how(m.weight))
+
+    return go
+
+
+def decays(w):
+    with torch.no_grad():
+        w.mul_(0.9)
+
+
 def after_attach(change, *members):
     """A model that is changed by torch after `zf.attach`, and a step of it."""
 
@@ -514,6 +534,8 @@ REFUSED = {
     "materialize": (materialized, ValueError, "materialize.*to_empty"),
     "gathered": (gathered, RuntimeError, "gathered.*full_tensor"),
     "moved": (moved, RuntimeError, "blocks.0.up.weight.*other memory.*before zf.attach"),
+    "a write in forward": (writing_forward(decays), RuntimeError, "blocks.0.norm.weight: written in forward.*buffer"),
+    "no write in forward": (writing_forward(lambda w: None), None, ""),
     "after attach: shard": (
         after_attach(by_fsdp2, zf.shard()),
         RuntimeError,
@@ -543,5 +565,5 @@ def test_what_fsdp2_does_itself_is_refused_by_name():
     for found in zf.launch(refusals, 2, timeout=limit(120)):
         for name, (_, kind, words) in REFUSED.items():
             raised, message = found[name]
-            assert raised == kind.__name__, (name, raised, message)
+            assert raised == ("nothing" if kind is None else kind.__name__), (name, raised, message)
             assert re.search(words, message), (name, message)

@@ -16,7 +16,7 @@ OF_FSDP2 = {
     "a block skipped on one rank": HANGS,
     "an evaluation on one rank": HANGS,
     "a gradient penalty": "hangs, or ends the process",
-    "a write into a parameter in forward": WRONG,
+    "a write into a parameter in forward": RAISES,
     "an exception in backward": WRONG,
     "an exception in backward, then reset_iter_state": WRONG,
     "hooks on parameters": RAISES,

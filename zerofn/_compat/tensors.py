@@ -340,6 +340,16 @@ def sharded_by_torch(model: nn.Module) -> list[str]:
     return [] if fsdp is None else [name for name, x in model.named_modules() if isinstance(x, fsdp.FSDPModule)]
 
 
+def full_parameters_of(module: Any) -> list[tuple[Tensor, Tensor]]:
+    """Parameters that `fully_shard` has sharded for a module, each with the full one that FSDP2 keeps for forward.
+
+    It keeps one from the first forward on, and counts its versions as those of forward: an all-gather is no write.
+    """
+    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+    found = [(x.sharded_param, getattr(x, "_unsharded_param", None)) for x in getattr(group, "fsdp_params", ())]
+    return [(p, full) for p, full in found if full is not None]
+
+
 def asked_by_fully_shard(frame: FrameType) -> bool:
     """Whether `fully_shard` looks at a tensor from this frame, to shard it; or torch's `replicate`, made of it."""
     return frame.f_globals.get("__name__", "").startswith("torch.distributed.fsdp._fully_shard")

@@ -50,7 +50,7 @@ from ..ranks.process_groups import lease, together
 from .accumulation_window import AccumulationWindow
 from .param_groups import ParamGroups, as_text
 from .resident_params import AveragedParameters, ResidentParams, Start, from_rows, from_values, hook_one_process
-from .stored_parameters import make_whole, move_out, put
+from .stored_parameters import StoredParameters, make_whole, move_out, put
 
 if TYPE_CHECKING:
     from ..module.fully_sharded import FullySharded
@@ -76,7 +76,7 @@ def leave(home: ResidentParams, steps: list[Callable[[], object]]) -> None:
 
 
 def _steps(home: ResidentParams) -> list[Callable[[], object]]:
-    steps: list[Callable[[], object]] = [home.stored_params.store_writes]
+    steps: list[Callable[[], object]] = [home.stored_params.take_data, home.stored_params.store_writes]
     steps.append(home.gradients.forget_all)
     if home.units is not None:
         # A prefetched all-gather that nobody will use must end before its group is closed.
@@ -155,12 +155,14 @@ class Watch:
         layout: its leaves.
         params: its parameters by path, in their resident form.
         shown: by path, the parameters that the model has.
+        stored: the stored form of parameters.
 
     Attributes:
         frozen: names the leaves that have a state and do not require grad now; empty if there are none.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, params: Leaves, shown: Leaves):
+    def __init__(self, model: nn.Module, layout: Layout, params: Leaves, shown: Leaves, stored: StoredParameters):
+        self.stored = stored
         self.paths = [leaf.path for leaf in layout.leaves]
         self.held = layout.trained
         self.params = shown
@@ -189,6 +191,7 @@ class Watch:
 
     def look(self) -> None:
         """As `check`, once something has changed: go on where it may."""
+        self.stored.take_data()
         now = self.now()
         with torch.DisableTorchFunctionSubclass():
             bad = [(path, why) for path, why in self._reasons() if why]
@@ -233,7 +236,8 @@ class Watch:
 
     def _reasons(self) -> Iterator[tuple[str, str]]:
         held = set(self.held)
-        known = zip(self.paths, self.tensors, self.devices, *self.known[:2], strict=True)
+        addresses = [self.stored.at[path] for path in self.paths] if self.stored.movable else self.known[0]
+        known = zip(self.paths, self.tensors, self.devices, addresses, self.known[1], strict=True)
         for path, p, device, address, (shape, dtype, _) in known:
             yield path, _reason(p, self.params[path], address, shape, dtype, device, held=path in held)
 
@@ -443,7 +447,8 @@ class Attachment:
         self.leaves = params if fully is not None else self.params
         if self.home.faces is not None:
             self.groups.exchange(self.params)
-        self.watch = Watch(model, layout, params, self.leaves)
+        self.home.stored_params.movable &= not self.capturable
+        self.watch = Watch(model, layout, params, self.leaves, self.home.stored_params)
         self.leave = functools.partial(leave, self.home, [])
         self.window = AccumulationWindow(self.pipe, self.home.current)
         self._writes = 0
@@ -693,6 +698,7 @@ class Attachment:
     def _context_in_backward(self) -> Context:
         """The context of a step that runs in backward."""
         self._writes += 2
+        self.home.stored_params.take_data()
         rates, numbers = self.groups.given()
         # Grad mode is off in every backward, so it does not say that the user wants constants.
         lost = self._lost_graphs(recorded(), numbers, None, enabled=True)

@@ -419,6 +419,7 @@ class ResidentParams:
     def _hook(self) -> None:
         self.stored_params = StoredParameters(self.pipe, self.params, self.current)
         self.hook(self)
+        self.stored_params.movable &= self.fully_sharded is None
         self.alone = self.channels.control is None and not self.stored_params.leaves
         self.reduces = self.channels.more is not None
         if self.in_backward is not None:
@@ -469,6 +470,7 @@ class ResidentParams:
     def state_now(self) -> State:
         """The state, after writes by hand and updates within backward were stored in it."""
         with interrupts_held():
+            self.stored_params.take_data()
             self.stored_params.store_writes()
             if self.in_backward is not None:
                 self.in_backward.wait_for_copies()
@@ -486,10 +488,12 @@ class ResidentParams:
             # It is inside of another `gathered`, which stores writes at its end.
             yield
             return
+        self.stored_params.take_data()
         if self.units is None and self.pipe.road.exact:
             try:
                 yield
             finally:
+                self.stored_params.take_data()
                 self.stored_params.store_writes()
             return
         written: set[str] = set()

@@ -42,6 +42,9 @@ class StoredParameters:
             tensors, and are seen as they are.
         leaves: those whose parameter is a copy: in another dtype, or seen through a view that changes numbers.
         copies: their parameters by path.
+        movable: whether `p.data = x` may give a parameter other memory: not under `shard`, where a parameter says so
+            itself, and not where the memory is DTensors' or that of a captured graph.
+        at: by path, the address of each parameter's memory.
     """
 
     def __init__(self, pipe: Pipeline, params: Leaves, current: CurrentState):
@@ -50,8 +53,8 @@ class StoredParameters:
         self.views = pipe.road.after_update
         changed = any([view.view is not same_tensor for view in self.views])
         group = next((view.wire.group for view in self.views if view.wire is not None), None)
-        dtypes = {path: x.dtype for path, x in params.items()}
-        buckets = into_buckets(pipe.layout.leaves, dtypes, group) if changed else []
+        self.dtypes = {path: x.dtype for path, x in params.items()}
+        buckets = into_buckets(pipe.layout.leaves, self.dtypes, group) if changed else []
         self.buckets = [(bucket, {leaf.path: params[leaf.path] for leaf in bucket}) for bucket in buckets]
         stored, viewed = current.state.leaves, pipe.road.renumbers_after_update
         self.leaves = [x for x in pipe.layout.leaves if viewed or params[x.path].dtype != stored[x.path].dtype]
@@ -59,6 +62,37 @@ class StoredParameters:
         # Plain full parameters can be written directly, without a view of each.
         self.plain = set(map(type, params.values())) <= {Tensor, nn.Parameter}
         self.counts = self._counts()
+        self.movable = pipe.gathering is None and self.plain
+        self.at, self.strides = self._addresses(), {path: x.stride() for path, x in params.items()}
+
+    def _addresses(self) -> dict[str, int]:
+        with torch.DisableTorchFunctionSubclass():
+            return dict(zip(self.params, map(Tensor.data_ptr, self.params.values()), strict=True))
+
+    @torch.no_grad()
+    def take_data(self) -> None:
+        """Store what the user has put in by `p.data = x`, as `torch.nn.utils.vector_to_parameters` does.
+
+        The parameter gets memory of its own for it: the user's tensor, and one kept from before, stay as they are.
+        """
+        if not self.movable or self.current.torn or self._addresses() == self.at:
+            return
+        with torch.DisableTorchFunctionSubclass():
+            for leaf in self.pipe.layout.leaves:
+                p, stored = self.params[leaf.path], self.current.state.leaves[leaf.path]
+                given, strides = p.detach(), self.strides[leaf.path]
+                same = p.shape == leaf.shape and p.dtype == self.dtypes[leaf.path] and p.device == stored.device
+                if p.data_ptr() == self.at[leaf.path] or not same or (p.is_cpu and p.is_shared()):
+                    continue
+                Tensor.data.__set__(p, torch.empty_strided(p.shape, strides, dtype=p.dtype, device=p.device))  # type: ignore[attr-defined]
+                # Graphs of a backward under way have saved `p`, whose numbers stay as they are.
+                p.detach().data.copy_(given)
+                if leaf.path in self.copies:
+                    self._store(leaf)
+                    (self.counts[leaf.path],) = writes([p])
+                else:
+                    stored.data = self.pipe.road.own(p.detach(), leaf)
+                self.at[leaf.path] = p.data_ptr()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -153,7 +153,8 @@ class GraphOfCall:
             # A write into a view replaces its node, and keeps that of its base.
             for x in (y, base_of(y)):
                 if x.grad_fn is not None:
-                    x.grad_fn.metadata[self] = None
+                    metadata: Any = x.grad_fn.metadata
+                    metadata[self] = None
 
 
 class NodeRange(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.autograd import has_hooks
-from .._compat.tensors import local_of, sharded_by_torch
+from .._compat.tensors import full_parameters_of, local_of, sharded_by_torch, version
 from .._errors import bad_leaves, explain
 from ..core.chain import chain
 from ..core.layout import Layout, Within, canonical
@@ -80,6 +80,8 @@ class FullySharded:
                 self.parameters[path] = p
             self.rows[path] = made[id(p)]
         self.groups, self.within = _tensor_parallel(lie)
+        # By id of a parameter, the version of the full one in the last step; a write of before `attach` is over.
+        self.written = {id(p): version(full) for module in self.modules for p, full in full_parameters_of(module)}
 
     def chain(self, tx: Transform) -> Transform:
         """The chain behind a `shard` over the same ranks, for which FSDP2 does the gathering and the reducing."""
@@ -117,11 +119,23 @@ class FullySharded:
         if hooked := [(path, HOOKED) for path, p in self.parameters.items() if has_hooks(p)]:
             right = "a hook on the module, or a transform of your own in the chain"
             raise RuntimeError(bad_leaves("opt.step() of a model of fully_shard", hooked, right))
+        self._check_not_written()
         for path, p in self.parameters.items():
             mine, grad = self.rows[path], p.grad
             if p.requires_grad != mine.requires_grad:
                 mine.requires_grad_(p.requires_grad)
             mine.grad = None if grad is None else local_of(grad).reshape(mine.shape)
+
+    def _check_not_written(self) -> None:
+        """Refuse a model whose forward writes into its parameters: FSDP2 drops what it wrote, with any optimizer."""
+        now = {id(p): version(full) for module in self.modules for p, full in full_parameters_of(module)}
+        before, self.written = self.written, now
+        bad = [path for path, p in self.parameters.items() if now.get(id(p), 0) != before.get(id(p), 0)]
+        if bad:
+            why = "written in forward, where FSDP2 has a full copy; the copy is dropped, and the write with it"
+            right = "the write between steps; a buffer in place of the parameter;\n"
+            right += "or zf.attach(model, zf.chain(zf.shard(), ...)) of the model before fully_shard, which stores it"
+            raise RuntimeError(bad_leaves("forward of a model of fully_shard", [(path, why) for path in bad], right))
 
     def _has_moved(self, path: str, p: Any) -> bool:
         local, mine = local_of(p), self.rows[path]

@@ -257,6 +257,8 @@ class GuardedParameter(nn.Parameter):
             with torch.DisableTorchFunctionSubclass():
                 mine.copy_(value)
         else:
+            # It counts as a write, which ranks compare.
+            self.lent += 1
             Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def _check_clearing(self, how: str) -> None:
