@@ -333,6 +333,7 @@ INSIDE_OF_CONTRIB = {
     "contrib.deepspeed_checkpoint": {
         "core.bucketed_views": "how an attached model stores what it sees: where tensor parallelism has cut the model,",
         "core.pipeline": "no function of a transform and a state can resolve its pipeline; so `opt._own` is read too",
+        "storage.files": "the error for a file that differs from what was written, as `zf.load` raises it",
         "storage.saving": "ranks come together, and raise the error of one of them on all, as `zf.load` does",
     },
     "contrib.doctor": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from zerofn.extend import Entry, bad_leaves, buffers_in, entries, explain, kind_
 # parallelism cuts the model; and how ranks raise an error together.
 from ..core.bucketed_views import stored_part
 from ..core.pipeline import init_transforms
+from ..storage.files import damaged, is_plain_archive
 from ..storage.saving import checkpoint_group, raise_on_all_ranks, wait_for_all_ranks
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -48,15 +48,33 @@ def read(file: Path) -> Any:
     """The contents of a file, memory-mapped; objects of classes that torch does not allow are left empty.
 
     Raises:
-        OSError: the file cannot be read; the message names it.
+        OSError: the file cannot be opened.
+        Damaged: it has something else than torch.save writes; the message names it.
     """
     # torch raises a ValueError if the file, which it searches for names of classes, is not an archive.
+    if not is_plain_archive(file):
+        raise damaged(file, "it could not be read: it is no archive of torch.save, or it is compressed")
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         with torch.serialization.safe_globals([(_Passed, name) for name in names]):
             return torch.load(file, mmap=True, weights_only=True, map_location="cpu")
-    except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise OSError(f"{file} could not be read: {error}") from None
+    except OSError:
+        raise
+    except Exception:
+        # torch's message would advise to load with weights_only=False, which runs code of the file.
+        raise damaged(file, "it could not be read: it has something else than tensors, numbers and text") from None
+
+
+def as_count(x: Any, where: str) -> int:
+    """A count of updates.
+
+    Raises:
+        Damaged: it is none: no whole number from 0 to 2^53, the last that a float counts to.
+    """
+    value = x.item() if isinstance(x, Tensor) and x.numel() == 1 and not x.is_complex() else x
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 2**53 or value != int(value):
+        raise damaged(Path(where), f"{value!r} is no count of updates" if value is not None else "it has no count")
+    return int(value)
 
 
 @dataclass
@@ -83,7 +101,9 @@ def read_run(directory: Path) -> Run:
         return Run()
     saved = [read(file) for file in (parts or [whole])]
     first = saved[0]
-    run = Run(updates=int(first.get("global_steps", 0)) - int(first.get("skipped_steps", 0)))
+    name = str(parts[0] if parts else whole)
+    made, skipped = (as_count(first.get(key, 0), f"{name}, {key},") for key in ("global_steps", "skipped_steps"))
+    run = Run(updates=as_count(made - skipped, f"{name}, global_steps less skipped_steps,"))
     run.groups = [list(group) for group in first.get("param_shapes") or []]
     if any(directory.glob("*mp_rank_01*_model_states.pt")):
         return run
@@ -110,11 +130,12 @@ def read_counts(directory: Path, groups: list[list[str]]) -> dict[str | None, in
     state = (saved.get("optimizer_state_dict") or {}).get("state") or {}
     found = {i: group["step"] for i, group in enumerate(saved.get("param_groups") or []) if "step" in group}
     found |= {i: kept["step"] for i, kept in state.items() if isinstance(kept, Mapping) and "step" in kept}
+    found = {i: as_count(x, str(file)) for i, x in found.items()}
     counts: dict[str | None, int] = {}
     for i, names in enumerate(groups):
-        counts |= {name: int(found[i]) for name in names if i in found}
-    if len(set(map(int, found.values()))) == 1:
-        counts[None] = int(next(iter(found.values())))
+        counts |= {name: found[i] for name in names if i in found}
+    if len(set(found.values())) == 1:
+        counts[None] = next(iter(found.values()))
     return counts
 
 
@@ -172,7 +193,7 @@ def load_deepspeed(directory: str | os.PathLike, like: Optimizer, step: int | No
         TypeError: `like` is not an attached optimizer.
         FileNotFoundError: the directory has no folder `zero`.
         ValueError: `step` is not a non-negative int; parameters or tensors are missing, unexpected, or of another shape
-            or dtype, all of them named.
+            or dtype, all of them named; or a file has something else than DeepSpeed writes, or is compressed.
         RuntimeError: only some ranks call it, as in `zf.load`.
 
     Warns:
@@ -279,13 +300,18 @@ def _found(directory: Path, opt: Optimizer, step: int | None) -> Found:
         FileNotFoundError: there is no folder `zero`, and the model's files are not of stage 0.
         ValueError: files that do not fit, all of them by leaf.
     """
-    run = read_run(directory)
-    if (directory / "zero").is_dir():
-        files, bad = _universal(directory, opt, run, step)
-    elif run.optimizer:
-        files, bad = _stage_0(opt, run)
-    else:
-        raise FileNotFoundError(_no_folder(directory))
+    try:
+        run = read_run(directory)
+        if (directory / "zero").is_dir():
+            files, bad = _universal(directory, opt, run, step)
+        elif run.optimizer:
+            files, bad = _stage_0(opt, run)
+        else:
+            raise FileNotFoundError(_no_folder(directory))
+    except (AttributeError, LookupError, TypeError, RuntimeError) as error:
+        # A container is of another kind than DeepSpeed writes. Torch's tensors raise a RuntimeError.
+        why = f"what it has is not as DeepSpeed writes it ({type(error).__name__}: {str(error).splitlines()[:1]})"
+        raise damaged(directory, why) from error
     found = Found(files, updates=run.updates if step is None else step)
     if step is not None:
         files.update({key: step for key in files if key[1] == STEP})
@@ -331,7 +357,9 @@ def _universal(directory: Path, opt: Optimizer, run: Run, step: int | None) -> t
         # The count of updates is read even if the optimizer keeps none: schedules go on from it.
         for name in sorted(files_of_name & (of_leaf | {STEP})):
             x = files[path, name] = _tensor(folder / names[path] / f"{name}.pt")
-            if name != STEP and (problem := _misfit(x, *wanted[path, name], name == WEIGHT)):
+            if name == STEP:
+                files[path, name] = as_count(x, str(folder / names[path] / "step.pt"))
+            elif problem := _misfit(x, *wanted[path, name], name == WEIGHT):
                 bad.append((path, f"{name}.pt {problem}"))
         if STEP not in files_of_name:
             common = counts.get(None, run.updates)
@@ -368,7 +396,7 @@ def _stage_0(opt: Optimizer, run: Run) -> tuple[Files, list[tuple[str, str]]]:
         bad += [(path, f"no {name}") for name in sorted(of_leaf - own.keys())]
         bad += [(path, f"{name} is of another optimizer") for name in sorted(own.keys() - of_leaf - {STEP})]
         for name in sorted(own.keys() & (of_leaf | {STEP})):
-            files[path, name] = own[name]
+            files[path, name] = as_count(own[name], f"the optimizer's {STEP} of {path}") if name == STEP else own[name]
             if name != STEP and (problem := _misfit(own[name], *wanted[path, name], name == WEIGHT)):
                 bad.append((path, f"{name} {problem}"))
     return files, bad

@@ -106,9 +106,8 @@ def on_all_ranks(read: Callable[[], T], control: Group | None) -> list[T]:
     failures = [raised_on(x, rank) for rank, (_, x) in zip(control.ranks, answers, strict=True) if x is not None]
     if not failures:
         return [x for x, _ in answers]
-    if isinstance(failures[0], Misfit):
-        _, right, wrong = failures[0].args
-        raise Misfit([row for x in failures if isinstance(x, Misfit) for row in x.args[0]], right, wrong) from failures[
-            0
-        ]
-    raise failures[0]
+    first = failures[0]
+    if isinstance(first, Misfit):
+        _, right, wrong = first.args
+        raise Misfit([row for x in failures if isinstance(x, Misfit) for row in x.args[0]], right, wrong) from first
+    raise first

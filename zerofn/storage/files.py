@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import re
 import stat
+import struct
 import time
 import uuid
+import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -229,7 +232,7 @@ def read(directory: Path) -> dict[str, Any]:
         raise FileNotFoundError(_why_not(directory)) from None
     try:
         body = json.loads(text)
-    except ValueError as error:  # also if it is no UTF-8
+    except (ValueError, RecursionError) as error:  # also if it is no UTF-8
         raise damaged(directory / NAME, str(error)) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise damaged(directory / NAME, f"it does not say {FORMAT!r}")
@@ -240,7 +243,76 @@ def read(directory: Path) -> dict[str, Any]:
         raise ValueError(explain(wrong, why, right))
     if body.pop("checksum", None) != _checksum(body):
         raise damaged(directory / NAME, "its checksum does not fit")
-    return body
+    if wrong := next(_not_as_written({**DEFAULTS, **body}), None):
+        raise damaged(directory / NAME, wrong)
+    return {**DEFAULTS, **body}
+
+
+# What manifests of the first version may lack.
+DEFAULTS: dict[str, Any] = {"values": {}, "param_groups": None, "buffers": None}
+MOST = 1 << 62  # of any number of elements or bytes
+
+
+def _is_count(x: Any, least: int = 0, most: int = MOST) -> bool:
+    return type(x) is int and least <= x < most
+
+
+def _is_chunk(x: Any) -> bool:
+    if not isinstance(x, list) or len(x) != 6:
+        return False
+    offset, length, file, at, size, crc = x
+    counts = all(map(_is_count, (offset, length, at, size))) and _is_count(crc, most=1 << 32)
+    return counts and isinstance(file, str) and DATA_FILE.fullmatch(file) is not None
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, list) and all(map(_is_count, x)) and math.prod(x) < MOST
+
+
+def _is_box(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 2 and all(map(_is_shape, x)) and len(x[0]) == len(x[1])
+
+
+def _is_number(x: Any) -> bool:
+    return x is None or isinstance(x, float) or (isinstance(x, int) and -MOST < x < MOST)
+
+
+def _not_as_written(body: dict[str, Any]) -> Iterator[str]:
+    """What no save writes into a manifest: another type, a number out of range, deeper containers.
+
+    A checksum tells of accidents. Who writes a file on purpose also writes its checksum.
+    """
+    for key in ("tensors", "values"):
+        if not isinstance(body.get(key), dict):
+            yield f"its {key} are no dict"
+            return
+    if not all(map(_is_number, body["values"].values())):
+        yield "its values are no numbers"
+    if not _is_count(body.get("ranks"), 1) or not _is_count(body.get("copies", 1), 1):
+        yield "its ranks are no count"
+    for key, about in body["tensors"].items():
+        if not isinstance(about, dict) or not _is_shape(about.get("shape")):
+            yield f"{key} has no shape"
+            return
+        if not isinstance(about.get("dtype"), str):
+            yield f"{key} has no dtype"
+        if not isinstance(about.get("chunks"), list) or not all(map(_is_chunk, about["chunks"])):
+            yield f"the places of {key} are none"
+        if not isinstance(about.get("boxes", []), list) or not all(map(_is_box, about.get("boxes", []))):
+            yield f"the boxes of {key} are none"
+    groups, buffers = body["param_groups"], body["buffers"]
+    if groups is not None and not (isinstance(groups, list) and all([isinstance(x, dict) for x in groups])):
+        yield "its param_groups are no list of dicts"
+    named = isinstance(buffers, list) and all([str(x) in body["tensors"] for x in buffers])
+    if buffers is not None and not named:
+        yield "its buffers are no names of tensors"
+    if not _is_count(body.get("order", 0)) or not isinstance(body.get("score"), str | None):
+        yield "its order or score is none"
+    elif body.get("score") is not None and not _NUMBER.fullmatch(body["score"]):
+        yield "its score is no number"
+
+
+_NUMBER = re.compile(r"-?(nan|inf|[0-9][0-9.e+-]{0,30})")
 
 
 class Damaged(ValueError):
@@ -276,6 +348,20 @@ def open_regular(path: Path) -> BinaryIO:
         file.close()
         raise damaged(path, "it is no regular file")
     return file
+
+
+def is_plain_archive(file: Any) -> bool:
+    """Whether a file is an archive in which nothing is compressed, as torch writes them: it grows by nothing when read.
+
+    Args:
+        file: a path, or an open file.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            found = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error):
+        return False
+    return all([x.compress_type == zipfile.ZIP_STORED and x.file_size == x.compress_size for x in found])
 
 
 def _checksum(body: dict[str, Any]) -> int:

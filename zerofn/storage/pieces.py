@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import pickle
 import warnings
 import zlib
 from collections.abc import Callable
@@ -20,7 +19,17 @@ from .._errors import bad_leaves, users_line
 from ..ranks.backend import gather_objects, raised_on
 from ..ranks.group import Group
 from . import files as _manifest
-from .files import Lock, ManifestWriter, create, damaged, make_directory, open_regular, random_token, sync_directory
+from .files import (
+    Lock,
+    ManifestWriter,
+    create,
+    damaged,
+    is_plain_archive,
+    make_directory,
+    open_regular,
+    random_token,
+    sync_directory,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Reader and writer share these definitions: pieces of tensors, and steps that all ranks make together.
@@ -145,8 +154,9 @@ def load_pieces(directory: Path, group: Group, choose: Choose) -> dict[str, Any]
 
 def _check_places(directory: Path, tensors: dict[str, Any]) -> None:
     for key, about in tensors.items():
-        files = all(_manifest.DATA_FILE.fullmatch(file) for _, _, file, *_ in about["chunks"])
-        if not files or not _is_whole(about):
+        if not isinstance(getattr(torch, about["dtype"], None), torch.dtype):
+            raise damaged(directory / _manifest.NAME, f"torch has no dtype {about['dtype']!r}, which {key} has")
+        if not _is_whole(about):
             why = f"the pieces of {key} are not its {torch.Size(about['shape']).numel()} elements"
             raise damaged(directory / _manifest.NAME, why)
 
@@ -164,23 +174,25 @@ def _read(directory: Path, tensors: dict[str, Any], pieces: dict[str, Piece]) ->
 def _read_piece(path: Path, key: str, place: Place, dtype: torch.dtype) -> Tensor:
     try:
         with open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) < place.at + place.size:
+                raise damaged(path, f"it ends after {size} bytes")
             file.seek(place.at)
             content = file.read(place.size)
-            if len(content) < place.size:
-                raise damaged(path, f"it ends after {os.fstat(file.fileno()).st_size} bytes")
     except FileNotFoundError:
         why = "it is missing; all ranks must see one file system, and its files must stay together"
         raise damaged(path, why) from None
     if zlib.crc32(content) != place.crc:
         raise damaged(path, f"the checksum of {key} does not fit")
+    if not is_plain_archive(io.BytesIO(content)):
+        raise damaged(path, f"{key} is no archive of torch.save")
     try:
         x = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError):
+    except Exception:
         # torch's message would advise to load with weights_only=False, which runs code of the file.
         raise damaged(path, f"{key} is something else than numbers; it was not run") from None
     if not isinstance(x, Tensor) or x.dtype != dtype or x.numel() != place.length:
         raise damaged(path, f"{key} is something else than {place.length} numbers of {dtype}")
-    return x.view(-1)
+    return x.reshape(-1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
