@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils import parametrizations
 
 import zerofn as zf
 
@@ -175,6 +176,75 @@ class Meets(nn.Module):
             "index": lambda: torch.zeros(4, 3, **like).index_put((torch.arange(4),), h),
             "lerp": lambda: torch.lerp(h[:3], table, 0.5),
         }[self.how]()
+
+
+class Distances(nn.Module):
+    def __init__(self, right):
+        super().__init__()
+        self.centers, self.right = nn.Parameter(torch.randn(5, 4)), right
+
+    def forward(self, x):
+        if self.right:
+            return torch.cdist(x.float(), self.centers.float()).to(x.dtype)
+        return torch.cdist(x, self.centers)
+
+
+def in_fp32(layer, right):
+    if right:
+        inner = layer.parametrizations.weight[0]
+        forward = inner.forward
+        inner.forward = lambda w: forward(w.float()).to(w.dtype)
+    return layer
+
+
+# By name: the module, right or wrong; words of the note; and what else the pipeline is given to be right.
+OF_TORCH = {
+    "spectral": (
+        lambda right: parametrizations.spectral_norm(nn.Linear(4, 4)),
+        ("0.parametrizations.weight.0 (_SpectralNorm)", "weight.0._u torch.float32", "buffer_dtype=torch.bfloat16"),
+        {"buffer_dtype": torch.bfloat16},
+    ),
+    "orthogonal": (
+        lambda right: in_fp32(parametrizations.orthogonal(nn.Linear(4, 4)), right),
+        ("0.parametrizations.weight.0 (_Orthogonal)", "forward(w.float()).to(w.dtype)"),
+        {},
+    ),
+    "cayley": (
+        lambda right: in_fp32(parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map="cayley"), right),
+        ("0.parametrizations.weight.0 (_Orthogonal)", "forward(w.float()).to(w.dtype)"),
+        {},
+    ),
+    "old spectral": (
+        lambda right: nn.utils.spectral_norm(nn.Linear(4, 4)),
+        ("0 (Linear)", "0.weight_u torch.float32", "buffer_dtype=torch.bfloat16"),
+        {"buffer_dtype": torch.bfloat16},
+    ),
+    "cdist": (Distances, ("0 (Distances)", "no kernel of this function for torch.bfloat16", "x.float()"), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated")
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_modules_of_torch_that_do_not_compute_in_bf16_are_named(name):
+    """And what the note says to write has the numbers of fp32."""
+    make, words, more = OF_TORCH[name]
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+
+    def trained(right, *casts):
+        torch.manual_seed(0)
+        model = nn.Sequential(make(right))
+        opt = zf.attach(model, zf.chain(*casts, zf.sgd(0.1)))
+        before = [p.detach().clone() for p in model.parameters()]
+        model(x).float().square().mean().backward()
+        opt.step()
+        return [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+
+    with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+        trained(False, zf.precision(torch.bfloat16))
+    (told,) = caught.value.__notes__
+    assert all(word in told for word in words), told
+    for got, want in zip(trained(True, zf.precision(torch.bfloat16, **more)), trained(True), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("pipe", ["cast", "both"])

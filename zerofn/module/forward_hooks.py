@@ -6,6 +6,7 @@ import functools
 import re
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,7 +39,7 @@ from .._compat.tensors import (
 from .._errors import bad_leaves, explain
 from ..core.pipeline import Pipeline
 from ..core.view import is_linear_map
-from ..core.wrapper_names import buffers_in
+from ..core.wrapper_names import buffers_in, modules_of
 from ..sharded.compiled import CompiledCalls
 from ..sharded.forward_writes import carried
 from ..sharded.notes import noting
@@ -195,6 +196,8 @@ def _is_view(boundary: ModelBoundary, param: Tensor) -> bool:
 # Finds torch's messages about two dtypes that it does not promote. Their words differ from kernel to kernel.
 DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same|BFloat16|Half", re.IGNORECASE)
 MOST_NAMED = 5
+# The class of torch's parametrization `orthogonal`, which in bf16 gives gradients of 1e29.
+ORTHOGONAL = "_Orthogonal"
 
 
 def add_notes(error: BaseException, model: nn.Module, pipe: Pipeline, check_unchanged: Callable[[], None]) -> None:
@@ -225,16 +228,37 @@ def _add_dtypes(error: BaseException, model: nn.Module, pipe: Pipeline) -> None:
     seen = pipe.dtypes.inputs
     if seen is None:
         return
-    named = [(n, b.dtype) for n, b in buffers_in(model) if b.is_floating_point() and b.dtype != seen]
-    shown = ", ".join(f"{n} {dtype}" for n, dtype in named[:MOST_NAMED])
-    rest = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    buffers = f"buffers have their own dtypes: {shown}{rest}; " if named else ""
+    where, of = _raised_in(error, model)
+    if of == ORTHOGONAL:
+        why = f"this parametrization of torch has no right gradients in {seen}, also with buffer_dtype={seen}"
+        right = f"m = model.get_submodule({where!r}); forward = m.forward\n"
+        right += "         m.forward = lambda w: forward(w.float()).to(w.dtype), before zf.attach"
+    elif "not implemented for" in str(error):
+        why = f"torch has no kernel of this function for {seen}"
+        right = "x.float() and w.float() for what the function is given in forward, and .to(x.dtype) of its result"
+    else:
+        named = [(n, b.dtype) for n, b in buffers_in(model) if b.is_floating_point() and b.dtype != seen]
+        # First those of the module itself.
+        named.sort(key=lambda one: not (where and one[0].startswith(f"{where}.")))
+        shown = ", ".join(f"{n} {dtype}" for n, dtype in named[:MOST_NAMED])
+        rest = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+        buffers = f"buffers have their own dtypes: {shown}{rest}; " if named else ""
+        why = f"{buffers}a tensor made in forward is {torch.get_default_dtype()} unless it says otherwise"
+        right = "self.buffer.to(x.dtype) and torch.zeros(n, dtype=x.dtype) in forward, or torch.zeros_like(x);\n"
+        right += f"         buffers that may lose bits: precision(..., buffer_dtype={seen})"
+    place = f", where {where or 'the model'} ({of}) raised this error" if of else ""
     error.add_note(
-        f"zerofn: the pipeline has {seen} parameters and inputs in forward (precision)\n"
-        f"  why:   {buffers}a tensor made in forward is {torch.get_default_dtype()} unless it says otherwise\n"
-        "  write: self.buffer.to(x.dtype) and torch.zeros(n, dtype=x.dtype) in forward, or torch.zeros_like(x);\n"
-        f"         buffers that may lose bits: precision(..., buffer_dtype={seen})"
+        f"zerofn: the pipeline has {seen} parameters and inputs in forward (precision){place}\n"
+        f"  why:   {why}\n  write: {right}"
     )
+
+
+def _raised_in(error: BaseException, model: nn.Module) -> tuple[str, str]:
+    """The path and the class of the innermost module whose call an error has ended; empty where none is known."""
+    called = [f.f_locals.get("self") for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code is CALL]
+    paths = {id(m): path for path, m in modules_of(model)}
+    last = next((m for m in reversed(called) if id(m) in paths), None)
+    return ("", "") if last is None else (paths[id(last)], type(last).__name__)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
