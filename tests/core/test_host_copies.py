@@ -20,6 +20,10 @@ class FakeTensor:
 
     def __init__(self, log: list[Any], name: str, device: str):
         self.log, self.name, self.device = log, name, torch.device(device)
+        self.is_cuda = self.device.type == "cuda"
+
+    def record_stream(self, stream: FakeStream) -> None:
+        self.log.append(("the allocator waits for", stream.name, "before", self.name))
 
     def copy_(self, source: FakeTensor, non_blocking: bool) -> None:
         assert non_blocking
@@ -78,6 +82,21 @@ def test_a_copy_waits_for_what_was_computed_and_keeps_memory_until_the_device_ha
     assert log == [("compute", "waits for", "the event")] and not copy.pairs
     copy.wait_on_host()
     assert log[1:] == [("host", "waits for", "the event")]
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_copy_that_nobody_waits_for_leaves_its_memory_to_the_allocator(log, there, dropped):
+    """The host's memory is pinned, and its allocator knows of each copy."""
+    host, device = FakeTensor(log, "host's", "cpu"), FakeTensor(log, "device's", "cuda:0")
+    pair: Any = (device, host) if there else (host, device)
+    copy = CopyQueue(HERE).copy([pair])
+    log.clear()
+    if not dropped:
+        copy.release()
+        assert not copy.pairs
+    del copy
+    assert log == [("the allocator waits for", "copies", "before", "device's")]
 
 
 def test_elsewhere_copies_are_made_at_once():

@@ -43,6 +43,9 @@ class LateCopy:
     def wait_on_device(self) -> None:
         self.wait_on_host()
 
+    def release(self) -> None:
+        """Its memory may be freed; its bytes come when it is waited for."""
+
     def wait_on_host(self) -> None:
         for target, source in self.pairs:
             inside(target).copy_(inside(source))

@@ -521,6 +521,9 @@ class Context:
             before: copies that earlier steps began.
         """
         found = [copies.send() for copies in self.under_way]
+        for copy in found:
+            # Nobody waits for it before the next step.
+            copy.release()
         self.under_way.clear()
         later = {copy.queue for copy in found}
         return (*[copy for copy in before if copy.queue not in later], *found)

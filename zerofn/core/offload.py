@@ -3,7 +3,8 @@
 A bucket is one piece of memory at either end, and one copy each way. While one bucket is updated, the next one is on
 its way to the device and the one before on its way back. The host waits for nothing: the device waits for a bucket
 before it updates it, and in the next step for what is still on its way back. `State.transforms` waits for all copies
-before it returns states. The device holds about three buckets of the state.
+before it returns states. In a step the device holds about three buckets of the state, and after it none, once the last
+copies have ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,12 +36,23 @@ from .tree import map_overlaid, memories
 class PendingCopy:
     """A copy that was begun. Until it is waited for, nobody may touch a target or write a source.
 
-    It keeps targets and sources until the device has waited: the allocator would hand out the memory of one that is
-    freed earlier, since it knows nothing of this copy.
+    It owns targets and sources until they may be freed: once a wait has ended; or, if nobody waits any more (the step
+    has ended, or was given up), once the allocator knows of the copy, and hands out their memory when it has ended.
     """
 
     def __init__(self, queue: CopyQueue, event: torch.Event | None, pairs: Sequence[tuple[Tensor, Tensor]]):
         self.queue, self.event, self.pairs = queue, event, pairs
+
+    def __del__(self) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Leave targets and sources to the allocator. Within a step a wait frees them sooner."""
+        for x in chain.from_iterable(self.pairs):
+            if x.is_cuda:
+                # The allocator of pinned memory knows of each copy by itself.
+                x.record_stream(self.queue.stream)  # type: ignore[arg-type]
+        self.pairs = ()
 
     def wait_on_device(self) -> None:
         """Make later computations of the device wait for the copy. The host goes on."""

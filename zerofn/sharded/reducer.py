@@ -129,10 +129,17 @@ def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None
 # same number of rounds. The first one needs no agreement, since `finish_reductions` always completes it. Before every
 # further one ranks tell each other whether they want it. Nobody waits long for the answer before `finish_reductions`:
 # another rank may be in a collective of the user's, which waits for this rank.
+#
+# On GPUs the user's collectives and these are kernels, which must begin in the same order on all ranks. There the place
+# of a bucket among the user's collectives follows from the program alone, and never from a poll: only the first round
+# begins in backward. Gradients of a leaf that come later are added up for a second one, in `finish_reductions`.
 
 
 # Buckets under way at once. Each holds one buffer; many would hold as much as the full gradients.
 IN_FLIGHT = 2
+# Bytes of buffers under way on a GPU, beyond which the host waits for one of them. They are some milliseconds of
+# backward, by which the host is ahead of the GPU.
+LEAD = 1 << 28
 # Every backward reads these of every gradient, so they are C functions.
 _NDIM, _REQUIRES_GRAD = attrgetter("ndim"), attrgetter("requires_grad")
 # Gradients of one leaf that may wait before backward waits for other ranks.
@@ -163,6 +170,7 @@ class Stream:
         waiting: by bucket and place, the gradients that wait for their bucket to be sent.
         missing: how many leaves of each bucket have none.
         later: by bucket and place, gradients of later backwards, of leaves of which one waits.
+        by_program: whether the program alone says where in backward a bucket is sent.
     """
 
     def __init__(
@@ -178,6 +186,7 @@ class Stream:
     ):
         self.agreement = RoundAgreement(control, marks)
         self.wire, self.control, self.check, self.done, self.name = wire, control, check, done, name
+        self.by_program = sends_kernels(wire.group)
         self.buckets = [
             GradBucket(bucket, [like[leaf.path].numel for leaf in bucket], like[bucket[0].path].dtype)
             for bucket in into_buckets(leaves, {p: x.dtype for p, x in like.items()}, wire.group)
@@ -221,6 +230,9 @@ class Stream:
         if self.waiting[i][j] is None:
             self.waiting[i][j] = grad
             self.missing[i] -= 1
+        elif self.by_program:
+            with torch.no_grad():
+                self.waiting[i][j] = self.waiting[i][j] + grad
         else:
             queue = self.later.setdefault((i, j), deque())
             queue.append(grad)
@@ -245,8 +257,8 @@ class Stream:
     def _may_begin(self, behind: bool) -> bool:
         """Whether all ranks know of the next bucket's round. If not, asks them, and waits if gradients are `behind`."""
         agreement = self.agreement
-        if self.rounds < agreement.allowed:
-            return True
+        if self.rounds < agreement.allowed or self.by_program:
+            return self.rounds < agreement.allowed
         work = agreement.ask(True)
         if work.is_completed() or (behind and self._done_in_time(work, "all_gather")):
             agreement.answer()
@@ -309,7 +321,12 @@ class Stream:
     def _hold_back(self) -> None:
         """Wait until few buckets are under way."""
         what = "reduce_scatter" if self.wire.cuts else "all_reduce"
-        while len(self.flying) > IN_FLIGHT and self._done_in_time(self.flying[0][0], what):
+        while len(self.flying) > IN_FLIGHT:
+            work = self.flying[0][0]
+            full = not self.by_program or sum([buffer.nbytes for _, _, buffer, _, _ in self.flying]) > LEAD
+            # A GPU must not be made to wait for a bucket: the rank that sends it late may wait for this GPU before.
+            if not (self._done_in_time(work, what) if full else work.is_completed()):
+                return
             self._land()
 
     def _land(self) -> None:
@@ -362,6 +379,11 @@ class Stream:
             self.finish_reductions(marks)
         finally:
             self.dropping = False
+
+
+def sends_kernels(group: Group) -> bool:
+    """Whether collectives on a group are kernels of a GPU."""
+    return group.device.type != "cpu"
 
 
 def _lost() -> RuntimeError:
