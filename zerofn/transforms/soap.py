@@ -25,6 +25,9 @@ from ..extend import (
 from .adam import check_adam, unbiased
 from .shampoo import SIDES, as_matrix, gram, refuse_derivative, sides_of, spectrum, square, wide
 
+# Numbers that differ by less than so many roundings of the largest one are not told apart.
+NOISE = 32
+
 
 @transform
 def soap(
@@ -70,8 +73,13 @@ def soap(
 
     Notes:
         If the rows, or the columns, of a leaf's first gradient are linearly dependent, `L` or `R` has an eigenvalue
-        zero. Rounding then decides which eigenvectors `torch.linalg.eigh` returns for it. Rounding depends on the
-        number of ranks, so runs on different numbers of ranks may get different bases, and then different parameters.
+        zero several times, and any basis of that space is one of eigenvectors. Here, and wherever singular values of
+        the gradient are equal up to 32 roundings of the largest, the eigenvectors are those of `L + t D` for `t` to 0,
+        with 0, the root of 1, the root of 2, ... in the diagonal of `D`. In a power iteration a column of `L Q` that
+        the columns before it span, up to 32 roundings, is replaced by the old column of `Q`.
+
+        In a direction in which every gradient is zero but for rounding the update is as large as the rounding divided
+        by `eps`, as in Adam.
     """
     check_adam("soap", lr, betas, eps, weight_decay)
     check_count("soap", "precondition_frequency", precondition_frequency, "updates")
@@ -103,7 +111,7 @@ def soap(
         for side in sides:
             new[side] = total = plus(slots[side], 1 - beta2, gram(as_matrix(g), side) - slots[side])
             turn = partial(where, due, partial(_iterated, total, bases[side]), bases[side])
-            new[f"{side}_basis"] = where(first, partial(_eigenvectors, total, at.path), turn)
+            new[f"{side}_basis"] = where(first, partial(_eigenvectors, g, side, at.path), turn)
         return moved, new
 
     slots: dict[str, Any] = {"exp_avg": wide, "exp_avg_sq": wide}
@@ -128,13 +136,34 @@ def _turned_back(x: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
     return _turned(x, {side: basis.mT for side, basis in bases.items()})
 
 
-def _eigenvectors(x: Tensor, path: str) -> Tensor:
-    """Eigenvectors in columns, that of the largest eigenvalue first."""
-    return _by_rows(spectrum("soap", path, x).eigenvectors.flip(-1))
+def _eigenvectors(x: Tensor, side: str, path: str) -> Tensor:
+    """Eigenvectors of the products of a gradient, in columns, that of the largest eigenvalue first.
+
+    Those of equal eigenvalues are eigenvectors of `D`, as the page of `soap` says, or a rounding would choose them.
+    """
+    total = gram(as_matrix(x).double(), side)
+    values, basis = spectrum("soap", path, total)
+    values, n = values.clamp(min=0), total.shape[-1]
+    # What a rounding of the gradient moves an eigenvalue by, and one of the products: eigenvalues are squares of
+    # singular values, of which each moves as much as the largest.
+    largest = values[..., -1:]
+    noise = NOISE * torch.finfo(x.dtype).eps * (values * largest).sqrt() + n * torch.finfo(values.dtype).eps * largest
+    apart = (values[..., 1:] - values[..., :-1] > noise[..., 1:]) & (values[..., 1:] > noise[..., 1:])
+    group = torch.nn.functional.pad(apart.cumsum(-1), (1, 0))
+    order = torch.arange(n, dtype=values.dtype, device=values.device).sqrt() / n**0.5
+    within = (basis.mT @ (order.unsqueeze(-1) * basis)).where(group.unsqueeze(-1) == group.unsqueeze(-2), 0)
+    # Of numbers in [0, 1): groups stay in their order.
+    basis = basis @ spectrum("soap", path, within + 2 * torch.diag_embed(group)).eigenvectors
+    basis = basis.where((1 + order) @ basis >= 0, -basis)
+    return _by_rows(basis.flip(-1).to(x.dtype))
 
 
 def _iterated(x: Tensor, basis: Tensor) -> Tensor:
-    return _by_rows(torch.linalg.qr(x @ basis).Q)
+    q, r = torch.linalg.qr(x @ basis)
+    sizes = r.diagonal(dim1=-2, dim2=-1).abs()
+    noise = NOISE * torch.finfo(x.dtype).eps * sizes.amax(-1, keepdim=True)
+    # A column that those before it span but for rounding goes on as it was, or rounding would choose its direction.
+    return _by_rows(torch.linalg.qr(q.where((sizes > noise).unsqueeze(-2), basis)).Q)
 
 
 def _by_rows(x: Tensor) -> Tensor:
