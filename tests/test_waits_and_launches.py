@@ -18,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(virtual_cuda.COMPILER is None, reason="no C++ compiler to build the device with"),
     # torch's own kernels for GPUs are registered there already, and the process would end.
     pytest.mark.skipif(
-        (torch.version.cuda or torch.version.hip) is not None, reason="the device needs the CPU build of torch"
+        (torch.version.cuda or torch.version.hip) is not None,
+        reason="the device needs the CPU build of torch: pip install torch --index-url https://download.pytorch.org/whl/cpu",
     ),
 ]
 

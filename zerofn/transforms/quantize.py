@@ -67,8 +67,8 @@ def quantize(
     gains are not coded, since a row of them is one number. Counters and averages of parameters are not coded.
 
     Blocks are cut from rows, and a shard has whole rows (`needs="row"`). Random bits depend on seed, entry, path,
-    update and global element index. So codes are equal, bit for bit, at every ZeRO stage, on any number of ranks and
-    after a resume.
+    update and global element index. So equal gradients give equal codes, bit for bit, at every ZeRO stage, on any
+    number of ranks and after a resume. A norm over ranks, as in `clip_by_global_norm`, has another last bit.
 
     Args:
         transform: an optimizer, an `accumulate`, another transform with a state, or a chain or `partition` of these.
