@@ -227,12 +227,13 @@ class Stream:
     def arrived(self, i: int, j: int, grad: Tensor) -> None:
         """Take a gradient of this rank, of a leaf by its bucket and its place there, and send what is complete."""
         queued = 0
-        if self.waiting[i][j] is None:
+        before = self.waiting[i][j]
+        if before is None:
             self.waiting[i][j] = grad
             self.missing[i] -= 1
         elif self.by_program:
             with torch.no_grad():
-                self.waiting[i][j] = self.waiting[i][j] + grad
+                self.waiting[i][j] = before + grad
         else:
             queue = self.later.setdefault((i, j), deque())
             queue.append(grad)
