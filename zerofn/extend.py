@@ -59,6 +59,7 @@ from zerofn.core.facts import OVERFLOW_LEAF as OVERFLOW_LEAF
 from zerofn.core.facts import SKIPPED_STEPS as SKIPPED_STEPS
 from zerofn.core.facts import Facts as Facts
 from zerofn.core.facts import Scope as Scope
+from zerofn.core.facts import Shadow as Shadow
 from zerofn.core.layout import AxisPlacement as AxisPlacement
 from zerofn.core.layout import Flat as Flat
 from zerofn.core.layout import Layout as Layout

@@ -9,6 +9,22 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Shadow:
+    """A slot of a transform's state that follows from the parameter (`Facts.shadows`).
+
+    Attributes:
+        slot: its name.
+        residual: whether it keeps what the parameter's dtype has lost, which is nothing of a new value, and is no copy.
+        due: a function `(number, step) -> bool` that says whether it is taken anew now; by default it always is.
+            `number(name)` is an entry of the transform's state that belongs to no leaf, and `step` counts updates.
+    """
+
+    slot: str
+    residual: bool = False
+    due: Callable[[Callable[[str], Any], int], bool] | None = None
+
+
+@dataclass(frozen=True)
 class Facts:
     """Static properties of a transform, which other code reads without knowing which transform it is.
 
@@ -65,6 +81,9 @@ class Facts:
             the state to the GPU.
         owes: its state has tensors that each rank computes from its own gradients, before these are reduced. In each
             window it adds the tensors to the accumulated gradients, before the reduction.
+        shadows: slots of its state, with a tensor for each leaf, that follow from the parameter: copies of it, and what
+            its dtype has lost of it. Elements that somebody writes into an attached model's parameter are taken anew
+            there, as a new state would have them. Without this the old values would win at the next update.
         holds: it keeps gradients for a later micro-step.
     """
 
@@ -92,6 +111,7 @@ class Facts:
     wants: tuple[str, ...] = ()
     wants_largest: tuple[tuple[str, tuple[int, ...]], ...] = ()
     owes: bool = False
+    shadows: tuple[Shadow, ...] = ()
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:

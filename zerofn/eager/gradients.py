@@ -62,7 +62,7 @@ class GradientHooks:
         faces: converts gradients of sharded parameters, which are DTensors.
         channels: its process groups.
         in_backward: updates leaves as their gradients arrive, if the model was attached so.
-        store_writes: stores writes by hand into a parameter that is a copy.
+        store_writes: stores writes by hand into a parameter, before its update.
         undo: gets the functions that remove the hooks.
 
     Attributes:
@@ -84,7 +84,7 @@ class GradientHooks:
         faces: ModelFaces | None,
         channels: Channels,
         in_backward: InBackward | None,
-        store_writes: Callable[[Leaf], object],
+        store_writes: Callable[[str], object],
         undo: list[Callable[[], object]],
     ):
         self.shown, self.faces = shown, faces
@@ -206,6 +206,7 @@ class GradientHooks:
 
     def _use(self, to: InBackward, path: str, grad: Tensor) -> None:
         check_readable({path: grad}, self.params)
+        self.store_writes(path)
         to.arrived(path, grad)
 
     def _hold(self, path: str, grad: Tensor) -> None:
@@ -238,7 +239,6 @@ class GradientHooks:
             if g.shape != shape:
                 g = g.reshape(shape)
             if self.in_backward is not None:
-                self.store_writes(leaf)
                 self._use(self.in_backward, leaf.path, pull(road.behind_reduction, g, leaf).to(dtype))
                 continue
             reduced[leaf.path] = reduced[leaf.path].add_(g) if leaf.path in reduced else g
@@ -302,7 +302,7 @@ class MicroStep(OwnGradients):
 
     def collect(self, boundary: bool | None, given: str) -> Leaves:
         """The gradients of this micro-step, once ranks have compared what must be equal."""
-        if self.stored_params.leaves:
+        if self.stored_params.watched:
             self.stored_params.store_writes()
         agreement, units, stream = self.agreement, self.hooks.units, self.hooks.stream
         if agreement.control is None:

@@ -103,6 +103,7 @@ class InBackward:
 
     Attributes:
         updating: entered around the update of these leaves. Their gathered copies become out of date.
+        updated: called with the paths of leaves that were updated.
     """
 
     def __init__(self, pipe: Pipeline, current: CurrentState, context: Callable[[], Context]):
@@ -116,6 +117,7 @@ class InBackward:
         # Gradients of leaves that are updated together.
         self.waiting: dict[str, Tensor] = {}
         self.updating: Callable[[Iterable[str]], AbstractContextManager[None]] = lambda paths: nullcontext()
+        self.updated: Callable[[Iterable[str]], object] = lambda paths: None
         # Whether the step is being given up: a second gradient of a leaf that still arrives is then dropped.
         self.closing = False
 
@@ -185,6 +187,7 @@ class InBackward:
                 self.current.tear()
             raise
         self.done.update(grads)
+        self.updated(grads)
 
     def wait_for_copies(self) -> None:
         """Wait for the copies into the state that updates so far have begun."""

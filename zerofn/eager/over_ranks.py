@@ -114,4 +114,5 @@ def _moved(home: ResidentParams, path: str) -> None:
         (leaf,) = home.units.units[home.units.plans.alone[path]]
         mine = home.params[path].detach().as_subclass(Tensor)
         home.current.state.leaves[path].data = home.pipe.road.own(mine, leaf)
+        home.stored_params.written(path)
         home.lie_elsewhere()

@@ -44,7 +44,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def full_parameters(
-    pipe: Pipeline, params: Leaves, current: CurrentState, shown: Leaves, faces: ModelFaces | None
+    pipe: Pipeline,
+    params: Leaves,
+    current: CurrentState,
+    shown: Leaves,
+    faces: ModelFaces | None,
+    took: Callable[[str, Tensor], object],
 ) -> Iterator[set[str]]:
     """Put full parameters in the place of shards or copies, and store those that have changed at the end.
 
@@ -56,6 +61,7 @@ def full_parameters(
         current: the current state.
         shown: by path, the parameters that the model has.
         faces: those of them that are DTensors.
+        took: called with the path of a stored leaf, and which of its elements have changed.
 
     Yields:
         The paths that were stored, once it has ended.
@@ -65,7 +71,11 @@ def full_parameters(
 
     parts = {path: plain(p.data) for path, p in params.items()}
     with grad_mode_kept():
-        fulls = pipe.road.whole(current.state.leaves)
+        stored = current.state.leaves
+        # What is not sharded is the stored tensor itself. A write must not go there unnoticed.
+        fulls = {
+            p: x.clone() if x.data_ptr() == stored[p].data_ptr() else x for p, x in pipe.road.whole(stored).items()
+        }
     # Views that lose information cannot be inverted, so a parameter that nobody wrote into keeps its stored value.
     before = None if pipe.road.exact else {path: full.clone() for path, full in fulls.items()}
     grads = {path: read_grad(p) for path, p in shown.items()}
@@ -84,7 +94,7 @@ def full_parameters(
         with interrupts_held():
             try:
                 if inside:
-                    written |= _store(pipe, params, current.state.leaves, before)
+                    written |= _store(pipe, params, current.state.leaves, before, took)
             except BaseException:
                 current.tear()
                 raise
@@ -118,16 +128,24 @@ def _check_gradients(made: list[str]) -> None:
 
 
 @torch.no_grad()
-def _store(pipe: Pipeline, params: Leaves, stored: Leaves, before: Leaves | None) -> set[str]:
+def _store(
+    pipe: Pipeline,
+    params: Leaves,
+    stored: Leaves,
+    before: Leaves | None,
+    took: Callable[[str, Tensor], object],
+) -> set[str]:
     """Store full parameters that have changed. Return the paths whose stored values differ now."""
     written = set()
     for leaf in pipe.layout.leaves:
         if before is not None and torch.equal(before[leaf.path], params[leaf.path]):
             continue
         mine, home = pipe.road.store(params[leaf.path].detach(), leaf), stored[leaf.path]
-        if not torch.equal(mine, home):
+        changed = mine != home
+        if changed.any():
             written.add(leaf.path)
-        home.copy_(mine)
+            home.copy_(mine)
+            took(leaf.path, changed)
     return written
 
 
@@ -420,7 +438,7 @@ class ResidentParams:
         self.stored_params = StoredParameters(self.pipe, self.params, self.current)
         self.hook(self)
         self.stored_params.movable &= self.fully_sharded is None
-        self.alone = self.channels.control is None and not self.stored_params.leaves
+        self.alone = self.channels.control is None and not self.stored_params.watched
         self.reduces = self.channels.more is not None
         if self.in_backward is not None:
             # A loaded state has nothing of a step that was under way, so that step is forgotten.
@@ -436,6 +454,11 @@ class ResidentParams:
         if not self.pipe.road.exact:
             # The views lose something, so the model gets the values that they make of the stored ones.
             self.refresh()
+        if self.stored_params.shadows:
+            self.refreshing.append(self.stored_params.note)
+            self.stored_params.note()
+            if self.in_backward is not None:
+                self.in_backward.updated = self.stored_params.note_of
 
     def hook_modules(self, blocks: list[nn.Module]) -> None:
         """Cast buffers, and hook the model's modules if forward sees something else than its parameters.
@@ -456,7 +479,10 @@ class ResidentParams:
         install(self.model, self.boundary, {id(p): path for path, p in self.shown.items()}, blocks)
         if self.units is None:
             views = self.boundary.views
-            hook_state_dicts(self.model, self.shown, self.pipe, None, lambda: views.suspended, self.undo)
+            of = self.stored_params
+            hook_state_dicts(
+                self.model, self.shown, self.pipe, None, lambda: views.suspended, self.undo, of.take, of.copies
+            )
 
     def lie_elsewhere(self) -> None:
         """Forget what was prepared for compiled calls: parameters have other memory from now on."""
@@ -489,7 +515,7 @@ class ResidentParams:
             yield
             return
         self.stored_params.take_data()
-        if self.units is None and self.pipe.road.exact:
+        if self.units is None and self.pipe.road.exact and not self.stored_params.copies:
             try:
                 yield
             finally:
@@ -498,12 +524,15 @@ class ResidentParams:
             return
         written: set[str] = set()
         try:
-            whole = full_parameters(self.pipe, self.params, self.current, self.shown, self.faces)
+            took = self.stored_params.written
+            whole = full_parameters(self.pipe, self.params, self.current, self.shown, self.faces, took)
             with _suspended(self), whole as written:
                 yield
         finally:
             if written:
                 self._refresh_whole()
+            else:
+                self.stored_params.note()
 
     def _refresh_whole(self) -> None:
         """Refresh parameters whose values were stored by hand; after an interrupt copies are older than the state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -10,9 +10,13 @@ from torch import Tensor, nn
 
 from .._compat.tensors import Writes, read_grad, write_grad, writes
 from .._errors import explain
+from .._interrupts import interrupts_held
 from ..core.bucketed_views import into_buckets
-from ..core.layout import Leaf, Leaves
+from ..core.chain import replace_innermost
+from ..core.facts import Shadow
+from ..core.layout import Layout, Leaf, Leaves
 from ..core.pipeline import Pipeline
+from ..core.transform import Transform
 from ..core.view import same_tensor, see, store
 from .current_state import CurrentState
 
@@ -27,6 +31,11 @@ from .current_state import CurrentState
 # element that was not written is more exact in its master.
 #
 # A write by NumPy through `p.detach().numpy()` changes no version counter, and is lost.
+#
+# A transform may keep slots that follow from a parameter (`Facts.shadows`): the iterate of `schedule_free`, the slow
+# weights of `lookahead`. Where somebody writes into the parameter, these are taken anew from it. Which elements were
+# written shows a copy of the parameter. It is kept from the first write into a leaf on, since nearly no program writes;
+# at that first write all elements are taken anew that differ.
 
 
 class StoredParameters:
@@ -45,6 +54,9 @@ class StoredParameters:
         movable: whether `p.data = x` may give a parameter other memory: not under `shard`, where a parameter says so
             itself, and not where the memory is DTensors' or that of a captured graph.
         at: by path, the address of each parameter's memory.
+        shadows: the slots that follow from a parameter, each with the transform that has it, and its place there.
+        watched: the parameters by path into which writes are noted: all if there are `shadows`, else `copies`.
+        last: copies of stored leaves that were written into before, as the last step has left them.
     """
 
     def __init__(self, pipe: Pipeline, params: Leaves, current: CurrentState):
@@ -59,6 +71,10 @@ class StoredParameters:
         stored, viewed = current.state.leaves, pipe.road.renumbers_after_update
         self.leaves = [x for x in pipe.layout.leaves if viewed or params[x.path].dtype != stored[x.path].dtype]
         self.copies = {leaf.path: params[leaf.path] for leaf in self.leaves}
+        self.leaf_of = {leaf.path: leaf for leaf in pipe.layout.leaves}
+        self.shadows = _shadows(pipe)
+        self.watched = params if self.shadows else self.copies
+        self.last: dict[str, Tensor] = {}
         # Plain full parameters can be written directly, without a view of each.
         self.plain = set(map(type, params.values())) <= {Tensor, nn.Parameter}
         self.counts = self._counts()
@@ -92,6 +108,9 @@ class StoredParameters:
                     (self.counts[leaf.path],) = writes([p])
                 else:
                     stored.data = self.pipe.road.own(p.detach(), leaf)
+                    self.written(leaf.path)
+                    if leaf.path in self.watched:
+                        (self.counts[leaf.path],) = writes([p])
                 self.at[leaf.path] = p.data_ptr()
 
     @torch.no_grad()
@@ -108,7 +127,7 @@ class StoredParameters:
             for path, x in seen.items() if seen is not plain else ():
                 if x is not plain[path] and x.data_ptr() != plain[path].data_ptr():
                     plain[path].copy_(x)
-        if self.copies:
+        if self.watched:
             self.counts = self._counts()
 
     def store_writes(self) -> None:
@@ -116,17 +135,24 @@ class StoredParameters:
         if self.current.torn:
             return
         if self._counts() != self.counts:
-            for leaf in self.leaves:
-                self.store_writes_of(leaf)
+            with interrupts_held():
+                for path in self.watched:
+                    self.store_writes_of(path)
 
-    def store_writes_of(self, leaf: Leaf) -> bool:
-        """Store new writes into a parameter, if it is a copy. Return whether a write was counted."""
-        copy = self.copies.get(leaf.path)
-        if copy is None or self.current.torn or writes([copy]) == [self.counts[leaf.path]]:
-            return False
-        self._store(leaf)
-        (self.counts[leaf.path],) = writes([copy])
-        return True
+    def store_writes_of(self, path: str) -> None:
+        """Store new writes into a parameter, if it is watched."""
+        p = self.watched.get(path)
+        if p is None or self.current.torn:
+            return
+        (now,), before = writes([p]), self.counts[path]
+        if now == before:
+            return
+        if path in self.copies:
+            self._store(self.leaf_of[path])
+        elif now[0] != before[0] or path in self.last:
+            # Where only `p.data` was read, nothing tells whether it was written.
+            self.written(path)
+        (self.counts[path],) = writes([p])
 
     @torch.no_grad()
     def _store(self, leaf: Leaf) -> None:
@@ -134,7 +160,77 @@ class StoredParameters:
         master = self.current.state.leaves[leaf.path]
         new = store(self.views, self.params[leaf.path].detach(), leaf)
         copy, seen = self._both(leaf)
-        master.copy_(torch.where(copy == seen, master, new.to(master.dtype)))
+        changed = copy != seen
+        master.copy_(torch.where(changed, new.to(master.dtype), master))
+        self.written(leaf.path, changed)
+
+    @torch.no_grad()
+    def take(self, path: str, full: Tensor) -> None:
+        """Store values that are about to be written into a copy, whose dtype would round them."""
+        leaf = self.leaf_of[path]
+        if self.current.torn or full.shape != leaf.shape or self.pipe.road.renumbers_after_update:
+            return
+        # What was written before is stored first, since the copy shows it no longer afterwards.
+        self.store_writes_of(path)
+        master = self.current.state.leaves[path]
+        new = self.pipe.road.store(full.detach().to(master.device), leaf)
+        changed = new != master
+        master.copy_(new)
+        self.written(path, changed)
+
+    @torch.no_grad()
+    def written(self, path: str, changed: Tensor | None = None) -> None:
+        """Take anew what transforms keep of a stored leaf that was written into.
+
+        Args:
+            path: of the leaf.
+            changed: which of its elements; by default those that differ from `last`, or all.
+
+        Raises:
+            RuntimeError: this rank cannot, since the owner of the leaf keeps it whole, or it is kept in codes.
+        """
+        if not self.shadows:
+            return
+        state = self.current.state
+        new, last = state.leaves[path], self.last.get(path)
+        if changed is None:
+            changed = None if last is None else new != last
+            self.last[path] = new.clone()
+        if changed is not None and not changed.any():
+            return
+        # Nearly no program writes, and this module would be loaded for each.
+        from ..core.state_entries import entries
+
+        found = entries(state)
+        numbers = {(e.owner, e.slot): e.value for e in found if not e.of_leaf}
+        for e in found:
+            where, shadow = self.shadows.get((e.owner, e.slot), ("", None)) if e.path == path else ("", None)
+            if shadow is None:
+                continue
+            if shadow.due is not None:
+                owner = e.owner
+                if not shadow.due(lambda slot, at=where, owner=owner: numbers[owner, at + slot], int(state.step)):
+                    continue
+            if e.at_owner or e.value.shape != new.shape:
+                raise _cannot_follow(path, e.owner, shadow.slot, e.at_owner)
+            value = torch.zeros_like(e.value) if shadow.residual else new.to(e.value)
+            # Elements that the parameter's dtype does not tell from the new ones keep what is more exact.
+            other = changed if changed is not None or shadow.residual else e.value.to(new) != new
+            e.value.copy_(value if other is None else torch.where(other.to(e.value.device), value, e.value))
+
+    def note(self) -> None:
+        """Count writes from now on: a step or a load has written the stored leaves."""
+        if self.shadows:
+            self.counts = self._counts()
+            for path, x in self.last.items():
+                x.copy_(self.current.state.leaves[path])
+
+    def note_of(self, paths: Iterable[str]) -> None:
+        """As `note`, of these leaves, which were updated in backward."""
+        for path in paths if self.shadows else ():
+            (self.counts[path],) = writes([self.watched[path]])
+            if path in self.last:
+                self.last[path].copy_(self.current.state.leaves[path])
 
     def _both(self, leaf: Leaf) -> tuple[Tensor, Tensor]:
         """The rows of the copy that this rank stores, and the same rows computed from the master."""
@@ -143,7 +239,37 @@ class StoredParameters:
         return copy, seen.to(copy.dtype)
 
     def _counts(self) -> dict[str, Writes]:
-        return dict(zip(self.copies, writes(self.copies.values()), strict=True))
+        return dict(zip(self.watched, writes(self.watched.values()), strict=True))
+
+
+def _shadows(pipe: Pipeline) -> dict[tuple[str, str], tuple[str, Shadow]]:
+    """The slots that follow from a parameter, by the name of their transform and their own, each with its place."""
+    found: dict[tuple[str, str], tuple[str, Shadow]] = {}
+
+    def look(owner: str, part: Transform, layout: Layout, above: str) -> None:
+        def note(t: Transform, paths: Set[str], where: str) -> Transform:
+            found.update({(owner, above + where + one.slot): (above + where, one) for one in t.facts.shadows})
+            # `replace_innermost` does not look into a group with an update half of its own.
+            for key, (member, own) in {} if t.members_fn is None else t.members_by_key(layout.only(paths)).items():
+                look(owner, member, layout.only(own), f"{above}{where}{key}/")
+            return t
+
+        replace_innermost(part, note, layout)
+
+    for part in pipe.updates:
+        look(part.name, part, pipe.layout, "")
+    return found
+
+
+def _cannot_follow(path: str, owner: str, slot: str, at_owner: bool) -> RuntimeError:
+    why = "only the rank that owns the leaf has it, and whole" if at_owner else "it is kept in codes"
+    return RuntimeError(
+        explain(
+            f"a write into {path} of an attached model, whose copy {slot!r} in the state of {owner} would stay as it is",
+            f"{why}, so that it cannot follow the write, and the old values would win at the next update",
+            "the write before opt = zf.attach(model, tx), or opt.detach(), the write, and attach again",
+        )
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

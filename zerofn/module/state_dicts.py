@@ -55,6 +55,8 @@ def hook_state_dicts(
     units: Units | None,
     suspended: Callable[[], bool],
     undo: list[Callable[[], object]],
+    store: Callable[[str, Tensor], object] | None = None,
+    copies: Collection[str] = (),
 ) -> None:
     """Make state dicts of a sharded model return DTensors, inside `opt.gathered()` full tensors; and load both.
 
@@ -68,12 +70,15 @@ def hook_state_dicts(
         units: gathers its parameters, if they are sharded.
         suspended: whether parameters are now what the model computes with, inside `opt.gathered()`.
         undo: gets functions that remove the hooks.
+        store: stores values of a parameter that is a copy in another dtype. What is loaded would be rounded in it.
+        copies: the paths of such parameters.
     """
     views = [view for view in pipe.road.at_use if view.renumbers]
     other = {leaf.path for leaf in pipe.layout.leaves if any([view.changes(leaf) for view in views])}
     if units is not None:
         other |= {path for path, p in params.items() if not is_distributed(p)}
-    leaves = {id(params[leaf.path]): leaf for leaf in pipe.layout.leaves if units is not None or leaf.path in other}
+    hooked = [leaf for leaf in pipe.layout.leaves if units is not None or leaf.path in other or leaf.path in copies]
+    leaves = {id(params[leaf.path]): leaf for leaf in hooked}
 
     def give(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         caller = _calling_function()
@@ -81,6 +86,8 @@ def hook_state_dicts(
             entry: Any = state.get(prefix + name)
             x = entry
             if not isinstance(x, Tensor) or isinstance(x, nn.Parameter):
+                continue
+            if units is None and leaf.path not in other:
                 continue
             if suspended():
                 state[prefix + name] = as_local(x)
@@ -100,6 +107,10 @@ def hook_state_dicts(
             x = state.get(prefix + name)
             if isinstance(x, Tensor) and leaf.path in other:
                 _refuse("model.load_state_dict(...)", other)
+            if leaf.path in copies:
+                if store is not None and isinstance(x, Tensor) and not is_distributed(x) and not x.is_meta:
+                    store(leaf.path, x)
+                continue
             if is_distributed(x) and type(x).__module__ != FACES:
                 assert pipe.gathering is not None
                 rows = of_this_rank(x, [pipe.gathering.group])  # type: ignore[arg-type]

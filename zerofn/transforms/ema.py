@@ -10,6 +10,7 @@ from ..extend import (
     Facts,
     Layout,
     Leaves,
+    Shadow,
     Transform,
     TransformState,
     check_number,
@@ -26,7 +27,8 @@ def ema(decay: float) -> Transform:
 
     `average = decay * average + (1 - decay) * p`, starting from the initial parameters. Put it after the optimizer. The
     average is kept in fp32 or wider, since in 16 bits a decay of 0.999 would round to no change. Under sharding each
-    rank averages its shards and sends nothing. Read the average with `zf.full_params(tx, state, of="ema")`.
+    rank averages its shards and sends nothing. Weights that are loaded into an attached model before the first update are
+    initial parameters; later the average goes on from what it is. Read the average with `zf.full_params(tx, state, of="ema")`.
 
     Args:
         decay: in [0, 1).
@@ -52,5 +54,7 @@ def ema(decay: float) -> Transform:
         averages = {p: averages[p] for p in params}
         return params, {AVERAGE: over_leaves(lambda old, x: ctx.put(towards, old, x, weight), averages, params)}
 
-    facts = Facts(watches=True, sees_old=False, keeps=False, capturable=True)
+    # An average of many updates stays what it is. Before the first update it is the parameters.
+    first = Shadow(AVERAGE, due=lambda number, step: step == 0)
+    facts = Facts(watches=True, sees_old=False, keeps=False, capturable=True, shadows=(first,))
     return Transform("ema", needs="element", facts=facts, init_fn=init, update_fn=update)

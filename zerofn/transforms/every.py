@@ -20,6 +20,7 @@ from ..extend import (
     Prepared,
     Ranks,
     Scope,
+    Shadow,
     Spec,
     Transform,
     TransformState,
@@ -52,6 +53,9 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
     (Douillard et al., 2023, algorithm 1, with `outer=sgd(0.7, momentum=0.9, nesterov=True)`). An outer update does not
     change the state of the optimizer, such as its moments. The anchor starts as the parameters, which are equal on all
     ranks, and is kept in fp32 or wider.
+
+    Weights that are loaded into an attached model before the first update, or right after an outer update, become the
+    anchor. What is written between two outer updates counts as a change since the last one.
 
     Between two outer updates nothing is sent along `mesh`. In an outer update each rank sends its stored parameters (or
     its shards), in one all-reduce for each 32 MiB.
@@ -123,7 +127,9 @@ def every(updates: int, outer: Transform, mesh: Any = None, wire: torch.dtype | 
     def view(layout: Layout, ranks: Ranks) -> View:
         return View(update=partial(update, ranks("every", mesh)))
 
-    facts = Facts(watches=True, sees_old=False, keeps=False)
+    # Ranks have equal parameters after an outer update. In between what one rank writes is a part of its own steps.
+    equal = Shadow("anchor", due=lambda number, step: int(number(COUNT_OF_UPDATES)) % updates == 0)
+    facts = Facts(watches=True, sees_old=False, keeps=False, shadows=(equal,))
     halves: Any = dict(
         init_fn=init, prepare_fn=prepare, update_fn=partial(update, None), view_fn=view, through=_through
     )

@@ -10,6 +10,7 @@ from ..extend import (
     Context,
     Layout,
     Leaves,
+    Shadow,
     Transform,
     check_count,
     check_number,
@@ -74,6 +75,6 @@ def lookahead(transform: Transform, sync_period: int = 5, slow_step_size: float 
                 slow[path] = old if now is old else ctx.into(old, now)
             return back, {**new, AVERAGE: slow, COUNT_OF_UPDATES: counts}
 
-        return wrapped(inner, init, update)
+        return wrapped(inner, init, update, shadows=(*inner.facts.shadows, Shadow(AVERAGE)))
 
     return wrapped_optimizer("lookahead", transform, wrap)

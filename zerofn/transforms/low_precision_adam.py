@@ -21,6 +21,7 @@ from ..extend import (
     Leaves,
     Prepared,
     ScalarOrSchedule,
+    Shadow,
     Transform,
     TransformState,
     adam_,
@@ -115,6 +116,8 @@ def low_precision_adam(
         stored_kernel=(how.takes_stored, how.stored_kernel),
         counterpart=torch.optim.AdamW,
     )
+    if rounding == "kahan":
+        built = replace(built, facts=replace(built.facts, shadows=(Shadow("compensation", residual=True),)))
     return _checked(built, how)
 
 

@@ -24,6 +24,7 @@ from ..extend import (
     Ranks,
     Room,
     Scope,
+    Shadow,
     Spec,
     State,
     Transform,
@@ -150,7 +151,8 @@ def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transf
             rest |= ctx.into_each(olds_kept, dict(zip(paths, taken_apart(left, own), strict=True)))
         return stored, {**new, RESIDUAL: {path: rest[path] for path in out if path in rest}}
 
-    plain = replace(inner.facts, counterpart=None, torch_names=(), copies=not at_once)
+    shadows = (*inner.facts.shadows, Shadow(RESIDUAL, residual=True))
+    plain = replace(inner.facts, counterpart=None, torch_names=(), copies=not at_once, shadows=shadows)
     return replace(inner, facts=plain, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
 
 

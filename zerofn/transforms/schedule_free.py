@@ -17,6 +17,7 @@ from ..extend import (
     Leaves,
     Prepared,
     ScalarOrSchedule,
+    Shadow,
     Transform,
     TransformState,
     check_number,
@@ -195,4 +196,5 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
     def init_wide(leaves: Leaves, layout: Layout) -> TransformState:
         return inner.init_fn({path: wide_copy(x) for path, x in leaves.items()}, layout)
 
-    return wrapped(replace(inner, init_fn=init_wide), init, update, prepare)
+    shadows = (*inner.facts.shadows, Shadow("z"), Shadow(AVERAGE))
+    return wrapped(replace(inner, init_fn=init_wide), init, update, prepare, shadows=shadows)

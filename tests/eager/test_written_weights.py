@@ -1,0 +1,338 @@
+"""Weights that somebody writes into an attached model are those that training goes on from, whatever keeps copies.
+
+Some transforms keep slots that follow from a parameter (`Facts.shadows`). Who writes, through which chain, at which
+stage and on how many ranks must not matter: before the first step the run is that of a model attached with these
+weights. Later the slots are taken anew, which closed forms say in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from time_limits import limit
+from torch import Tensor, nn
+
+import zerofn as zf
+from zerofn.extend import Transform
+
+BF16 = torch.bfloat16
+LR = 0.125
+
+
+def model_of(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
+    with torch.no_grad():
+        for p in model.parameters():
+            # Numbers that bf16 has, for chains that store it.
+            p.copy_(p.to(BF16))
+    return model
+
+
+def others() -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model_of(1).named_parameters()}
+
+
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+def step(model: nn.Module, opt: zf.Optimizer) -> None:
+    model(X.to(next(model.parameters()).dtype)).float().square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+# ---- who writes ----
+
+
+def load(model: nn.Module, opt: zf.Optimizer, new: dict[str, Tensor]) -> None:
+    model.load_state_dict(new)
+
+
+def load_one_by_one(model: nn.Module, opt: zf.Optimizer, new: dict[str, Tensor]) -> None:
+    for name, x in new.items():
+        model.load_state_dict({name: x}, strict=False)
+
+
+def inside_gathered(model: nn.Module, opt: zf.Optimizer, new: dict[str, Tensor]) -> None:
+    with opt.gathered(), torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(new[name])
+
+
+def loaded_inside_gathered(model: nn.Module, opt: zf.Optimizer, new: dict[str, Tensor]) -> None:
+    with opt.gathered():
+        model.load_state_dict(new)
+
+
+@torch.no_grad()
+def by_copy(model: nn.Module, opt: zf.Optimizer, new: dict[str, Tensor]) -> None:
+    for name, p in model.named_parameters():
+        p.copy_(new[name])
+
+
+@torch.no_grad()
+def by_init(model: nn.Module, opt: zf.Optimizer, new: dict[str, Tensor]) -> None:
+    for name, p in model.named_parameters():
+        nn.init.zeros_(p)
+        p.add_(new[name])
+
+
+WRITERS = (load, load_one_by_one, inside_gathered, loaded_inside_gathered, by_copy, by_init)
+
+
+# ---- through which chain, at which stage ----
+
+
+def stored_in_bf16(*tx: Transform) -> tuple[Transform, ...]:
+    return (zf.precision(store_dtype=BF16), *tx)
+
+
+CHAINS: dict[str, Callable[[], tuple[Transform, ...]]] = {
+    "adamw": lambda: (zf.adamw(LR),),
+    "schedule_free(sgd)": lambda: (zf.schedule_free(zf.sgd(LR, momentum=0.5)),),
+    "schedule_free(adamw)": lambda: (zf.schedule_free(zf.adamw(LR)),),
+    "schedule_free_adamw": lambda: (zf.schedule_free_adamw(LR),),
+    "lookahead": lambda: (zf.lookahead(zf.sgd(LR, momentum=0.5), 2),),
+    "lookahead in bf16": lambda: stored_in_bf16(zf.lookahead(zf.sgd(LR), 2)),
+    "ema": lambda: (zf.adamw(LR), zf.ema(0.5)),
+    "masked ema": lambda: (zf.adamw(LR), zf.masked(zf.ema(0.5), lambda path: "weight" in path)),
+    "partition": lambda: (
+        zf.partition(
+            {"a": zf.schedule_free(zf.sgd(LR)), "b": zf.lookahead(zf.adamw(LR), 2)},
+            lambda path: "a" if path.startswith("0") else "b",
+        ),
+    ),
+    "clipped": lambda: (zf.clip_by_global_norm(0.5), zf.skip_nonfinite(), zf.lookahead(zf.adamw(LR), 2)),
+    "masters": lambda: (zf.precision(param_dtype=BF16, output_dtype=torch.float32), zf.schedule_free(zf.sgd(LR))),
+    "24 bits": lambda: (zf.precision(store_dtype="bf16+8"), zf.lookahead(zf.adamw(LR), 2)),
+    "kahan": lambda: stored_in_bf16(zf.low_precision_adam(LR, rounding="kahan")),
+    "offload": lambda: (zf.offload(zf.schedule_free(zf.adamw(LR))),),
+    "masters on the host": lambda: stored_in_bf16(zf.offload(zf.adamw(LR), compute="host", master_dtype=torch.float32)),
+}
+
+
+def at_stage(stage: int, chain: tuple[Transform, ...]) -> Transform:
+    """One backward for each update, so that sums have one term. At stage 1 sums need a cast before them."""
+    every, casts = zf.accumulate(1), [t for t in chain if t.name == "precision"]
+    rest = [t for t in chain if t.name != "precision"]
+    if stage == 1:
+        return zf.chain(*casts, every, zf.reduce_scatter(), *rest)
+    before = {0: [zf.all_reduce()], 2: [zf.reduce_scatter()], 3: [zf.shard()]}
+    return zf.chain(*before[stage], *casts, every, *rest)
+
+
+def numbers(opt: zf.Optimizer) -> dict[str, Tensor]:
+    found = {name: x.clone() for name, x in zf.full_params(opt.tx, opt.state).items()}
+    for of in [name for name, own in opt.state.transforms.items() if "average" in own]:
+        found |= {f"{of}/{name}": x.clone() for name, x in zf.full_params(opt.tx, opt.state, of=of).items()}
+    return found
+
+
+def differ(write: Callable[..., None], name: str, stage: int, in_backward: bool = False) -> list[str]:
+    """Where a run with weights that are written after attach is not that of a model attached with them."""
+    found = []
+    for late in (True, False):
+        model = model_of(0 if late else 1)
+        opt = zf.attach(model, at_stage(stage, CHAINS[name]()), in_backward=in_backward)
+        if late:
+            write(model, opt, others())
+        mine = [numbers(opt)] if not in_backward else []
+        for _ in range(3):
+            step(model, opt)
+            mine.append(numbers(opt))
+        found.append(mine)
+        opt.detach()
+    where = f"{name}, {write.__name__}, stage {stage}"
+    return [
+        f"{where}, step {i}, {key}: {float((a[key] - b[key]).abs().max())}"
+        for i, (a, b) in enumerate(zip(*found, strict=True))
+        for key in a
+        if not torch.equal(a[key], b[key])
+    ]
+
+
+def of_ranks(stages: tuple[int, ...], names: tuple[str, ...], writers: tuple[Callable[..., None], ...]) -> list[str]:
+    return [x for name in names for stage in stages for write in writers for x in differ(write, name, stage)]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_on_one_process(name):
+    assert of_ranks((0, 3), (name,), WRITERS) == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_on_two_ranks(stage):
+    names = ("schedule_free(sgd)", "lookahead", "ema", "partition", "masters", "24 bits")
+    for found in zf.launch(of_ranks, 2, (stage,), names, (load, inside_gathered, by_copy), timeout=limit()):
+        assert found == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_on_two_ranks_by_every_writer(stage):
+    for found in zf.launch(of_ranks, 2, (stage,), tuple(CHAINS), WRITERS, timeout=limit(400)):
+        assert found == []
+
+
+# ---- weights in a wider dtype than the copies that the model has ----
+
+
+def exact(seed: int) -> dict[str, Tensor]:
+    """Numbers that bf16 does not have."""
+    torch.manual_seed(seed)
+    return {name: torch.randn_like(p) for name, p in model_of().named_parameters()}
+
+
+def not_as_wide(stages: tuple[int, ...]) -> list[str]:
+    """Where masters are not what was loaded, to the last bit."""
+    bad = []
+    for stage in stages:
+        for write in (load, load_one_by_one, inside_gathered, loaded_inside_gathered):
+            model = model_of()
+            opt = zf.attach(model, at_stage(stage, CHAINS["masters"]()))
+            for seed in (2, 3):
+                write(model, opt, exact(seed))
+                bad += [
+                    f"{write.__name__}, stage {stage}, {key}"
+                    for key, x in numbers(opt).items()
+                    if not torch.equal(x, exact(seed)[key.rpartition("/")[2]])
+                ]
+                step(model, opt)
+            opt.detach()
+    return bad
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masters_take_loaded_weights_to_the_last_bit_at_every_stage(ranks):
+    for found in zf.launch(not_as_wide, ranks, (0, 1, 2, 3), timeout=limit()):
+        assert found == []
+
+
+def test_masters_of_what_does_not_fit_stay():
+    def run() -> None:
+        model = model_of()
+        opt = zf.attach(model, at_stage(0, CHAINS["masters"]()))
+        before = numbers(opt)
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict({"0.bias": torch.ones(7)}, strict=False)
+        assert all(torch.equal(x, before[key]) for key, x in numbers(opt).items())
+
+    run()
+
+
+# ---- writes between steps, against closed forms ----
+
+SHARE, PERIOD, PART = 0.5, 3, 0.5
+
+
+class Bowl(nn.Module):
+    """Its gradient is the distance from a target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Parameter(torch.randn(4, 2, dtype=torch.float64))
+        self.b = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.c = nn.Parameter(torch.randn(3, 2, dtype=torch.float64))
+
+    def forward(self) -> Tensor:
+        return sum(((p - 0.25).square().sum() / 2 for p in (self.a, self.b, self.c)), torch.zeros(()))
+
+
+# By step, the leaves that are written before it, and how. Of `a` a row, and then one more element; `b` as a whole;
+# `c` is clamped after every step, also where this changes nothing.
+def written(n: int, name: str, x: Tensor) -> Tensor | None:
+    x = x.clone()
+    if name == "a" and n == 2:
+        x[0] = 3.0
+    elif name == "a" and n == 4:
+        x[1, 1] = -2.0
+    elif name == "b" and n == 5:
+        x = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    elif name == "c" and n > 0:
+        x = x.clamp(-0.75, 0.5)
+    else:
+        return None
+    return x
+
+
+STEPS = 9
+
+
+def by_hand(kind: str) -> dict[str, Tensor]:
+    """Schedule-free SGD, Lookahead of SGD, or SGD with an average, with the rule for what was written."""
+    found = {}
+    for name, p in Bowl().named_parameters():
+        p = p.detach().clone()
+        copies = [p.clone(), p.clone()]
+        again = False
+        for n in range(STEPS):
+            if (new := written(n, name, p)) is not None:
+                changed = (new != p) if again else torch.ones_like(p, dtype=torch.bool)
+                if kind != "ema" or n == 0:
+                    copies = [torch.where(changed, new, x) for x in copies]
+                p, again = new, True
+            g = p - 0.25
+            if kind == "schedule_free":
+                z = copies[0] - LR * g
+                x = copies[1] + (z - copies[1]) / (n + 1)
+                p, copies = z + SHARE * (x - z), [z, x]
+            elif kind == "lookahead":
+                p = p - LR * g
+                if (n + 1) % PERIOD == 0:
+                    p = copies[1] + PART * (p - copies[1])
+                    copies[1] = p
+            else:
+                p = p - LR * g
+                copies[1] = copies[1] + 0.5 * (p - copies[1])
+        found |= {name: p, f"sgd/{name}": copies[1]}
+    return found
+
+
+KINDS: dict[str, Callable[[], tuple[Transform, ...]]] = {
+    "schedule_free": lambda: (zf.schedule_free(zf.sgd(LR), SHARE),),
+    "lookahead": lambda: (zf.lookahead(zf.sgd(LR), PERIOD, PART),),
+    "ema": lambda: (zf.sgd(LR), zf.ema(0.5)),
+}
+
+
+def far(kind: str, stage: int, in_backward: bool = False, read: bool = False) -> list[str]:
+    """Where a run with writes between its steps is not the one by hand."""
+    model = Bowl()
+    tx = zf.chain(*KINDS[kind]()) if in_backward else at_stage(stage, KINDS[kind]())
+    opt = zf.attach(model, tx, in_backward=in_backward)
+    for n in range(STEPS):
+        whole = zf.full_params(opt.tx, opt.state)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if (new := written(n, name, whole[name])) is not None:
+                    p.copy_(new)
+                if read:
+                    # Many programs log it. It writes nothing.
+                    p.data.norm()
+        model().backward()
+        opt.step()
+        opt.zero_grad()
+    mine, right = {key.replace("ema/", "sgd/"): x for key, x in numbers(opt).items()}, by_hand(kind)
+    opt.detach()
+    bad = [f"{kind}, stage {stage}, {key}" for key, x in mine.items() if (x - right[key]).abs().max() > 1e-12]
+    return bad if mine.keys() == right.keys() else [*bad, str(sorted(mine))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_writes_between_steps_on_one_process(kind, in_backward):
+    assert far(kind, 0, in_backward) == far(kind, 0, in_backward, read=True) == []
+
+
+def far_on_ranks() -> list[str]:
+    return [x for kind in KINDS for stage in (0, 1, 2, 3) for x in far(kind, stage, read=kind == "lookahead")]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_writes_between_steps_on_ranks(ranks):
+    for found in zf.launch(far_on_ranks, ranks, timeout=limit()):
+        assert found == []
