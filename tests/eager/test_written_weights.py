@@ -223,6 +223,19 @@ def test_masters_of_what_does_not_fit_stay():
     run()
 
 
+def test_a_copy_in_codes_cannot_follow_and_is_refused_by_name():
+    torch.manual_seed(0)
+    model = nn.Linear(512, 256, bias=False)
+    opt = zf.attach(model, zf.quantize(zf.schedule_free(zf.adamw(LR))))
+    new = {"weight": torch.ones(256, 512)}
+    model.load_state_dict(new)
+    model(torch.ones(1, 512)).square().mean().backward()
+    for ask in (opt.step, lambda: opt.state):
+        with pytest.raises(RuntimeError, match=r"(?s)a write into weight of .* keeps a copy, 'z'.*attach again"):
+            ask()
+    assert opt.detach().weight.equal(new["weight"])
+
+
 # ---- writes between steps, against closed forms ----
 
 SHARE, PERIOD, PART = 0.5, 3, 0.5

@@ -76,7 +76,9 @@ def leave(home: ResidentParams, steps: list[Callable[[], object]]) -> None:
 
 
 def _steps(home: ResidentParams) -> list[Callable[[], object]]:
-    steps: list[Callable[[], object]] = [home.stored_params.take_data, home.stored_params.store_writes]
+    at = home.stored_params
+    # What transforms keep of parameters has no use any more.
+    steps: list[Callable[[], object]] = [at.shadows.clear, at.take_data, at.store_writes]
     steps.append(home.gradients.forget_all)
     if home.units is not None:
         # A prefetched all-gather that nobody will use must end before its group is closed.

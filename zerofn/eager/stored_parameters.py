@@ -211,7 +211,7 @@ class StoredParameters:
                 owner = e.owner
                 if not shadow.due(lambda slot, at=where, owner=owner: numbers[owner, at + slot], int(state.step)):
                     continue
-            if e.at_owner or e.value.shape != new.shape:
+            if e.at_owner or e.below or e.value.shape != new.shape:
                 raise _cannot_follow(path, e.owner, shadow.slot, e.at_owner)
             value = torch.zeros_like(e.value) if shadow.residual else new.to(e.value)
             # Elements that the parameter's dtype does not tell from the new ones keep what is more exact.
@@ -265,8 +265,8 @@ def _cannot_follow(path: str, owner: str, slot: str, at_owner: bool) -> RuntimeE
     why = "only the rank that owns the leaf has it, and whole" if at_owner else "it is kept in codes"
     return RuntimeError(
         explain(
-            f"a write into {path} of an attached model, whose copy {slot!r} in the state of {owner} would stay as it is",
-            f"{why}, so that it cannot follow the write, and the old values would win at the next update",
+            f"a write into {path} of an attached model, of which {owner} keeps a copy, {slot!r}",
+            f"{why}, so it cannot follow the write, and the old values would win at the next update",
             "the write before opt = zf.attach(model, tx), or opt.detach(), the write, and attach again",
         )
     )

@@ -27,8 +27,10 @@ def ema(decay: float) -> Transform:
 
     `average = decay * average + (1 - decay) * p`, starting from the initial parameters. Put it after the optimizer. The
     average is kept in fp32 or wider, since in 16 bits a decay of 0.999 would round to no change. Under sharding each
-    rank averages its shards and sends nothing. Weights that are loaded into an attached model before the first update are
-    initial parameters; later the average goes on from what it is. Read the average with `zf.full_params(tx, state, of="ema")`.
+    rank averages its shards and sends nothing. Read the average with `zf.full_params(tx, state, of="ema")`.
+
+    Weights that you load into an attached model before the first update are initial parameters. If you load weights
+    later, the average goes on from what it is.
 
     Args:
         decay: in [0, 1).

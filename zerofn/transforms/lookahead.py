@@ -52,6 +52,10 @@ def lookahead(transform: Transform, sync_period: int = 5, slow_step_size: float 
         ...     state, _ = zf.update(tx, {"w": torch.ones(1)}, state)
         >>> state.params["w"]  # two steps forward, half the way back
         tensor([-1.])
+
+    Notes:
+        If you write into parameters of an attached model (`load_state_dict`, `opt.gathered()`, `p.copy_`), the slow
+        weights become what you wrote: the first time all of this leaf, from then on the elements that differ.
     """
     check_count("lookahead", "sync_period", sync_period, "updates")
     check_number("lookahead", "slow_step_size", slow_step_size, TINY, 1.0 + 1e-12)

@@ -80,6 +80,9 @@ def schedule_free(
 
     Notes:
         Statistics of BatchNorm are those of `y`. Compute them again for `x`.
+
+        If you write into parameters of an attached model (`load_state_dict`, `opt.gathered()`, `p.copy_`), `z` and `x`
+        become what you wrote: the first time all of this leaf, from then on the elements that differ.
     """
     check_number("schedule_free", "momentum", momentum, high=1.0)
     check_number("schedule_free", "r", r)
@@ -137,6 +140,9 @@ def schedule_free_adamw(
 
     Notes:
         Statistics of BatchNorm are those of `y`. Compute them again for `x`.
+
+        If you write into parameters of an attached model (`load_state_dict`, `opt.gathered()`, `p.copy_`), `z` and `x`
+        become what you wrote: the first time all of this leaf, from then on the elements that differ.
     """
     check_adam("schedule_free_adamw", lr, betas, eps, weight_decay)
     check_number("schedule_free_adamw", "r", r)
