@@ -195,7 +195,6 @@ class StoredParameters:
         new, last = state.leaves[path], self.last.get(path)
         if changed is None:
             changed = None if last is None else new != last
-            self.last[path] = new.clone()
         if changed is not None and not changed.any():
             return
         # Nearly no program writes, and this module would be loaded for each.
@@ -217,6 +216,8 @@ class StoredParameters:
             # Elements that the parameter's dtype does not tell from the new ones keep what is more exact.
             other = changed if changed is not None or shadow.residual else e.value.to(new) != new
             e.value.copy_(value if other is None else torch.where(other.to(e.value.device), value, e.value))
+        if last is not None or changed is None:
+            self.last[path] = new.clone()
 
     def note(self) -> None:
         """Count writes from now on: a step or a load has written the stored leaves."""
