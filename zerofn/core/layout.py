@@ -216,9 +216,7 @@ def not_a_parameter(leaf: Any) -> str | None:
     if isinstance(leaf, Tensor):
         if leaf.is_nested:
             return "a nested tensor, of rows of several lengths; give x.to_padded_tensor(0.0), or its rows, x.unbind()"
-        if leaf.is_complex():
-            return f"{leaf.dtype}; store the real and imaginary parts as two leaves (torch.view_as_real)"
-        if not leaf.is_floating_point():
+        if not leaf.is_floating_point() and not leaf.is_complex():
             return f"{leaf.dtype} has no gradient; keep it outside of the parameters"
         if leaf.dtype.itemsize < 2:
             return f"{leaf.dtype} is a format of storage without arithmetic; give at least 16 bits"
@@ -251,6 +249,63 @@ def check_own_memory(call: str, leaves: Mapping[str, Tensor]) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# A complex parameter is a leaf of real numbers: its real and imaginary parts, as `torch.optim` updates them.
+#
+# `make_layout`, `Layout.match` and `Layout.join` convert between a tree, whose tensors are complex, and leaves by path,
+# which are real. Behind them no transform, kernel or wire knows of complex numbers. Both parts of a number are in one
+# row, so they lie on one rank.
+
+
+def as_real(x: Tensor, leaf: Leaf, flat: bool = False) -> Tensor:
+    """The real and imaginary parts of a tensor of a complex leaf, on its memory; any other tensor as it is.
+
+    Args:
+        x: the whole leaf, or a flat shard of it.
+        leaf: the leaf.
+        flat: whether it is a shard.
+    """
+    if leaf.complex is None or not isinstance(x, Tensor) or not x.is_complex():
+        return x
+    parts = torch.view_as_real(x.resolve_conj())
+    if not x.ndim:
+        parts = parts.unsqueeze(0)
+    return parts.flatten(-2) if flat or x.shape != leaf.complex else parts
+
+
+def as_complex(x: Tensor, leaf: Leaf) -> Tensor:
+    """The inverse of `as_real`: of a whole leaf or a flat shard. A tensor of another shape is returned as it is.
+
+    It is on the same memory where torch allows it: at an even offset, in a dtype that complex numbers have.
+    """
+    if leaf.complex is None or not isinstance(x, Tensor) or x.is_complex() or x.dtype not in COMPLEX:
+        return x
+    if x.shape != leaf.shape and (x.ndim != 1 or x.numel() % 2):
+        return x
+    parts = x if x.shape == leaf.shape else x.unflatten(0, (-1, 2))
+    if x.device.type != "meta" and (
+        x.storage_offset() % 2 or parts.stride(-1) != 1 or any(map(_odd, parts.stride()[:-1]))
+    ):
+        parts = parts.contiguous().clone()
+    found = torch.view_as_complex(parts)
+    return found.view(leaf.complex) if x.shape == leaf.shape else found
+
+
+# The dtypes of the parts of complex numbers.
+COMPLEX = frozenset({torch.float16, torch.float32, torch.float64})
+
+
+def _odd(x: int) -> bool:
+    return bool(x % 2)
+
+
+def complex_form(leaf: Leaf) -> Leaf:
+    """A leaf as the user has it: of a complex tensor with its own shape and dtype; any other leaf as it is."""
+    return (
+        leaf if leaf.complex is None else replace(leaf, shape=leaf.complex, dtype=leaf.dtype.to_complex(), complex=None)
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # `Layout` is the structure of a parameter tree, `Leaf` is one parameter, `Placement` is how a leaf lies over ranks.
 
 
@@ -268,6 +323,8 @@ class Leaf:
         device: the type of the device of that tensor, for instance ``"cpu"``.
         trainable: whether a gradient is wanted.
         within: its place in a tensor that the model itself has cut (tensor parallelism).
+        complex: the shape of a complex tensor. The leaf then has its real and imaginary parts, in a last dimension, and
+            `shape`, `dtype` and `numel` are of these.
     """
 
     path: str
@@ -276,6 +333,7 @@ class Leaf:
     device: str
     trainable: bool = True
     within: Within | None = None
+    complex: torch.Size | None = None
 
     @property
     def numel(self) -> int:
@@ -363,6 +421,7 @@ class Layout:
         trained: the paths of the trainable leaves.
         every: the paths of all leaves.
         elements: the number of elements of all leaves together.
+        complexes: the leaves of complex tensors.
         numbered: the tree with the number of each position in its place, for a compiler.
         readable: whether torch's own library of trees knows the containers.
     """
@@ -381,6 +440,7 @@ class Layout:
     trained: tuple[str, ...] = field(init=False, repr=False, compare=False)
     every: frozenset[str] = field(init=False, repr=False, compare=False)
     elements: int = field(init=False, repr=False, compare=False)
+    complexes: tuple[Leaf, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", tuple([None if i < 0 else self.leaves[i].path for i in self.places]))
@@ -388,11 +448,13 @@ class Layout:
         object.__setattr__(self, "trained", tuple([leaf.path for leaf in self.trainable]))
         object.__setattr__(self, "every", frozenset([leaf.path for leaf in self.leaves]))
         object.__setattr__(self, "elements", sum([leaf.numel for leaf in self.leaves]))
+        object.__setattr__(self, "complexes", tuple([leaf for leaf in self.leaves if leaf.complex is not None]))
         object.__setattr__(self, "numbered", unflatten(self.spec, list(range(len(self.places)))))
         object.__setattr__(self, "readable", set(map(type, pytree.tree_leaves(self.numbered))) <= {int})
 
     def join(self, leaves: Mapping[str, Any]) -> Tree:
         """The tree with `leaves[path]` at its place, a tied tensor at each of its places."""
+        leaves = self.given_form(leaves)
         flat = list(map(leaves.get, self.at))  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
             return pytree.tree_map(lambda i: flat[i], self.numbered)
@@ -400,6 +462,7 @@ class Layout:
 
     def join_once(self, leaves: Mapping[str, Any]) -> Tree:
         """As `join`, with `None` at all places of a tied tensor but the first, so that a sum counts it once."""
+        leaves = self.given_form(leaves)
         first: set[int] = set()
         flat = []
         for i in self.places:
@@ -407,17 +470,36 @@ class Layout:
             first.add(i)
         return unflatten(self.spec, flat)
 
+    def given_form(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leaves by path, those of complex tensors as complex tensors."""
+        if not self.complexes:
+            return leaves
+        return {**leaves, **{x.path: as_complex(leaves[x.path], x) for x in self.complexes if x.path in leaves}}
+
     def tied(self, leaf: Leaf) -> bool:
         """Whether the leaf is at several places of the tree."""
         return len(self.places) > len(self.leaves) and self.places.count(self.leaves.index(leaf)) > 1
 
     def match(self, tree: Tree, what: str, right: str) -> list[tuple[int, str, Any]]:
-        """The entries of `tree` at the positions of this layout: (index of leaf, path, entry)."""
+        """The entries of `tree` at the positions of this layout: (index of leaf, path, entry).
+
+        Complex tensors come as their real and imaginary parts.
+        """
         try:
             entries = self.spec.flatten_up_to(tree)
         except (ValueError, TypeError) as error:
             raise ValueError(_structure_message(self, tree, what, right)) from error
-        return [(i, p, e) for i, p, e in zip(self.places, self.paths, entries, strict=True) if i >= 0]
+        found = [(i, p, e) for i, p, e in zip(self.places, self.paths, entries, strict=True) if i >= 0]
+        if not self.complexes:
+            return found
+        # A shard of a leaf of one element may have the shape of the leaf.
+        cut = self.placement.size > 1 and self.placement.unreduced is None
+        # A tensor at several places stays one tensor.
+        parts: dict[int, Any] = {}
+        for i, _, e in found:
+            if id(e) not in parts:
+                parts[id(e)] = as_real(e, self.leaves[i], flat=cut and isinstance(e, Tensor) and e.ndim == 1)
+        return [(i, p, parts[id(e)]) for i, p, e in found]
 
     def only(self, paths: Set[str]) -> Layout:
         """The layout of only the leaves in `paths`."""
@@ -430,7 +512,7 @@ class Layout:
     def map_places(self, fn: Callable[[Leaf, Tensor], Tensor], tree: Tree) -> Tree:
         """`fn(leaf, tensor)` at every position by itself: to torch.func tied places are separate variables."""
         entries = self.match(tree, "these are not the stored parameters of this state", "state.params")
-        done = iter([fn(self.leaves[i], entry) for i, _, entry in entries])
+        done = iter([as_complex(fn(self.leaves[i], entry), self.leaves[i]) for i, _, entry in entries])
         return unflatten(self.spec, [None if i < 0 else next(done) for i in self.places])
 
 
@@ -484,7 +566,7 @@ def make_layout(
         wrapped: by path, names in a model whose modules are wrapped, where these differ.
 
     Raises:
-        TypeError: a leaf is no floating-point tensor; every such leaf is named.
+        TypeError: a leaf is no floating-point or complex tensor; every such leaf is named.
         ValueError: the tree has no leaf, or two leaves have the same path.
     """
     entries, spec = flatten(params)
@@ -509,7 +591,12 @@ def make_layout(
             first[id(tensor)] = len(leaves)
             places.append(len(leaves))
             of = None if within is None else within.get(path)
-            leaves.append(Leaf(path, tensor.shape, tensor.dtype, tensor.device.type, trainable(path), of))
+            leaf = Leaf(path, tensor.shape, tensor.dtype, tensor.device.type, trainable(path), of)
+            if tensor.is_complex():
+                own, leaf = tensor.shape, replace(leaf, complex=tensor.shape)
+                tensor = as_real(tensor, leaf)
+                leaf = replace(leaf, shape=tensor.shape, dtype=tensor.dtype, complex=own)
+            leaves.append(leaf)
             tensors[path] = tensor
     names = tuple([wrapped.get(path, path) for path in paths]) if wrapped else ()
     return canonical(Layout(tuple(leaves), tuple(places), tuple(paths), spec, wrapped=names)), tensors

@@ -491,6 +491,36 @@ def check_model_parts(parts: Sequence[Transform], layout: Layout, where: str, at
         raise ValueError(bad_leaves(f"{where}: the model itself is cut over ranks", bad, TOGETHER))
 
 
+BESIDE_COMPLEX = (
+    'zf.partition({"complex": zf.adamw(lr=1e-3), "rest": ...}, labels=lambda path: ...), by which complex leaves\n'
+    "         get a transform of elements, such as adamw, sgd, lion; or a real parameter p of a last dimension of 2,\n"
+    "         and torch.view_as_complex(p) in forward, for a transform that is to see it as it is stored"
+)
+
+
+def check_complex(parts: Sequence[Transform], layout: Layout, where: str) -> None:
+    """Refuse transforms that see rows or whole leaves of complex parameters, of which they would see pairs of numbers.
+
+    Raises:
+        ValueError: every such leaf is named.
+    """
+    dtypes = {leaf.path: leaf.dtype.to_complex() for leaf in layout.complexes if leaf.trainable}
+    bad: list[tuple[str, str]] = []
+
+    def look(t: Transform, paths: Set[str], place: str) -> Transform:
+        for path in [path for path in dtypes if t.needs not in OF_PIECES and path in paths]:
+            why = "which of a complex parameter are of real and imaginary parts"
+            bad.append((path, f"{dtypes[path]}, and {t.name} needs {NEEDED[t.needs]} (needs={t.needs!r}), {why}"))
+        return t
+
+    for part in parts:
+        replace_innermost(part, look, layout)
+    if bad:
+        raise ValueError(
+            bad_leaves(f"{where}: a transform that has no meaning for complex numbers", bad, BESIDE_COMPLEX)
+        )
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # `pipeline` resolves a chain for a tree of parameters: it finds which views have an effect, and how leaves lie over
 # ranks.
@@ -550,6 +580,8 @@ def pipeline(
     check_axes(reduced)
     check_model_axes(reduced, model)
     check_model_parts(parts, layout, where, bool(model))
+    if layout.complexes:
+        check_complex(parts, layout, where)
     model = tuple([group for group in model if group.size > 1])
     scaled_by = tuple([name for name, _ in factors])
     stations = survey(layout.leaves, parts, views, dtypes, scaled_by, talking)

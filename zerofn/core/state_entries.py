@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY
 from ..ranks.group import Group
-from .layout import Within, rows_between
+from .layout import COMPLEX, Leaf, Within, as_complex, rows_between
 from .state import State
 from .tree import Name, named, renamed
 
@@ -108,6 +108,21 @@ def entries(state: State) -> list[Entry]:
         slots += [(owner, slot, below, found[slot, below]) for slot, below in order]
     slots += [("", "step", "", {None: state.step}), ("", "micro_step", "", {None: state.micro_step})]
     return [e for owner, slot, below, values in slots for e in _slot(state, owner, slot, below, values)]
+
+
+def in_given_form(e: Entry, leaves: Mapping[str, Leaf]) -> Entry:
+    """The entry of a complex parameter as a complex tensor on the same memory; any other entry as it is.
+
+    Args:
+        e: the entry.
+        leaves: the leaves of complex parameters, by path.
+    """
+    leaf = leaves.get(e.path) if e.of_leaf else None
+    if leaf is None or tuple(e.shape) != leaf.shape or e.value.dtype not in COMPLEX or e.value.storage_offset() % 2:
+        return e
+    assert leaf.complex is not None
+    offset = None if e.offset is None else e.offset // 2
+    return replace(e, value=as_complex(e.value, leaf), shape=tuple(leaf.complex), offset=offset)
 
 
 def _slot(state: State, owner: str, slot: str, below: str, values: Mapping[str | None, Any]) -> list[Entry]:

@@ -23,7 +23,7 @@ from .._compat.functorch import (
 from .._errors import explain
 from .._profiler_ranges import VIEW, ranged
 from ..ranks.group import Group
-from .layout import Layout, Leaf
+from .layout import Layout, Leaf, as_complex, as_real
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `Dtypes` says in which dtypes parameters are stored and seen, and gradients are reduced and accumulated.
@@ -54,8 +54,8 @@ class Dtypes:
     by_path: Mapping[str, Dtypes] = field(default_factory=dict)
 
     def of(self, leaf: Leaf) -> Dtypes:
-        """The dtypes of one leaf."""
-        return self.by_path.get(leaf.path, self)
+        """The dtypes of one leaf. Complex tensors are not cast."""
+        return AS_IT_IS if leaf.complex is not None else self.by_path.get(leaf.path, self)
 
     def stored(self, leaf: Leaf) -> torch.dtype:
         """The dtype of the leaf in the state."""
@@ -88,6 +88,9 @@ class Dtypes:
         every = (self, *self.by_path.values())
         given = [x for d in every for x in (d.param_dtype, d.store_dtype, d.output_dtype, d.buffers)]
         return any(x is not None for x in given)
+
+
+AS_IT_IS = Dtypes()
 
 
 def summable(dtype: torch.dtype) -> torch.dtype:
@@ -545,6 +548,9 @@ class LeafView:
 
     def forth(self, x: Tensor, scale: Tensor | None) -> Tensor:
         """Map the stored parameter to the one that the model sees."""
+        if self.stages and x.is_complex():
+            # An attached model has complex parameters, of which views see the parts.
+            return as_complex(self.forth(as_real(x, self.leaf), scale), self.leaf)
         seen = see(self.stages, x, self.leaf) if self.stages else x
         if seen is not x:
             return seen
@@ -554,6 +560,8 @@ class LeafView:
 
     def back(self, g: Tensor, scale: Tensor | None) -> Tensor:
         """Map a cotangent of the seen parameter to the true gradient of the stored one."""
+        if self.stages and g.is_complex():
+            return as_complex(self.back(as_real(g, self.leaf), scale), self.leaf)
         narrow = g
         if self.stages:
             stages = self.stages if scale is None else [stage for stage in self.stages if stage.dtypes is None]

@@ -39,12 +39,14 @@ from ..kernels.recording import recorded
 from ..module.attach_checks import (
     Owner,
     check_alone,
+    check_complex_ways,
     check_free,
     check_hookable,
     check_initialised,
     check_not_distributed,
     check_trainable,
 )
+from ..module.complex_parameters import parts_of
 from ..ranks.dtensor import is_distributed
 from ..ranks.process_groups import lease, together
 from .accumulation_window import AccumulationWindow
@@ -170,7 +172,9 @@ class Watch:
         self.params = shown
         self.frozen = self._frozen()
         # The memory of a DTensor is that of its local tensor.
-        self.tensors = [params[path] for path in self.paths]
+        self.tensors = [
+            shown[p] if shown[p].is_complex() and not is_distributed(shown[p]) else params[p] for p in self.paths
+        ]
         self.shown = [shown[path] for path in self.paths]
         self.devices = [x.device for x in self.shown]
         # Submodules are watched too: one that is put in later would run and not be trained.
@@ -398,7 +402,11 @@ class Attachment:
             tx, groups, within = fully.chain(tx), fully.groups, fully.within
         layout, params = make_layout(named, held.__contains__, within, names_with_wrappers(model))
         check_trainable(layout)
-        self.params = params
+        self.params, shown = params, None
+        if layout.complexes:
+            check_complex_ways(layout, fully is not None, start is not from_values)
+            params, shown = parts_of(layout, params, named)
+            self.params = shown
         if fully is not None:
             from ..module.fully_sharded import with_shapes
 
@@ -432,7 +440,7 @@ class Attachment:
                 # Only models whose gradients leave `p.grad`, or are shards there, need this module.
                 from .over_ranks import hook
             unchanged = functools.partial(_check, myself)
-            self.home = ResidentParams(model, pipe, params, context, unchanged, start, hook, fully)
+            self.home = ResidentParams(model, pipe, params, context, unchanged, start, hook, fully, shown)
             try:
                 self.home.install()
             except BaseException as error:

@@ -30,6 +30,7 @@ from .resident_params import OwnGradients
 from .step_agreement import MARKS, StepAgreement
 
 if TYPE_CHECKING:
+    from ..module.complex_parameters import ComplexParameters
     from ..module.sharded_parameter import ModelFaces
 from .stored_parameters import StoredParameters
 
@@ -59,7 +60,7 @@ class GradientHooks:
         pipe: its pipeline.
         params: its parameters by path, in their resident form.
         shown: by path, the parameters that the model has, whose gradients these are.
-        faces: converts gradients of sharded parameters, which are DTensors.
+        faces: converts gradients of parameters that are DTensors, or complex.
         channels: its process groups.
         in_backward: updates leaves as their gradients arrive, if the model was attached so.
         store_writes: stores writes by hand into a parameter, before its update.
@@ -81,7 +82,7 @@ class GradientHooks:
         pipe: Pipeline,
         params: Leaves,
         shown: Leaves,
-        faces: ModelFaces | None,
+        faces: ModelFaces | ComplexParameters | None,
         channels: Channels,
         in_backward: InBackward | None,
         store_writes: Callable[[str], object],

@@ -19,7 +19,7 @@ from ..sharded.guarded_parameter import Asks
 from ..sharded.units import UnitPlans, split
 from .gradients import GradientHooks, MicroStep
 from .resident_params import ResidentParams
-from .sharded_states import as_dtensors, as_shards, gathering_of_states
+from .sharded_states import as_complex_numbers, as_dtensors, as_shards, gathering_of_states
 from .step_agreement import StepAgreement, WholeParameters
 
 if TYPE_CHECKING:
@@ -31,9 +31,15 @@ def hook(home: ResidentParams) -> None:
     pipe, params, channels = home.pipe, home.params, home.channels
     late: list[weakref.ref[Units]] = []
     faces = _faces(home, late)
-    leaves = params if faces is None else faces.shown
     hooks = GradientHooks(
-        pipe, params, leaves, faces, channels, home.in_backward, home.stored_params.store_writes_of, home.undo
+        pipe,
+        params,
+        home.shown,
+        faces or home.complexes(),
+        channels,
+        home.in_backward,
+        home.stored_params.store_writes_of,
+        home.undo,
     )
     home.units, blocks = _units(home, hooks.accept, faces)
     hooks.units = home.units
@@ -53,7 +59,7 @@ def hook(home: ResidentParams) -> None:
         home.state_views = as_dtensors(home.fully_sharded)
         return
     by = gathering_of_states(pipe, channels.control, lambda: home.left) if faces is None else faces.by
-    home.state_views = None if by is None else as_shards(by)
+    home.state_views = as_complex_numbers(pipe.layout) if by is None else as_shards(by)
     label(home.undo, home.model, pipe, home.shown, home.units, home.context is not None, asks, faces)
 
 

@@ -24,6 +24,7 @@ from ..core.rank_agreement import agree_on_chain, agree_on_start, check_finite
 from ..core.state import State, averages_of
 from ..core.transform import TransformState
 from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers, needs_boundary
+from ..module.complex_parameters import ComplexParameters
 from ..ranks.group import Group
 from .channels import open_channels
 from .current_state import CurrentState
@@ -268,8 +269,8 @@ class OwnGradients:
 
     def __init__(self, pipe: Pipeline, params: Leaves, stored_params: StoredParameters):
         self.pipe, self.stored_params = pipe, stored_params
-        # Where parameters are DTensors, these convert their gradients.
-        self.faces: ModelFaces | None = None
+        # Where parameters are DTensors, or complex, these convert their gradients.
+        self.faces: ModelFaces | ComplexParameters | None = None
         self.trainable = {leaf.path: params[leaf.path] for leaf in pipe.layout.trainable}
 
     def grads(self) -> Leaves:
@@ -361,9 +362,11 @@ class ResidentParams:
         start: returns their first values.
         hook: hooks parameters and modules, and sets `gradients`.
         fully_sharded: the model, if FSDP2 gathers its parameters and reduces their gradients.
+        shown: by path, the parameters that the model has, if some are complex: `params` have their parts.
 
     Attributes:
-        shown: by path, the parameters that the model has: `params`, or DTensors of which `params` have the rows.
+        shown: by path, the parameters that the model has: `params`, complex ones, or DTensors of which `params` have
+            the rows.
         faces: the DTensors that are in the places of sharded parameters; `None` where there are none.
         current: the current state.
         is_full: whether full parameters are in the places of shards or copies, within `gathered`.
@@ -387,10 +390,11 @@ class ResidentParams:
         start: Start,
         hook: Callable[[ResidentParams], None],
         fully_sharded: FullySharded | None = None,
+        shown: Leaves | None = None,
     ):
         self.fully_sharded = fully_sharded
         self.faces: ModelFaces | None = None
-        self.shown: Leaves = params if fully_sharded is None else fully_sharded.parameters
+        self.shown: Leaves = (shown or params) if fully_sharded is None else fully_sharded.parameters
         self.context, self.unchanged, self.start = context, unchanged, start
         self.hook = hook
         self.current, self.is_full = CurrentState(), False
@@ -401,7 +405,7 @@ class ResidentParams:
         self.in_backward = None if context is None else _in_backward(pipe, self.current, context)
         self.buffers = dtypes_of_buffers(model, pipe.dtypes)
         if pipe.gathering is not None:
-            refuse_gradients(params)
+            refuse_gradients(self.shown)
         # There is no state yet, so `start` gets the pipeline whose views are not bound to one.
         self.make = start(self.unread, params)
         self.channels = open_channels(pipe, gathers=fully_sharded is None)
@@ -484,6 +488,11 @@ class ResidentParams:
                 self.model, self.shown, self.pipe, None, lambda: views.suspended, self.undo, of.take, of.copies
             )
 
+    def complexes(self) -> ComplexParameters | None:
+        """Converts gradients of complex parameters; `None` where there are none."""
+        layout = self.pipe.layout
+        return ComplexParameters(layout, self.shown) if layout.complexes else None
+
     def lie_elsewhere(self) -> None:
         """Forget what was prepared for compiled calls: parameters have other memory from now on."""
         if self.boundary is not None and self.boundary.compiled is not None:
@@ -546,7 +555,12 @@ class ResidentParams:
 def hook_one_process(home: ResidentParams) -> None:
     """Hook a model whose gradients stay in `p.grad` until a step takes them."""
     home.hook_modules([])
-    home.gradients = OwnGradients(home.pipe, home.params, home.stored_params)
+    home.gradients = OwnGradients(home.pipe, home.shown, home.stored_params)
+    home.gradients.faces = home.complexes()
+    if home.pipe.layout.complexes:
+        from .sharded_states import as_complex_numbers
+
+        home.state_views = as_complex_numbers(home.pipe.layout)
 
 
 def _in_backward(pipe: Pipeline, current: CurrentState, context: Callable[[], Context]) -> InBackward:
@@ -561,7 +575,8 @@ def _unfrozen(home: ResidentParams, trained: Iterable[str]) -> Iterator[None]:
     with torch.DisableTorchFunctionSubclass():
         frozen = [path for path in trained if not home.params[path].requires_grad]
         for path in frozen:
-            home.params[path].requires_grad_(True)
+            for p in (home.params[path], home.shown[path]):
+                p.requires_grad_(True)
     try:
         yield
     finally:

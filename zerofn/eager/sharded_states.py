@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.layout import Leaf, span
+from ..core.layout import COMPLEX, Layout, Leaf, as_complex, complex_form, span
 from ..core.pipeline import Pipeline
 from ..core.state import State
 from ..core.state_entries import entries, held_by_owners
@@ -73,9 +73,20 @@ class StateViews(Generic[T]):
         return x if of is None else self.show(x, of)
 
 
-def as_shards(gathering: Gathering) -> StateViews[Origin | tuple[str, torch.Size]]:
+def as_shards(gathering: Gathering) -> StateViews[Origin | Leaf | tuple[str, torch.Size]]:
     """Shows tensors that are sharded like their parameters as DTensors."""
     return StateViews(lambda state: _origins(state, gathering), _as_shard)
+
+
+def as_complex_numbers(layout: Layout) -> StateViews[Leaf] | None:
+    """Shows tensors of complex parameters as complex ones, as torch's optimizers have them; `None` without any."""
+    leaves = {leaf.path: leaf for leaf in layout.complexes}
+    if not leaves:
+        return None
+    return StateViews(
+        lambda state: {id(e.value): leaves[e.path] for e in entries(state) if e.path in leaves and e.owner != "params"},
+        as_complex,
+    )
 
 
 def as_dtensors(model: FullySharded) -> StateViews[str]:
@@ -85,32 +96,40 @@ def as_dtensors(model: FullySharded) -> StateViews[str]:
     )
 
 
-def _as_shard(x: Tensor, of: Origin | tuple[str, torch.Size]) -> Tensor:
+def _as_shard(x: Tensor, of: Origin | Leaf | tuple[str, torch.Size]) -> Tensor:
+    if isinstance(of, Leaf):
+        return as_complex(x, of)
     # A rank that is not the owner has one expanded number, into which nothing could be written. It is shown as zeros.
     x = x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     from ..sharded.face import Origin, wrap
 
-    return wrap(x, of) if isinstance(of, Origin) else opaque(x, *of, OF_STATES)
+    if not isinstance(of, Origin):
+        return opaque(x, *of, OF_STATES)
+    return wrap(torch.view_as_complex(x.view(-1, 2)) if of.leaf.dtype.is_complex else x, of)
 
 
-def _origins(state: State, by: Gathering) -> dict[int, Origin | tuple[str, torch.Size]]:
-    """id(state tensor) -> what it is of, for state that is sharded; a name and a shape, where it lies otherwise."""
+def _origins(state: State, by: Gathering) -> dict[int, Origin | Leaf | tuple[str, torch.Size]]:
+    """id(state tensor) -> what it is of, for state that is sharded; a name and a shape, where it lies otherwise.
+
+    A tensor of a complex parameter that is not sharded has its leaf.
+    """
     from ..sharded.face import Origin
 
     leaves: dict[str, Leaf] = {leaf.path: leaf for leaf in state.layout.leaves if leaf.within is None}
     group = by.wire.group
-    found: dict[int, Origin | tuple[str, torch.Size]] = {}
+    found: dict[int, Origin | Leaf | tuple[str, torch.Size]] = {}
     for e in entries(state):
         leaf = leaves.get(e.path)
         if leaf is None or e.owner == "params" or e.at_owner or not isinstance(e.value, Tensor):
             continue
         if e.offset is None and not e.of_part:
+            found.update({id(e.value): leaf} if leaf.complex is not None else {})
             continue
         how = f"opt.state[p][{e.slot!r}]"
         chunk = span(leaf.shape, group.rank, group.size)
         mine = None if e.offset is None else (e.offset, e.offset + e.value.numel())
         if mine == by.wire.span(leaf) == chunk:
-            found[id(e.value)] = Origin(how, leaf, by)
+            found[id(e.value)] = Origin(how, complex_form(leaf) if e.value.dtype in COMPLEX else leaf, by)
         else:
             found[id(e.value)] = f"{how} of the sharded parameter {e.path}", torch.Size(e.shape)
     for slot, path, x, rank in held_by_owners(state):

@@ -18,6 +18,7 @@ from ..core.layout import Layout, Leaf, Leaves
 from ..core.pipeline import Pipeline
 from ..core.transform import Transform
 from ..core.view import same_tensor, see, store
+from ..module.complex_parameters import follow
 from .current_state import CurrentState
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -313,6 +314,7 @@ def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
     """
     if pipe.gathering is None:
         p.data = x
+        follow(p)
         return
 
     def refuse(grads: Any) -> None:
@@ -334,6 +336,7 @@ def put(pipe: Pipeline, p: Tensor, x: Tensor, since: str | None) -> None:
         other = torch.float16 if p.dtype != torch.float16 else torch.float32
         Tensor.data.__set__(p, p.new_empty(0, dtype=other))  # type: ignore[attr-defined]
         Tensor.data.__set__(p, x)  # type: ignore[attr-defined]
+        follow(p)
 
 
 @torch.no_grad()

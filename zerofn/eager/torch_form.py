@@ -26,7 +26,15 @@ from ..core.facts import COUNT
 from ..core.layout import rows_between
 from ..core.pipeline import Pipeline
 from ..core.state import LeafTensors, State
-from ..core.state_entries import Entry, cut_as_by_torch, entries, has_unknown_leaf, of_rank, rebuild
+from ..core.state_entries import (
+    Entry,
+    cut_as_by_torch,
+    entries,
+    has_unknown_leaf,
+    in_given_form,
+    of_rank,
+    rebuild,
+)
 from ..core.transform import Transform
 from ..core.tree import flatten, tree_keys
 from ..ranks.collectives import all_reduce_
@@ -105,7 +113,9 @@ class Names:
         own = {e.owner for e in found if placement.size > 1 and e.owner not in self.apart and has_unknown_leaf(e)}
         self.rank = of_rank(self.pipe.groups[0].ranks[self.pipe.groups[0].rank]) if self.pipe.groups else of_rank(0)
         values = iter([None] * len(found) if self.values is None else self.values)
-        made = rebuild(self.state, lambda e: NamedEntry(e, next(values), e.owner in own), elsewhere=True)
+        leaves = {leaf.path: leaf for leaf in self.state.layout.complexes}
+        name = lambda e: NamedEntry(in_given_form(e, leaves), next(values), e.owner in own)  # noqa: E731
+        made = rebuild(self.state, name, elsewhere=True)
         self.leaves = {}
         for optimizer, group in zip(self.groups.optimizers, self.groups.groups, strict=True):
             for p in group["params"]:
@@ -282,7 +292,8 @@ def placed(state: State, cutting: Sequence[Group]) -> list[Any]:
         state: over several ranks, or of one process.
         cutting: the ranks that leaves are cut over, one axis after the other.
     """
-    found = entries(state)
+    leaves = {leaf.path: leaf for leaf in state.layout.complexes}
+    found = [in_given_form(e, leaves) for e in entries(state)]
     single = cutting[0] if len(cutting) == 1 and cut_as_by_torch(state, cutting) else None
     apart = state.layout.placement.apart
     sums = [e.of_leaf and e.owner in apart and isinstance(e.value, Tensor) for e in found]

@@ -81,6 +81,20 @@ def check_not_distributed(named: dict[str, nn.Parameter]) -> None:
         )
 
 
+def check_complex_ways(layout: Layout, fully_sharded: bool, made: bool) -> None:
+    """Refuse complex parameters where they would have to be cut by others, or made anew."""
+    if not fully_sharded and not made:
+        return
+    where, right = "zf.materialize", "the model on its device, and zf.attach(model, tx)"
+    if fully_sharded:
+        where, right = (
+            "attach of a model of fully_shard",
+            "zf.attach(model, zf.chain(zf.shard(), ...)) of the plain model",
+        )
+    bad = [(leaf.path, f"{leaf.dtype.to_complex()}") for leaf in layout.complexes]
+    raise ValueError(bad_leaves(f"{where}: complex parameters", bad, right))
+
+
 def check_trainable(layout: Layout) -> None:
     """Refuse a model without a trainable parameter: no step could ever be made."""
     if not layout.leaves:

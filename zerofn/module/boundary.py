@@ -31,6 +31,7 @@ from .._compat.functorch import NOT_WRAPPED, functorch_active, innermost, is_wra
 from .._compat.tensors import base_of, has_ended
 from .._errors import bad_leaves, explain
 from .._interrupts import interrupts_held
+from ..core.layout import complex_form
 from ..core.pipeline import Pipeline
 from ..core.view import EdgeMap, LeafView, View, cast_to, crosses, differentiable, divided, is_cast, multiplied
 from ..ranks.dtensor import is_distributed
@@ -325,11 +326,12 @@ def _of_another(view: LeafView, given: Tensor) -> LeafView:
                 "torch.func.grad(lambda params: loss(functional_call(model, params, (x,))))(params)",
             )
         )
-    if given.shape != view.leaf.shape:
+    shape = complex_form(view.leaf).shape
+    if given.shape != shape:
         raise RuntimeError(
             bad_leaves(
                 "a call of a sharded model with other parameters (torch.func.functional_call) takes full ones",
-                [(view.leaf.path, f"given in shape {tuple(given.shape)}, in full it is {tuple(view.leaf.shape)}")],
+                [(view.leaf.path, f"given in shape {tuple(given.shape)}, in full it is {tuple(shape)}")],
                 "with opt.gathered(): params = {n: p.clone() for n, p in model.named_parameters()}",
             )
         )

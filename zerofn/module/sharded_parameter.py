@@ -30,8 +30,8 @@ from .._compat.tensors import (
     spec_of,
     write_grad,
 )
-from .._errors import explain
-from ..core.layout import Layout, Leaf, Leaves, span
+from .._errors import bad_leaves, explain
+from ..core.layout import Layout, Leaf, Leaves, as_complex, as_real, complex_form, span
 from ..sharded.face import (
     AfterGradients,
     Face,
@@ -48,6 +48,7 @@ from ..sharded.face import (
 )
 from ..sharded.guarded_parameter import Asks, GuardedParameter, in_memory
 from ..sharded.torch_functions import tensors_in
+from .complex_parameters import WHOLE, whole_of
 
 _FLAT = methodcaller("reshape", -1)
 
@@ -72,7 +73,7 @@ class ShardedParameter(Face, GuardedParameter):
     """A parameter of which this rank has some rows.
 
     Attributes:
-        row: the parameter that was there before, with this rank's rows, flat.
+        row: the parameter that was there before, with this rank's rows, flat; of a complex one its parts.
     """
 
     row: nn.Parameter
@@ -102,7 +103,11 @@ class ShardedParameter(Face, GuardedParameter):
             if now is before:
                 return
             # The user may hold the old memory: `kept = p.data; p.data = average; evaluate(); p.data = kept`.
-            Tensor.data.__set__(self.row, now if is_whole(self) else flat(self))  # type: ignore[attr-defined]
+            mine = now if is_whole(self) else flat(self)
+            if mine.is_complex():
+                parts = torch.view_as_real(mine.resolve_conj())
+                mine = parts if is_whole(self) else parts.flatten()
+            Tensor.data.__set__(self.row, mine)  # type: ignore[attr-defined]
             # This counts as a write, since a graph from before it would gather the new numbers.
             increment_version(self.row)
             if not is_whole(self):
@@ -207,22 +212,32 @@ class ModelFaces:
         left_out: Collection[str],
     ):
         self.by, self.params, self.origins = by, params, dict[str, Origin]()
+        self.complexes = {leaf.path: leaf for leaf in layout.complexes}
         self.shown: dict[str, Any] = dict(params)
+        apart: list[tuple[str, str]] = []
         for leaf in layout.leaves:
             row = params[leaf.path]
             if leaf.path in left_out or not placed_by_torch(by, leaf, row):
+                if leaf.complex is not None:
+                    apart.append(
+                        (leaf.path, f"{leaf.dtype.to_complex()}, of which ranks have no rows as torch cuts them")
+                    )
                 continue
-            of = Origin("the values", leaf, by, functools.partial(whole, leaf.path))
+            of = Origin("the values", complex_form(leaf), by, functools.partial(whole, leaf.path))
             self.origins[leaf.path] = of._replace(how="p.grad", whole=None)
-            made = wrap(row.detach(), of, ShardedParameter, row.requires_grad)
-            if row.grad_dtype != made.grad_dtype:
+            made = wrap(as_complex(row.detach(), leaf), of, ShardedParameter, row.requires_grad)
+            if leaf.complex is None and row.grad_dtype != made.grad_dtype:
                 made.grad_dtype = row.grad_dtype
-            vars(made).update({k: x for k, x in vars(row).items() if k not in vars(made)}, row=row, path=leaf.path)
+            own = {k: x for k, x in vars(row).items() if k not in vars(made) and k != WHOLE}
+            vars(made).update(own, row=row, path=leaf.path)
             self.shown[leaf.path] = made
+        if apart:
+            wrong = "zf.attach of complex parameters under shard, with a view or a wire of one's own on them"
+            raise ValueError(bad_leaves(wrong, apart, "zf.reduce_scatter() in place of zf.shard()"))
 
     def put(self, model: nn.Module, undo: list[Callable[[], object]]) -> None:
         """Put them into the model; `undo` gets a function that puts the old ones back."""
-        new = {id(self.params[path]): self.shown[path] for path in self.origins}
+        new = {id(whole_of(self.params[path])): self.shown[path] for path in self.origins}
         undo.append(functools.partial(self._leave, model))
         for path in self.origins:
             row, p = self.params[path], self.shown[path]
@@ -230,10 +245,11 @@ class ModelFaces:
             if grad is not None:
                 write_grad(row, None)
                 write_grad(p, wrap(grad, self.origins[path]))
-            share_hooks(row, p)
+            share_hooks(whole_of(row), p)
             _wrap_hooks(p)
-            vars(row).update(plain=type(row), path=path)
-            row.__class__ = _row_class(type(row))
+            for x in {id(x): x for x in (row, whole_of(row))}.values():
+                vars(x).update(plain=type(x), path=path)
+                x.__class__ = _row_class(type(x))
         _exchange(model, new)
 
     def _leave(self, model: nn.Module) -> None:
@@ -244,36 +260,43 @@ class ModelFaces:
             # Its callbacks are dropped: they make a cycle, which would keep the model's process groups.
             p.asks = NOBODY
             write_grad(p, None)
-            if isinstance(row, Row):
-                row.__class__ = row.plain  # type: ignore[assignment]
-            for name in ("plain", "path", "lent", "adopted"):
-                vars(row).pop(name, None)
+            before = whole_of(row)
+            for x in {id(x): x for x in (row, before)}.values():
+                if isinstance(x, Row):
+                    x.__class__ = x.plain  # type: ignore[assignment]
+                for name in ("plain", "path", "lent", "adopted"):
+                    vars(x).pop(name, None)
             with torch.DisableTorchFunctionSubclass():
                 row.requires_grad_(p.requires_grad)
-            share_hooks(p, row)
-            old[id(p)] = row
+                before.requires_grad_(p.requires_grad)
+            share_hooks(p, before)
+            old[id(p)] = before
         _exchange(model, old)
         self.by.close()
+
+    def _number(self, path: str) -> Tensor:
+        """What the pipeline has of a parameter, in the numbers of the parameter."""
+        mine, leaf = self.params[path].detach(), self.complexes.get(path)
+        return mine if leaf is None else as_complex(mine, leaf)
 
     def show_wholes(self) -> None:
         """The rows are full parameters now: so are the sharded ones."""
         for path, of in self.origins.items():
-            mine = self.params[path].detach()
+            mine = self._number(path)
             set_local(self.shown[path], mine)
             set_spec(self.shown[path], of.by.replicated(mine))
 
     def show_rows(self) -> None:
         """The rows are this rank's again."""
         for path, of in self.origins.items():
-            mine = self.params[path].detach()
-            p = wrap(mine, of)
+            p = wrap(self._number(path), of)
             set_local(self.shown[path], local_of(p))
             set_spec(self.shown[path], spec_of(p))
 
     def gradient(self, leaf: Leaf, g: Tensor | None) -> Tensor | None:
         """This rank's elements of a gradient, flat, as autograd takes it to the parameter."""
         of = self.origins.get(leaf.path)
-        return g if g is None or of is None else wrap(g, of)
+        return g if g is None or of is None else wrap(as_complex(g, leaf), of)
 
     def shard(self, leaf: Leaf, x: Tensor | None) -> Tensor | None:
         """The reverse: of a plain tensor, which is the whole, this rank's rows."""
@@ -282,11 +305,14 @@ class ModelFaces:
     def mine(self, path: str, g: Tensor) -> Tensor:
         """This rank's elements of a gradient, flat: a plain tensor, which a hook may return, is the whole."""
         of = self.origins.get(path)
-        return g if of is None else flat(g) if isinstance(g, Face) else rows_of(g, of).reshape(-1)
+        if of is None:
+            return g
+        own = flat(g) if isinstance(g, Face) else rows_of(g, of).reshape(-1)
+        return as_real(own, self.complexes[path], flat=True) if path in self.complexes else own
 
     def mine_of(self, grads: Leaves) -> Leaves:
         """`mine` of each of these gradients, by path: by functions of C where all are this rank's rows."""
-        if set(map(type, grads.values())) == {Face}:
+        if set(map(type, grads.values())) == {Face} and not self.complexes:
             rows = list(locals_of(grads.values()))
             if all(map(Tensor.dim, rows)):
                 return dict(zip(grads, map(_FLAT, rows), strict=True))

@@ -97,7 +97,7 @@ def hook_state_dicts(
                 from ..sharded.face import as_torchs
 
                 # torch's class can be pickled, since each rank may torch.save its own. A 0-d tensor has no rows.
-                state[prefix + name] = as_torchs(x) if leaf.shape else entry.full_tensor()
+                state[prefix + name] = as_torchs(x) if x.ndim else entry.full_tensor()
 
     def take(own: dict[str, Leaf], module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
         if units is not None:

@@ -17,7 +17,7 @@ from .._profiler_ranges import PHASE, ranged
 from ..core.arguments import check_function, check_positional
 from ..core.bucketed_views import at_model, view_all
 from ..core.given_numbers import check_given
-from ..core.layout import Leaf, Leaves, check_own_memory, make_layout
+from ..core.layout import Leaf, Leaves, as_complex, as_real, check_own_memory, make_layout
 from ..core.number_graphs import RECORDED
 from ..core.pipeline import Pipeline, first_state, pipeline, resolve_for
 from ..core.rank_agreement import (
@@ -152,9 +152,10 @@ def init(
 
     Args:
         tx: a transform or chain that contains an optimizer.
-        params: any tree of floating-point tensors: dicts, lists, tuples, NamedTuples, dataclasses registered with
-            optree (globally or in the namespace ``"zerofn"``). A tensor at several places of the tree is one tied
-            parameter, which is updated once. From meta tensors `init` makes a state of meta tensors.
+        params: any tree of floating-point or complex tensors: dicts, lists, tuples, NamedTuples, dataclasses
+            registered with optree (globally or in the namespace ``"zerofn"``). A tensor at several places of the tree
+            is one tied parameter, which is updated once. From meta tensors `init` makes a state of meta tensors.
+            Optimizers see a complex tensor as its real and imaginary parts, as `torch.optim` does.
         create_graph: whether autograd records the state as a function of `params`. Inside of torch.func it always is.
         init: `init(path, x)` writes the first values of a meta tensor into `x`, which has its shape and dtype. Leaves
             are made one at a time, and each rank keeps its shard, so the peak of memory is a state and one leaf. For
@@ -167,7 +168,7 @@ def init(
         A `State`. It shares no memory with `params`.
 
     Raises:
-        TypeError: a leaf is not a floating-point tensor.
+        TypeError: a leaf is not a floating-point or complex tensor.
         ValueError: there is no optimizer; a parameter is NaN; two leaves share memory, as in the `state_dict()` of a
             tied model; `init` leaves elements unwritten, or writes other values on another rank; the pipeline sets a
             dtype of buffers. Every bad leaf is named.
@@ -198,8 +199,8 @@ def init(
         else:
             check_finite(tensors)
             at, by = device_of(device), init
-            whole = lambda p, x: made_by(by, x, p, seed, at) if x.is_meta else x  # noqa: E731
-            made = ((leaf, whole(leaf.path, tensors[leaf.path])) for leaf in layout.leaves)
+            given = lambda leaf, x: made_by(by, as_complex(x, leaf), leaf.path, seed, at) if x.is_meta else x  # noqa: E731
+            made = ((leaf, as_real(given(leaf, tensors[leaf.path]), leaf)) for leaf in layout.leaves)
             keep = lambda leaf, x: _own(pipe.road.store(x, leaf))  # noqa: E731
             stored = first_values(pipe, made, keep, "zf.init(tx, params, init=init)")
         tell = partial(failed_ranks, pipe.step_groups)

@@ -22,7 +22,8 @@ from torch.autograd import Function
 
 from .._compat.functorch import COMPILES_REMOVALS, pytree, while_traced
 from .._compat.tensors import registered
-from ..core.layout import Leaf
+from .._errors import explain
+from ..core.layout import Leaf, as_real
 from ..core.pipeline import Pipeline
 from ..core.view import pull
 from .gather_on_use import Units
@@ -38,7 +39,7 @@ class Slot(NamedTuple):
 
     def put(self, x: Tensor) -> None:
         # Python finds this attribute before the module's parameter of the same name.
-        self.module.__dict__[self.name] = x if self.dtype is None else x.to(self.dtype)
+        self.module.__dict__[self.name] = x if self.dtype is None or x.is_complex() else x.to(self.dtype)
 
 
 class Made(NamedTuple):
@@ -94,7 +95,7 @@ def _reduced(plans: UnitPlans, plan: Plan, gs: Sequence[Tensor]) -> tuple[Tensor
     wire = plans.wire
     found: dict[int, Tensor] = {}
     for leaves, numels, dtype in plan.grad_buckets:
-        full = [pull(plans.full_stages, gs[plan.place[leaf.path]], leaf).reshape(-1) for leaf in leaves]
+        full = [pull(plans.full_stages, as_real(gs[plan.place[x.path]], x), x).reshape(-1) for x in leaves]
         mine = wire.send(wire.pack(full, leaves, numels, dtype, gs[0].device))[1]
         for leaf, g in zip(leaves, wire.unpack(mine, leaves, numels, [True] * len(leaves)), strict=True):
             # A graph has a gradient for every leaf.
@@ -117,6 +118,11 @@ def _forward_must_not_write_into_a_parameter(x: Tensor, version: int) -> None:
     torch._check(x._version == version, lambda: WRITTEN)
 
 
+NO_COMPLEX = explain(
+    "torch.compile(model, fullgraph=True) of complex parameters under shard",
+    "torch cannot trace DTensors of complex numbers on the memory of real ones",
+    "zf.reduce_scatter() in place of zf.shard(); or the model without torch.compile",
+)
 WRITTEN = "forward wrote into a parameter in a compiled call, where it is a copy; keep what it writes in a buffer"
 
 
@@ -165,6 +171,8 @@ class CompiledCalls:
             assert calls is not None
             if not calls.at:
                 calls._prepare()
+            if calls.units is not None and calls.pipe.layout.complexes:
+                raise RuntimeError(NO_COMPLEX)
             return COMPILES_REMOVALS or not calls.at or (calls.units is None and not traced)
 
         self.prepare = while_traced(prepare)
@@ -177,7 +185,9 @@ class CompiledCalls:
             for module in piece.modules() if block else [piece]:
                 for name, p in dict.items(registered(module)[0]):
                     path = self.paths.get(id(p))
-                    if path is not None and (self.units is not None or self.pipe.dtypes.seen(leaves[path]) != p.dtype):
+                    # Complex parameters are not cast.
+                    casts = path is not None and not p.is_complex() and self.pipe.dtypes.seen(leaves[path]) != p.dtype
+                    if path is not None and (self.units is not None or casts):
                         slots.setdefault(path, []).append(Slot(module, name, self.dtype_beside(module)))
             if slots:
                 yield piece, slots

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._compat.tensors import version
 from .._errors import bad_leaves
-from ..core.layout import Leaf, Leaves
+from ..core.layout import Leaf, Leaves, as_real
 from ..core.rank_agreement import MASK, fingerprint
 
 # The reason why a write is lost: only two units are gathered at a time, so a loop over all blocks frees earlier ones.
@@ -54,6 +54,7 @@ class ForwardWrites:
         if not self.exact:
             self.lost[leaf.path] = "seen through a view half of the pipeline, which has no way back from here"
             return False
+        full = as_real(full, leaf)
         self.sums[leaf.path] = fingerprint(full)
         low, high = self.span(leaf)
         mine, stored = full.reshape(-1)[low:high], self.params[leaf.path]

@@ -22,7 +22,7 @@ from .._compat.autograd import applied, has_hooks, reaches
 from .._compat.functorch import beneath_functorch, functorch_active, is_batch, uncompiled
 from .._compat.tensors import all_plain
 from .._errors import explain
-from ..core.layout import Leaf, Leaves
+from ..core.layout import Leaf, Leaves, as_complex
 from ..core.pipeline import Pipeline
 from ..core.returned_values import check_dense
 from ..core.view import untracked
@@ -157,7 +157,9 @@ class Units:
     def lazies(self, i: int) -> list[Lazy]:
         """The unit's full parameters as tensors that are gathered when something is computed with them."""
         dtypes = self.plans.plan(i).dtypes
-        metas = (torch.empty(leaf.shape, dtype=dtypes[leaf.path], device="meta") for leaf in self.units[i])
+        metas = (
+            as_complex(torch.empty(leaf.shape, dtype=dtypes[leaf.path], device="meta"), leaf) for leaf in self.units[i]
+        )
         return [Lazy(self, (i, j), meta) for j, meta in enumerate(metas)]
 
     def tangents(self, i: int, shards: tuple[Tensor | None, ...]) -> list[Tensor]:

@@ -94,7 +94,7 @@ def _compute(func: Any, args: tuple, kwargs: dict) -> Any:
         lazy = args[0]
         seen = func(_shape_only(lazy), *args[1:], **kwargs)
         parts = seen if isinstance(seen, list | tuple) else [seen]
-        if all(x.dtype == lazy.dtype for x in parts):
+        if all(x.dtype == lazy.dtype and not (x.is_conj() or x.is_neg()) for x in parts):
             views = [Lazy(lazy.blocks, lazy.place, x) for x in parts]
             return views if parts is seen else views[0]
     return func(*map(_full, args), **{k: _full(v) for k, v in kwargs.items()})

@@ -37,7 +37,7 @@ _FIRST = itemgetter(0)
 
 
 class Note(NamedTuple):
-    """Saved in place of a full parameter or of a view of it: the parameter, its age, and the sizes of the view."""
+    """Saved in place of a full parameter or of a view of it: the parameter, its age, and the form of the view."""
 
     source: Units
     age: int
@@ -46,6 +46,9 @@ class Note(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
+    conj: bool
+    neg: bool
 
 
 def note_of(source: Units, t: Tensor) -> Note | None:
@@ -53,14 +56,20 @@ def note_of(source: Units, t: Tensor) -> Note | None:
     found = None if type(t) is not Tensor else source.schedule.origin(t)
     if found is None:
         return None
-    return Note(source, source.age(*found), *found, tuple(t.size()), tuple(t.stride()), int(t.storage_offset()))
+    sizes = tuple(t.size()), tuple(t.stride()), int(t.storage_offset())
+    return Note(source, source.age(*found), *found, *sizes, t.dtype, t.is_conj(), t.is_neg())
 
 
 @uncompiled
 def _unpack(note: Note) -> Tensor:
     with torch.no_grad():
         full = note.source.parameter(note.unit, note.index, note.age)
-    return full.as_strided(note.size, note.stride, note.offset)
+    if note.dtype != full.dtype:
+        # The real or the imaginary part of a complex parameter.
+        full = full.reshape(-1).view(note.dtype)
+    x = full.as_strided(note.size, note.stride, note.offset)
+    x = torch.conj(x) if note.conj else x
+    return -x if note.neg else x
 
 
 @uncompiled

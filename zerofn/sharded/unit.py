@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._compat.tensors import version, writes
 from .._profiler_ranges import VIEW, ranged
-from ..core.layout import Leaf, Leaves
+from ..core.layout import Leaf, Leaves, as_real
 from ..core.view import divided, pull
 from .forward_writes import ForwardWrites
 from .units import GradBucket, Plan, UnitPlans
@@ -116,7 +116,7 @@ class Unit:
             for leaf in bucket.leaves:
                 g = grads[plan.place[leaf.path]]
                 if g is not None:
-                    g = pull(self.plans.full_stages, g, leaf)
+                    g = pull(self.plans.full_stages, g if leaf.complex is None else as_real(g, leaf), leaf)
                     g = g if g.ndim == 1 else g.reshape(-1)
                     device = device or g.device
                 flat.append(g)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bucketed_views import Road, into_buckets
-from ..core.layout import Leaf, Leaves
+from ..core.layout import Leaf, Leaves, as_complex
 from ..core.view import View, Wire, see, summed_in
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -119,7 +119,8 @@ class UnitPlans:
     def gathered(self, bucket: Sequence[Leaf], rows: Tensor) -> Iterator[tuple[Leaf, Tensor]]:
         """The full parameters of a bucket, from the rows of all ranks."""
         for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
-            yield leaf, see(self.full_stages, full if len(leaf.shape) == 1 else full.view(leaf.shape), leaf)
+            seen = see(self.full_stages, full if len(leaf.shape) == 1 else full.view(leaf.shape), leaf)
+            yield leaf, seen if leaf.complex is None else as_complex(seen, leaf)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

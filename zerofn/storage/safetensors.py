@@ -17,10 +17,10 @@ from torch import Tensor
 from .._errors import bad_leaves, explain, users_line
 from ..core.bucketed_views import seen_part, stored_part
 from ..core.facts import AVERAGE
-from ..core.layout import Leaf, joined
+from ..core.layout import Leaf, as_complex, as_real, joined
 from ..core.pipeline import Pipeline, init_transforms
 from ..core.state import State
-from ..core.state_entries import Entry, entries
+from ..core.state_entries import Entry, entries, in_given_form
 from ..core.transform import Transform
 from ..core.uncompiled import kept_out_of_graphs
 from ..core.wrapper_names import remedy
@@ -62,6 +62,7 @@ def export_safetensors(
     Raises:
         ImportError: safetensors is not installed: `pip install 'zerofn[safetensors]'`.
         OSError: the file cannot be written. An old file is unchanged.
+        ValueError: there is no such average; or parameters are of complex128, which the format does not have.
         RuntimeError: only some ranks call it, as for `zf.save`.
         TypeError: the state needs `tx`, because of a view of your own.
 
@@ -76,6 +77,7 @@ def export_safetensors(
     """
     save_file = safetensors_function("save_file", "zf.export_safetensors")
     given = state_of(state, "zf.export_safetensors(path, {})")
+    _check_complex(given)
     pipe = _exporting_pipeline(state, tx)
     wait_for_all_ranks("zf.export_safetensors(path, state)", given.layout.placement)
     if isinstance(state, Optimizer):
@@ -92,6 +94,7 @@ def export_safetensors(
     params = {e.path: e for e in entries(given) if e.owner == "params"}
     leaves = {leaf.path: leaf for leaf in given.layout.leaves}
     tensors = {path: _gather(_seen(pipe, found.get(path, e), leaves[path]), group) for path, e in params.items()}
+    tensors = {path: as_complex(x, leaves[path]) for path, x in tensors.items()}
     failure = None
     if group.rank == 0:
         names = zip(given.layout.paths, given.layout.at, strict=True)
@@ -101,6 +104,16 @@ def export_safetensors(
         except OSError as error:
             failure = error
     raise_on_all_ranks(failure, group)
+
+
+def _check_complex(state: State) -> None:
+    """Refuse complex numbers that the format does not have."""
+    bad = [(x.path, f"{x.dtype.to_complex()}") for x in state.layout.complexes if x.dtype != torch.float32]
+    if bad:
+        wrong = "zf.export_safetensors of complex parameters that the format does not have: it has torch.complex64"
+        raise ValueError(
+            bad_leaves(wrong, bad, "zf.save(directory, state); or torch.save of zf.full_params(tx, state)")
+        )
 
 
 def _exporting_pipeline(state: State | Optimizer, tx: Transform | None) -> Pipeline | None:
@@ -173,6 +186,7 @@ def _gather(e: Entry, group: Group) -> Tensor:
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+COMPLEXES = ("C64",)
 
 
 @kept_out_of_graphs("it reads files", "zf.load_safetensors(path, like=state), outside of what is compiled")
@@ -255,7 +269,8 @@ def _read_all(
     Raises:
         ValueError, OSError: on every rank, if one could not read.
     """
-    wanted = {e.path: e for e in entries(state) if e.owner == "params"}
+    complexes = {leaf.path: leaf for leaf in state.layout.complexes}
+    wanted = {e.path: in_given_form(e, complexes) for e in entries(state) if e.owner == "params"}
     leaves: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
     failure: BaseException | None = None
@@ -272,6 +287,8 @@ def _read_all(
         # safetensors raises its own exception.
         failure = OSError(f"{path} could not be read: {error}")
     raise_on_all_ranks(failure, checkpoint_group(state.layout.placement))
+    for p, leaf in complexes.items():
+        leaves[p] = as_real(leaves[p], leaf, flat=wanted[p].offset is not None)
     return leaves, others
 
 
@@ -320,7 +337,7 @@ def _names(
         shape, dtype = tuple(here[name].get_shape()), here[name].get_dtype()
         if shape != tuple(e.shape):
             bad.append((name, f"is of shape {shape} in the file and of {tuple(e.shape)} in the model"))
-        elif p in wanted and dtype not in FLOATS:
+        elif p in wanted and dtype not in (COMPLEXES if e.value.is_complex() else FLOATS):
             bad.append((name, f"is of {dtype} in the file, whole numbers that another program knows how to read"))
     if bad:
         right = "a file of this model: zf.export_safetensors, or safetensors.torch.save_model"

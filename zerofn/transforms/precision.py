@@ -50,8 +50,11 @@ SPLIT = "bf16+8"
 RESIDUAL = "master_residual"
 
 
-def _cast(dtypes: Dtypes) -> View:
-    """The view: cast to the dtype that the model computes in; its transpose casts the gradient back."""
+def _cast(dtypes: Dtypes, kept: Set[str]) -> View:
+    """The view: cast to the dtype that the model computes in; its transpose casts the gradient back.
+
+    `kept` are the paths of complex leaves, which are not cast.
+    """
 
     def view(x: Tensor, leaf: Leaf) -> Tensor:
         seen = dtypes.of(leaf).param_dtype
@@ -69,12 +72,14 @@ def _cast(dtypes: Dtypes) -> View:
         return own.param_dtype not in (None, stored) or dtypes.gradient(leaf) != stored
 
     split = any([own.residual for own in (dtypes, *dtypes.by_path.values())])
-    return View(view, pull, store, changes, dtypes=dtypes, around=partial(_with_residuals, dtypes) if split else None)
+    return View(
+        view, pull, store, changes, dtypes=dtypes, around=partial(_with_residuals, dtypes, kept) if split else None
+    )
 
 
-def _with_residuals(dtypes: Dtypes, inner: Transform, paths: Set[str]) -> Transform:
+def _with_residuals(dtypes: Dtypes, kept: Set[str], inner: Transform, paths: Set[str]) -> Transform:
     """An optimizer that updates fp32 masters: stored bf16 parameters, and residuals that it keeps in its state."""
-    split = [path for path in paths if dtypes.by_path.get(path, dtypes).residual]
+    split = [path for path in paths - kept if dtypes.by_path.get(path, dtypes).residual]
     if not split:
         return inner
     # With `copies` the executor runs bucket by bucket, so that only one bucket has its fp32 masters in memory. A kernel
@@ -282,7 +287,7 @@ def _view(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any,
             for label in set(of.values())
         }
         dtypes = replace(dtypes, by_path={path: own[label] for path, label in of.items()})
-    return _cast(dtypes)
+    return _cast(dtypes, frozenset([leaf.path for leaf in layout.complexes]))
 
 
 def _check_given(given: Mapping[str, Dtype], labels: Any) -> None:
