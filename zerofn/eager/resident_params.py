@@ -25,6 +25,7 @@ from ..core.state import State, averages_of
 from ..core.transform import TransformState
 from ..module.attach_checks import cast_buffers, check_memory, dtypes_of_buffers, needs_boundary
 from ..module.complex_parameters import ComplexParameters
+from ..module.sparse_gradients import make_gradients_dense
 from ..ranks.group import Group
 from .channels import open_channels
 from .current_state import CurrentState
@@ -440,6 +441,10 @@ class ResidentParams:
 
     def _hook(self) -> None:
         self.stored_params = StoredParameters(self.pipe, self.params, self.current)
+        if self.pipe.gathering is None:
+            # Where parameters are gathered, so is the place where their gradients are made dense.
+            trained = [self.shown[path] for path in self.pipe.layout.trained]
+            make_gradients_dense(self.model, trained, self.undo)
         self.hook(self)
         self.stored_params.movable &= self.fully_sharded is None
         self.alone = self.channels.control is None and not self.stored_params.watched

@@ -264,8 +264,10 @@ class GatherUnit(Function):
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *gs: Tensor | None) -> tuple:  # type: ignore[override]
-        check_alone(ctx.units.units[ctx.i], gs)
         units: Units = ctx.units
+        if not all_plain(gs):
+            gs = tuple([g if g is None or g.layout == torch.strided else g.to_dense() for g in gs])
+            check_alone(units.units[ctx.i], gs)
         # If nobody differentiates this backward, it needs no node.
         plain = untracked()
         if plain and ctx.kind == PARAMETERS and units.reduced_later(ctx, gs):
