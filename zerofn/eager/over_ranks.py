@@ -31,11 +31,13 @@ def hook(home: ResidentParams) -> None:
     pipe, params, channels = home.pipe, home.params, home.channels
     late: list[weakref.ref[Units]] = []
     faces = _faces(home, late)
+    complexes = home.complexes()
+    leaves = params if faces is None and complexes is None else home.shown
     hooks = GradientHooks(
         pipe,
         params,
-        home.shown,
-        faces or home.complexes(),
+        leaves,
+        faces or complexes,
         channels,
         home.in_backward,
         home.stored_params.store_writes_of,
@@ -48,8 +50,11 @@ def hook(home: ResidentParams) -> None:
     # The reference is weak: a cycle would keep the process groups of a detached model until a garbage collection.
     late += [] if home.units is None else [weakref.ref(home.units)]
     home.hook_modules(blocks)
-    if channels.equals is not None:
-        home.wholes = WholeParameters(params, channels.equals, home.current)
+    limited = _limited(home)
+    # Under `all_reduce` ranks would drift apart by what these embeddings write, so there it is compared too.
+    equals = channels.equals or (channels.control if limited and pipe.gathering is None else None)
+    if equals is not None:
+        home.wholes = WholeParameters(params, equals, home.current, limited)
         if hooks.stream is not None and home.context is not None:
             hooks.stream.agreement.opening = functools.partial(home.wholes.before_backward, hooks.stream.control)
     agreement = StepAgreement(channels.control, home.wholes)
@@ -61,6 +66,13 @@ def hook(home: ResidentParams) -> None:
     by = gathering_of_states(pipe, channels.control, lambda: home.left) if faces is None else faces.by
     home.state_views = as_complex_numbers(pipe.layout) if by is None else as_shards(by)
     label(home.undo, home.model, pipe, home.shown, home.units, home.context is not None, asks, faces)
+
+
+def _limited(home: ResidentParams) -> frozenset[str]:
+    """The paths of weights of embeddings with `max_norm`."""
+    paths = {id(p): path for path, p in home.shown.items()}
+    found = [m.weight for m in home.model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm]
+    return frozenset([paths[id(p)] for p in found if id(p) in paths])
 
 
 def _wire(home: ResidentParams) -> Wire | None:

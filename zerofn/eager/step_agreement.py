@@ -13,7 +13,7 @@ from ..core.layout import Leaves
 from ..core.rank_agreement import fingerprint
 from ..ranks.collectives import all_gather_into, gather_numbers
 from ..ranks.group import Group
-from ..sharded.forward_writes import WRITTEN
+from ..sharded.forward_writes import LIMIT, WRITTEN
 from ..sharded.reducer import check_marks
 from ..sharded.schedule import KEPT
 from .current_state import CurrentState
@@ -30,6 +30,9 @@ from .current_state import CurrentState
 # first update. What is written between that and the step is not compared.
 
 
+LOOKED_UP = "an embedding with max_norm, which writes into the rows that it looks up, and ranks have looked up others"
+
+
 class WholeParameters:
     """The full parameters of an attached model that are stored in shards.
 
@@ -37,14 +40,15 @@ class WholeParameters:
         params: its parameters by path, in their resident form.
         control: a group for the comparison, of the ranks that have the same full parameters.
         current: the current state.
+        limited: the paths of weights of embeddings with `max_norm`, which write into the rows that they look up.
 
     Attributes:
         before: a checksum of each parameter from before the current update within backward, if any rank had noticed a
             write by then.
     """
 
-    def __init__(self, params: Leaves, control: Group, current: CurrentState):
-        self.params, self.control, self.current = params, control, current
+    def __init__(self, params: Leaves, control: Group, current: CurrentState, limited: frozenset[str] = frozenset()):
+        self.params, self.control, self.current, self.limited = params, control, current, limited
         self.note()
 
     def note(self) -> None:
@@ -94,7 +98,10 @@ class WholeParameters:
         """
         by_leaf = zip(*gather_numbers(self.before or self._checksums(), self.control), strict=True)
         bad = [
-            (path, "other values on other ranks, of which each rank stores a part")
+            (
+                path,
+                LOOKED_UP if path in self.limited else "other values on other ranks, of which each rank stores a part",
+            )
             for path, found in zip(self.params, by_leaf, strict=True)
             if len(set(found)) > 1
         ]
@@ -106,6 +113,8 @@ class WholeParameters:
                 "the write on every rank, with the same values\n"
                 "         or, after a write on rank 0: for p in model.parameters(): dist.broadcast(p.data, 0)"
             )
+            if not self.limited.isdisjoint(path for path, _ in bad):
+                right += f"\n         {LIMIT}"
             raise RuntimeError(bad_leaves("parameters were written on some ranks only", bad, right))
         self.note()
 

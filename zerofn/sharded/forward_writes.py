@@ -24,6 +24,11 @@ from ..core.rank_agreement import MASK, fingerprint
 
 # The reason why a write is lost: only two units are gathered at a time, so a loop over all blocks frees earlier ones.
 AFTER = "written after its block was freed; write into the parameters of one block before those of the next"
+# An embedding with `max_norm` writes into the rows that it looks up, and ranks look up others.
+LIMIT = (
+    "of nn.Embedding(..., max_norm=c) write max_norm=None, and after each step, on every rank,\n"
+    "         with torch.no_grad(), opt.gathered(): embedding.weight.renorm_(2, 0, c), which limits every row"
+)
 WRITTEN = "what the model wrote in forward into its parameters"
 
 
@@ -82,7 +87,7 @@ class ForwardWrites:
         """A number that must be equal on all ranks at a step, by the name that the error message uses."""
         paths = ", ".join(sorted(self.sums))
         total = sum(self.sums.values()) & MASK
-        return {f"{WRITTEN} {paths}; Average what it is computed from." if paths else WRITTEN: total}
+        return {f"{WRITTEN} {paths}; Average what it is computed from; {LIMIT}" if paths else WRITTEN: total}
 
     def check(self) -> None:
         """Raise if a write could not be stored.
