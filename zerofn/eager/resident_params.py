@@ -406,7 +406,7 @@ class ResidentParams:
         self.in_backward = None if context is None else _in_backward(pipe, self.current, context)
         self.buffers = dtypes_of_buffers(model, pipe.dtypes)
         if pipe.gathering is not None:
-            refuse_gradients(self.shown)
+            refuse_gradients(params if fully_sharded is not None else self.shown)
         # There is no state yet, so `start` gets the pipeline whose views are not bound to one.
         self.make = start(self.unread, params)
         self.channels = open_channels(pipe, gathers=fully_sharded is None)
