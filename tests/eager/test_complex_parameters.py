@@ -55,7 +55,7 @@ class Turned(nn.Module):
 
 def batch(step: int, rank: int, ranks: int, dtype: torch.dtype = C128) -> Tensor:
     made = torch.Generator().manual_seed(step)
-    return torch.randn(4, 3, 6, generator=made, dtype=dtype.to_real()).chunk(ranks)[rank]
+    return torch.randn(6, 3, 6, generator=made, dtype=dtype.to_real()).chunk(ranks)[rank]
 
 
 def place() -> tuple[int, int]:

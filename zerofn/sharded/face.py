@@ -500,7 +500,8 @@ def _check_no_argument() -> None:
     for x in arguments_of_functions():
         if isinstance(x, Face) and x.requires_grad and not is_whole(x):
             why = "under shard its gradient is sharded, and the function's backward would give that of the whole"
-            right = "Function.apply(x, p.clone()): the whole, at every stage"
+            right = "Function.apply(x, p.clone()): the whole, at every stage; where a library calls it (gpytorch),\n"
+            right += "zf.attach of a module whose forward calls that model: inside of a call parameters are whole"
             raise RuntimeError(explain(f"an autograd.Function that is given {x.of}", why, right))
 
 
