@@ -162,7 +162,7 @@ def test_without_triton_torchs_operations_on_lists_are_launched(device, pipeline
 
 
 # Kernels that Triton interprets take seconds: these stand for all. Those of formulas have the bits of torch, whatever
-# the formula (`kernels/test_triton_lists.py`).
+# the formula (`kernels/test_print_triton.py`).
 FIRST = ("low precision, stochastic", "lion", "watch")
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from zerofn.kernels import formulas  # inside: which matrices share a call
-from zerofn.kernels.formulas import TILE, TensorList, on_stacks  # inside: as above
+from zerofn.kernels import lists  # inside: which matrices share a call
+from zerofn.kernels.lists import TILE, on_stacks  # inside: as above
+from zerofn.kernels.program import TensorList  # inside: as above
 from zerofn.transforms.muon import orthogonal  # inside: a function of stacks by itself
 
 # Shapes, and the calls that they take: small matrices of as many rows share one, transposed or not.
@@ -26,13 +27,13 @@ LIMITED = {
     "of each shape": ([(2, 8), (2, 2), (2, 5), (5, 2)], 1),
     "many rows": ([(80, 96), (80, 80)], 2),
 }
-EVERY = [(name, *row, formulas.WIDENED) for name, row in CALLS.items()]
+EVERY = [(name, *row, lists.WIDENED) for name, row in CALLS.items()]
 EVERY += [(name, *row, FEW) for name, row in LIMITED.items()]
 
 
 @pytest.mark.parametrize(("shapes", "calls", "most"), [x[1:] for x in EVERY], ids=[x[0] for x in EVERY])
 def test_matrices_share_a_call_and_are_what_each_is_alone(shapes, calls, most, monkeypatch):
-    monkeypatch.setattr(formulas, "WIDENED", most)
+    monkeypatch.setattr(lists, "WIDENED", most)
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     called = []

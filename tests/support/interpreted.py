@@ -374,7 +374,7 @@ class Blocks(nn.Module):
 
 def train(rounding: str, triton: bool, form: str) -> tuple[dict[str, Tensor], list[float], list[int]]:
     """Parameters and states, norms of gradients, and launches of kernels, of a few steps of an attached model."""
-    from zerofn.kernels import triton_lists  # inside: its launches
+    from zerofn.kernels import print_triton  # inside: its launches
 
     os.environ["ZEROFN_NATIVE"] = "0" if triton else "1"
     torch.manual_seed(0)
@@ -386,14 +386,14 @@ def train(rounding: str, triton: bool, form: str) -> tuple[dict[str, Tensor], li
     opt = zf.attach(model, zf.chain(*chain, zf.low_precision_adam(0.01, weight_decay=0.1, rounding=rounding)))
     launches, norms = [], []
     names: list[str] = []
-    launch = triton_lists.launch
+    launch = print_triton.launch
 
     def counted(kernel: Any, *args: Any) -> None:
         names.append(kernel.__name__)
         launch(kernel, *args)
 
     try:
-        triton_lists.launch = counted
+        print_triton.launch = counted
         for x in torch.randn(3, 4, 6):
             names.clear()
             model(x.to(model.blocks[0].weight.dtype)).float().square().mean().backward()
@@ -402,7 +402,7 @@ def train(rounding: str, triton: bool, form: str) -> tuple[dict[str, Tensor], li
             opt.zero_grad()
             launches.append(names.count("adam_kernel"))
     finally:
-        triton_lists.launch = launch
+        print_triton.launch = launch
     kept = {f"{k}.{p}": x for k, v in opt.state.transforms.items() for p, x in _leaves(v)}
     return {**{p: x.detach().clone() for p, x in opt.state.leaves.items()}, **kept}, norms, launches
 
@@ -438,7 +438,7 @@ def coded_instructions(kind: str, bits: int, target: str = "cuda") -> dict[str, 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zerofn.kernels import triton_coded, triton_lists  # inside: a kernel by itself, and how it is launched
+    from zerofn.kernels import print_triton, triton_coded  # inside: a kernel by itself, and how it is launched
 
     names = triton_coded.coded_adam_kernel.arg_names
     given: dict[str, Any] = {name: "*i64" for name in names[:3]} | {
@@ -472,7 +472,7 @@ def coded_instructions(kind: str, bits: int, target: str = "cuda") -> dict[str, 
         constexprs=constants,
         attrs={(1,): [["tt.divisibility", 16]]},
     )
-    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_lists.CUDA_OPTIONS)
+    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=print_triton.CUDA_OPTIONS)
     return dict(collections.Counter(CALLS.findall(compiled.asm["ptx"])))
 
 
@@ -482,7 +482,7 @@ def masters_instructions(target: str = "cuda") -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zerofn.kernels import triton_lists, triton_masters  # inside: a kernel by itself, and how it is launched
+    from zerofn.kernels import print_triton, triton_masters  # inside: a kernel by itself, and how it is launched
 
     names = triton_masters.masters_kernel.arg_names
     given: dict[str, Any] = {"starts": "*i64", "table": "*i64", "rows": "i32", "decoupled": "i32"}
@@ -490,10 +490,10 @@ def masters_instructions(target: str = "cuda") -> dict[str, int]:
     source = ASTSource(
         fn=triton_masters.masters_kernel,
         signature={name: given.get(name, "constexpr") for name in names},
-        constexprs=dict(zip(names[6:], [1, True, triton_lists.CHUNK, triton_lists.BLOCK], strict=True)),
+        constexprs=dict(zip(names[6:], [1, True, print_triton.CHUNK, print_triton.BLOCK], strict=True)),
         attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 5)},
     )
-    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_lists.CUDA_OPTIONS)
+    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=print_triton.CUDA_OPTIONS)
     return dict(collections.Counter(CALLS.findall(compiled.asm["ptx"])))
 
 
@@ -512,7 +512,7 @@ def instructions(kinds: Sequence[int], roundings: Sequence[bool], target: str = 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zerofn.kernels import triton_adam, triton_lists  # inside: a kernel by itself, and how it is launched
+    from zerofn.kernels import print_triton, triton_adam  # inside: a kernel by itself, and how it is launched
 
     names = triton_adam.adam_kernel.arg_names
     given: dict[str, Any] = {name: "*i64" for name in names[:7]} | {
@@ -521,12 +521,12 @@ def instructions(kinds: Sequence[int], roundings: Sequence[bool], target: str = 
         "numbers": "*fp32",
         "squares": "*fp32",
     }
-    constants = dict(zip(names[10:], [*kinds, *roundings, True, triton_lists.CHUNK, triton_lists.BLOCK], strict=True))
+    constants = dict(zip(names[10:], [*kinds, *roundings, True, print_triton.CHUNK, print_triton.BLOCK], strict=True))
     source = ASTSource(
         fn=triton_adam.adam_kernel,
         signature={name: given.get(name, "constexpr") for name in names},
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i in (0, 1, 9)},
     )
-    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=triton_lists.CUDA_OPTIONS)
+    compiled = triton.compile(source, target=GPUTarget(target, 90, 32), options=print_triton.CUDA_OPTIONS)
     return dict(collections.Counter(CALLS.findall(compiled.asm["ptx"])))

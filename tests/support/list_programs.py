@@ -1,4 +1,4 @@
-"""Programs of `triton_lists`, computed by torch, operation by operation: what its kernels are compared with."""
+"""Programs of `print_triton`, computed by torch, operation by operation: what its kernels are compared with."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TENSORS = {"plus": 2, "addcmul": 3, "addcdiv": 3, "lerp": 2, "lerp_back": 2, "ad
 
 
 def by_torch(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True) -> Tensor:
-    """What `triton_lists.run` does."""
+    """What `print_triton.run` does."""
     sums: list[list[Tensor]] = [[] for _ in program.sums]
     for row in zip(*columns, strict=True):
         x: dict[str, Any] = {f"x{i}": _wide(row[i]) for i in range(len(program.loads))}
@@ -74,7 +74,8 @@ def compare(
         shift: how many elements into their storage tensors begin.
         seed: of the numbers.
     """
-    from zerofn.kernels import triton_lists  # inside: a kernel by itself
+    from zerofn.kernels import print_triton  # inside: a kernel by itself
+    from zerofn.kernels.program import Program  # inside: as above
 
     columns = [
         [interpreted.leaf(n, (DTYPES[kind],) * 4, seed + 7 * i + j, shift)[0] for i, n in enumerate(sizes)]
@@ -91,9 +92,9 @@ def compare(
     last = len(kinds) + len(made)
     stores = tuple((i, f"x{last - 1 - i % len(made)}") for i in range(len(kinds)))
     zeros = (0,) * len(numbers)
-    program = triton_lists.Program(tuple(kinds), (), zeros, tuple(made), stores, tuple(kinds), (f"x{last - 1}",))
+    program = Program(tuple(kinds), (), zeros, tuple(made), stores, tuple(kinds), (f"x{last - 1}",))
     theirs = [[x.clone() for x in column] for column in columns]
-    sums = triton_lists.run(program, columns, numbers, [])
+    sums = print_triton.run(program, columns, numbers, [])
     want = by_torch(program, theirs, numbers, [])
     rows = [f"column {i}: {row}" for i in range(len(kinds)) for row in interpreted.different(columns[i], theirs[i])]
     good = want.isfinite() & (want.abs() < 1e30)
@@ -104,12 +105,13 @@ def compare(
 
 def sums(sizes: Sequence[int]) -> list[float]:
     """How far sums of squares are from those in float64, relatively: of each leaf, and of all."""
-    from zerofn.kernels import triton_lists  # inside: a kernel by itself
+    from zerofn.kernels import print_triton  # inside: a kernel by itself
+    from zerofn.kernels.program import Program  # inside: as above
 
     xs = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(sizes)]
-    program = triton_lists.Program((0,), (), (), (("mul", ("x0", "x0"), 0),), (), (), ("x1",))
+    program = Program((0,), (), (), (("mul", ("x0", "x0"), 0),), (), (), ("x1",))
     want = torch.stack([x.double().square().sum() for x in xs])
-    each, every = (triton_lists.run(program, [xs], [], [], each=each)[0].double() for each in (True, False))
+    each, every = (print_triton.run(program, [xs], [], [], each=each)[0].double() for each in (True, False))
     off = [(each - want).abs() / want.clamp(min=1e-30), (every - want.sum()).abs() / want.sum()]
     return [float(x) for x in torch.cat([off[0], off[1].reshape(1)])]
 
@@ -120,18 +122,19 @@ def instructions(kinds: Sequence[int], steps: Sequence[tuple[str, tuple[str, ...
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zerofn.kernels import triton_lists  # inside: a kernel by itself, and how it is launched
+    from zerofn.kernels import print_triton  # inside: a kernel by itself, and how it is launched
+    from zerofn.kernels.program import Program  # inside: as above
 
     last = f"x{len(kinds) + len(steps) - 1}"
-    program = triton_lists.Program(tuple(kinds), (), (0,), tuple(steps), ((0, last),), (kinds[0],), ())
-    kernel = triton_lists.formula_kernel(program)
+    program = Program(tuple(kinds), (), (0,), tuple(steps), ((0, last),), (kinds[0],), ())
+    kernel = print_triton.formula_kernel(program)
     types = {"rows": "i32", "chunks": "i32", "numbers": "*fp64", "partials": "*fp32", "starts": "*i64", "table": "*i64"}
     source = ASTSource(
         fn=kernel,
         signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
-        constexprs={"CHUNK": triton_lists.CHUNK, "BLOCK": triton_lists.BLOCK},
+        constexprs={"CHUNK": print_triton.CHUNK, "BLOCK": print_triton.BLOCK},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_lists.CUDA_OPTIONS)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=print_triton.CUDA_OPTIONS)
     return dict(collections.Counter(interpreted.CALLS.findall(compiled.asm["ptx"])))
 
 
@@ -155,22 +158,22 @@ FUNCTIONS: dict[str, Callable[..., list[Any]]] = {
 
 def compare_functions(name: str, dtype: torch.dtype, sizes: Sequence[int]) -> list[str]:
     """Where a function of lists, computed by a kernel, differs from the same of tensors; and kernels but one."""
-    from zerofn.kernels import formulas, triton_lists  # inside: a kernel by itself
+    from zerofn.kernels import print_triton, program  # inside: a kernel by itself
 
     columns = [[interpreted.leaf(n, (dtype,) * 4, 7 * i + j, 0)[0] for i, n in enumerate(sizes)] for j in range(2)]
     drawn = [torch.Generator().manual_seed(i) for i in range(len(sizes))]
     columns += [[torch.randint(0, 9, (n,), generator=g) for n, g in zip(sizes, drawn, strict=True)]]
     columns += [[x > 4 for x in columns[2]]]
-    scalar, launched, known = torch.tensor(0.75), [], (formulas.triton_for, triton_lists.launch)
+    scalar, launched, known = torch.tensor(0.75), [], (program.printer_for, print_triton.launch)
     want = [FUNCTIONS[name](*row, scalar) for row in zip(*columns, strict=True)]
-    formulas.triton_for = lambda device: triton_lists  # type: ignore[assignment]
-    triton_lists.launch = lambda kernel, *args: (launched.append(kernel), known[1](kernel, *args))
+    program.printer_for = lambda device: print_triton  # type: ignore[assignment]
+    print_triton.launch = lambda kernel, *args: (launched.append(kernel), known[1](kernel, *args))
     try:
-        given: Any = formulas.Term("scalar", (scalar,), scalar.dtype)
-        made = FUNCTIONS[name](*map(formulas.TensorList, columns), given)
-        formulas.computed(*made)
+        given: Any = program.Term("scalar", (scalar,), scalar.dtype)
+        made = FUNCTIONS[name](*map(program.TensorList, columns), given)
+        program.computed(*made)
     finally:
-        formulas.triton_for, triton_lists.launch = known
+        program.printer_for, print_triton.launch = known
     rows = [f"{len(launched)} launches"] if len(launched) != 1 else []
     for i, x in enumerate(made):
         for got, (right,) in zip(x.tensors, [[row[i]] for row in want], strict=True):
@@ -185,30 +188,30 @@ def compiled_functions() -> list[str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from zerofn.kernels import formulas, triton_lists  # inside: a kernel by itself, and how it is launched
+    from zerofn.kernels import print_triton, program  # inside: a kernel by itself, and how it is launched
 
     kept: list[Any] = []
     columns = [torch.ones(2), torch.ones(2), torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)]
-    scalar: Any = formulas.Term("scalar", (torch.tensor(0.75),), torch.float32)
-    formulas.triton_for = lambda device: triton_lists  # type: ignore[assignment]
-    triton_lists.run = lambda program, *_: kept.append(program)  # type: ignore[assignment,func-returns-value]
+    scalar: Any = program.Term("scalar", (torch.tensor(0.75),), torch.float32)
+    program.printer_for = lambda device: print_triton  # type: ignore[assignment]
+    print_triton.run = lambda program, *_: kept.append(program)  # type: ignore[assignment,func-returns-value]
     for function in FUNCTIONS.values():
-        formulas.computed(*function(*(formulas.TensorList([x]) for x in columns), scalar))
+        program.computed(*function(*(program.TensorList([x]) for x in columns), scalar))
     wrong, pointers = [], ("*fp32", "*bf16", "*fp16", "*fp64", "*i64", "*i1")
     types = {"rows": "i32", "chunks": "i32", "numbers": "*fp64", "partials": "*fp32", "starts": "*i64", "table": "*i64"}
-    for program in kept:
-        kinds = triton_lists._kinds(program)
+    for found in kept:
+        kinds = found.kinds
         own = {f"c{i}": pointers[kind] for i, kind in kinds.items()}
-        own |= {f"m{i}": pointers[kind] for i, kind in enumerate(program.scalars)}
-        own |= {f"n{i}": "i32" if kind == 4 else "fp32" for i, kind in enumerate(program.numbers)}
-        sizes = {"CHUNK": triton_lists.CHUNK, "BLOCK": triton_lists.BLOCK}
-        for make in (triton_lists.formula_kernel, triton_lists.kernel_of_numbers):
-            kernel = make(program)
+        own |= {f"m{i}": pointers[kind] for i, kind in enumerate(found.scalars)}
+        own |= {f"n{i}": "i32" if kind == 4 else "fp32" for i, kind in enumerate(found.numbers)}
+        sizes = {"CHUNK": print_triton.CHUNK, "BLOCK": print_triton.BLOCK}
+        for make in (print_triton.formula_kernel, print_triton.kernel_of_numbers):
+            kernel = make(found)
             signature = {name: {**types, **own}.get(name, "constexpr") for name in kernel.arg_names}
             constants = {name: x for name, x in sizes.items() if name in kernel.arg_names}
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
             try:
-                triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_lists.CUDA_OPTIONS)
+                triton.compile(source, target=GPUTarget("cuda", 90, 32), options=print_triton.CUDA_OPTIONS)
             except Exception as error:
-                wrong.append(f"{program}: {error}")
+                wrong.append(f"{found}: {error}")
     return wrong

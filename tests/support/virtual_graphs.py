@@ -19,7 +19,7 @@ from transforms_table import ROWS
 from virtual_steps import FAST, Many
 
 import zerofn as zf
-from zerofn.kernels import triton_lists  # inside: a graph has the launches of its kernels
+from zerofn.kernels import print_triton  # inside: a graph has the launches of its kernels
 
 
 class Graph(TorchDispatchMode):
@@ -36,13 +36,13 @@ class Graph(TorchDispatchMode):
 
     def __enter__(self) -> Graph:
         self._capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
-        self._launch, triton_lists.launch = triton_lists.launch, self._launched
+        self._launch, print_triton.launch = print_triton.launch, self._launched
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.cuda.is_current_stream_capturing, triton_lists.launch = self._capturing, self._launch
+        torch.cuda.is_current_stream_capturing, print_triton.launch = self._capturing, self._launch
 
     def _launched(self, kernel: Any, programs: int, *args: Any) -> None:
         with _disable_current_modes():

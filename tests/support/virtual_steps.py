@@ -22,7 +22,7 @@ from virtual_cuda import Row as Asked
 import zerofn as zf
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
 from zerofn.extend import optimizer
-from zerofn.kernels import adam, coded_adam, formulas, triton_lists  # inside: which kernel is taken, one by itself
+from zerofn.kernels import adam, coded_adam, print_triton, program  # inside: which kernel is taken, one by itself
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -34,37 +34,37 @@ def _launch(kernel: Any, programs: int, *args: Any) -> None:
         INTERPRETED(kernel, programs, *args)
 
 
-INTERPRETED, triton_lists.launch = triton_lists.launch, _launch
+INTERPRETED, print_triton.launch = print_triton.launch, _launch
 
 
 @contextmanager
 def counting() -> Iterator[None]:
     """Triton's kernels are counted and not interpreted, which takes a second for ten leaves; formulas by torch."""
-    known = adam.triton_kernel, coded_adam.triton_kernel, formulas.triton_for, triton_lists.run
+    known = adam.triton_kernel, coded_adam.triton_kernel, program.printer_for, print_triton.run
     try:
-        triton_lists.launch = lambda kernel, *_: LOG.add("launch", kernel.__name__)
+        print_triton.launch = lambda kernel, *_: LOG.add("launch", kernel.__name__)
         adam.triton_kernel = coded_adam.triton_kernel = lambda *_: True  # type: ignore[assignment]
-        formulas.triton_for = lambda device: triton_lists if device.type == "cuda" else None  # type: ignore[assignment]
-        triton_lists.run = _run
+        program.printer_for = lambda device: print_triton if device.type == "cuda" else None  # type: ignore[assignment]
+        print_triton.run = _run
         yield
     finally:
-        triton_lists.launch = _launch
-        adam.triton_kernel, coded_adam.triton_kernel, formulas.triton_for, triton_lists.run = known
+        print_triton.launch = _launch
+        adam.triton_kernel, coded_adam.triton_kernel, program.printer_for, print_triton.run = known
 
 
 @contextmanager
 def formulas_by_torch() -> Iterator[None]:
     """Inside, kernels for formulas are computed by torch, whose bits they have (`list_programs.compare`)."""
-    known = triton_lists.run
+    known = print_triton.run
     try:
-        triton_lists.run = _run
+        print_triton.run = _run
         yield
     finally:
-        triton_lists.run = known
+        print_triton.run = known
 
 
 def _run(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True) -> Tensor:
-    """`triton_lists.run` by torch's own operations, counted as it launches."""
+    """`print_triton.run` by torch's own operations, counted as it launches."""
     LOG.add("launch", "formula_kernel")
     for _ in program.sums if each else program.sums[:1]:
         LOG.add("launch", "sums")
@@ -273,12 +273,12 @@ def compare(pipeline: str, apart: bool = False, interpreted: bool = False, **how
 
 def without_triton(pipeline: str) -> tuple[int, list[str]]:
     """Launches for 148 leaves where Triton is not installed, and what differs from the same steps on the CPU."""
-    known = formulas.triton_for
-    formulas.triton_for = lambda device: None  # type: ignore[assignment]
+    known = program.printer_for
+    program.printer_for = lambda device: None  # type: ignore[assignment]
     try:
         return virtual_cuda.count(attached(pipeline, 148), "launch"), compare(pipeline)
     finally:
-        formulas.triton_for = known
+        program.printer_for = known
 
 
 def with_a_rate_of_the_host(name: str) -> tuple[dict[str, int], list[str]]:
@@ -392,7 +392,7 @@ def overflowed() -> tuple[dict[str, int], int]:
     model = Many(10).cuda()
     opt = zf.attach(model, zf.chain(zf.scale_loss("dynamic", init_scale=8.0), zf.sgd(1e-3)))
     # Once in a process a kernel of Triton is tried, and its result compared.
-    formulas.triton_for(next(model.parameters()).device)
+    program.printer_for(next(model.parameters()).device)
     model(torch.ones((), device="cuda")).backward()
     for p in list(model.parameters())[7:]:
         p.grad.fill_(torch.inf)  # type: ignore[union-attr]
@@ -572,16 +572,16 @@ def without_a_compiler() -> tuple[list[str], list[str]]:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
     adam.triton_kernel.cache_clear()
-    formulas.triton_for.cache_clear()
-    triton_lists.launch = fail
+    program.printer_for.cache_clear()
+    print_triton.launch = fail
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             wrong = compare("low precision, stochastic", interpreted=True)
     finally:
-        triton_lists.launch = _launch
+        print_triton.launch = _launch
         adam.triton_kernel.cache_clear()
-        formulas.triton_for.cache_clear()
+        program.printer_for.cache_clear()
     return [str(one.message) for one in said], wrong
 
 

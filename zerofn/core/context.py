@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from .._compat.tensors import foreach, foreach_of
 from .._errors import explain, kind_of
-from ..kernels.formulas import TensorList, at_once, in_place, write_where
+from ..kernels.lists import at_once, in_place
 from ..kernels.norms import leaf_norms
+from ..kernels.program import TensorList, write_where
 from ..kernels.recording import concrete, number
 from .layout import Layout, Leaves
 
@@ -291,6 +293,12 @@ class Context:
             chosen: Any = torch.where(self.choosing, new.to(old.dtype), old)
             several.copy_(chosen)
         return old
+
+    def wants_norms(self, paths: Sequence[str], grads: Leaves) -> bool:
+        """Whether a metric needs the norms of these gradients, which then ride on a pass that reads them anyway."""
+        # Norms are requested for tensors, so a gradient that a member of a group has changed is not among them.
+        asked = self.norms.requests if self.norms is not None else {}
+        return bool(asked) and all(map(is_, map(asked.get, paths), map(grads.__getitem__, paths)))
 
     def number(self, x: Any) -> Any:
         """The Python number in a 0-d tensor; the tensor itself if `recorded` or `unread` is true."""

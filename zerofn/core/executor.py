@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._compat.tensors import profiler_runs
 from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
-from ..kernels.formulas import over_leaves
+from ..kernels.lists import over_leaves
 from ..kernels.norms import added, leaf_squares, squared_norm_unrecorded, sum_of_squares
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared

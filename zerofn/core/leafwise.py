@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
-from ..kernels.formulas import TensorList, batches, computed, on_lists
+from ..kernels.lists import batches, on_lists
+from ..kernels.program import TensorList, computed
 from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
 from .context import Context, Prepared

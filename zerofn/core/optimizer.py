@@ -17,9 +17,12 @@ from torch.autograd import Function
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach, foreach_add, viewed
 from .._errors import explain
-from ..kernels.formulas import NotOnLists, batches, beside, computed, on_lists, once
+from ..kernels.formulas import beside, once
+from ..kernels.lists import batches, on_lists
 from ..kernels.norms import squared_norm
-from ..kernels.recording import concrete, number, only_compiled, root
+from ..kernels.program import Bits, Draws, TensorList, computed
+from ..kernels.recording import concrete, differentiated, number, only_compiled, root, straight_through
+from ..kernels.rounding import leaf_key, random_bits, stochastic_round
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared
 from .facts import Facts, Scope
@@ -48,6 +51,7 @@ class LeafStep:
         numbers: hyperparameters by name; numbers, or 0-d tensors.
         shared: state that all leaves share, by name; only read.
         derived: the results of the optimizer's `derived` for count, rate and hyperparameters; numbers, or 0-d tensors.
+        paths, offsets: of each leaf, where one call updates a list of leaves.
     """
 
     count: Any
@@ -57,6 +61,30 @@ class LeafStep:
     numbers: Numbers = field(default_factory=dict)
     shared: TransformState = field(default_factory=dict)
     derived: Numbers = field(default_factory=dict)
+    paths: Sequence[str] = ()
+    offsets: Sequence[int] = ()
+
+    def at_random(self, x: Any, dtype: torch.dtype, seed: int, form: Any, stream: int, shift: int = 0) -> Any:
+        """`x` rounded at random to a dtype of 16 bits; its derivative is that of the identity.
+
+        Random bits depend on the seed, the number of the update, the path and the global index of each element.
+
+        Args:
+            x: in float32.
+            dtype: `torch.bfloat16` or `torch.float16`.
+            seed: of the bits.
+            form: the format of the draws.
+            stream: tensors that shall have bits of their own have another stream, or another half of its words.
+            shift: 16 takes the upper half of each word.
+        """
+        if isinstance(x, TensorList):
+            draws = Draws(seed, self.count, form, list(map(leaf_key, self.paths)), list(self.offsets))
+            return x.random(dtype, Bits(draws, stream, shift))
+        where: Any = dict(seed=seed, step=self.count, key=leaf_key(self.path), offset=self.offset, form=form)
+        bits = random_bits(x.numel(), **where, stream=stream, device=x.device).view(x.shape) >> shift
+        if not differentiated(x):
+            return stochastic_round(x, dtype, bits=bits)
+        return straight_through(x, stochastic_round(x.detach(), dtype, bits=bits).float()).to(dtype)
 
     def scalar(self, value: Any, like: Tensor) -> Any:
         """A number to compute with beside the tensor `like`.
@@ -73,7 +101,7 @@ class LeafStep:
             return self
         numbers, derived = ({k: self.scalar(x, like) for k, x in of.items()} for of in (self.numbers, self.derived))
         rate = self.scalar(self.lr, like)
-        return LeafStep(self.count, rate, self.path, self.offset, numbers, self.shared, derived)
+        return replace(self, lr=rate, numbers=numbers, derived=derived)
 
 
 @dataclass(frozen=True)
@@ -572,7 +600,6 @@ def optimizer(
     pulled: Pulled | None = None,
     counterpart: type | None = None,
     torch_names: Mapping[str, str] = NONE,
-    of_lists: bool = False,
     of_norms: bool = False,
     stored_kernel: StoredKernel | None = None,
     in_fp32: bool = False,
@@ -590,8 +617,9 @@ def optimizer(
         slots: by name, a function that makes the slot's first tensor for a leaf from the parameter, such as `like`.
         formula: the arithmetic of one leaf: `formula(p, g, slots, at) -> (new p, new slots)`, where `at` is a
             `LeafStep`. Its torch operations must not write into arguments, since zerofn differentiates, batches and
-            compiles them. An element of a result may depend only on the elements at the same position in `p`, `g` and
-            `slots`, on the leaf's path, and on the position in the leaf.
+            compiles them. If it consists of arithmetic, of operators and of words such as `plus`, one kernel computes
+            it for many leaves, which are then given as one `TensorList`. An element of a result may depend only on the
+            elements at the same position in `p`, `g` and `slots`, on the leaf's path, and on the position in the leaf.
         kernel: a function of a `LeafList` that computes the formula in place. It runs in steps that are not recorded.
             Under one `torch.func.vmap`, if nothing is differentiated, it runs on the leaves of all members of the
             batch. The kernel must compute the same bits as the formula, or the transform's docstring must state a bound
@@ -619,10 +647,6 @@ def optimizer(
             rate and the hyperparameters are no tensors.
         counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
         torch_names: for slots whose names differ in that class, from the name here to the name there.
-        of_lists: whether, on a GPU, the formula may be given lists of leaves (`TensorList`) in place of tensors. Then
-            the number of launches does not grow with the number of leaves. Such a formula reads no path and no offset,
-            and computes with operators and with functions such as `plus`. If a list lacks an operation, the formula
-            runs leaf by leaf.
         of_norms: whether the formula needs norms of whole leaves, for instance for a trust ratio. Such a formula
             returns a pair: a list of tensors, and a function. zerofn computes the norm of each tensor over all ranks
             that have shards of the leaf, and calls the function with these 0-d norms. The function returns the new
@@ -660,7 +684,6 @@ def optimizer(
         derived,
         in_graph,
         pulled,
-        of_lists,
         of_norms,
         device_kernel,
         stored_kernel,
@@ -669,7 +692,7 @@ def optimizer(
         optimizes=True,
         rate=lr,
         settable=tuple(settable.items()),
-        copies=kernel is None,
+        copies=False,
         keeps=False,
         counterpart=counterpart,
         torch_names=tuple(torch_names.items()),
@@ -703,7 +726,6 @@ class _OptimizerUpdate:
     derived: Derived | None
     in_graph: tuple[Operator, Kernel] | None
     pulled: Pulled | None
-    of_lists: bool
     of_norms: bool
     device_kernel: Kernel | None
     stored_kernel: StoredKernel | None = None
@@ -737,14 +759,17 @@ class _OptimizerUpdate:
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
         kernel, pulled, derived = self.kernel, self.pulled, self.derived
-        runs = kernel is not None and not ctx.recorded and not ctx.unread
+        runs = not ctx.recorded and not ctx.unread and not self.of_norms
         counts = {} if runs else one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
         slots = dict(zip(self.slots, map(state.__getitem__, self.slots), strict=True))
         given = Given(grads, params, slots, counts, *carry, common, ctx)
-        if kernel is not None and runs:
+        if runs:
             groups, before, together = next_counts(state["count"], grads)
-            new, own = _in_place(kernel, groups.items(), given)
+            if kernel is not None:
+                new, own = _in_place(kernel, groups.items(), given)
+            else:
+                new, own = _read(self.formula, derived, groups, given)
             # Counts are raised after the kernel: if it refuses its arguments, they stay as they are.
             if together is not None and ctx.donate and not together.is_inference():
                 # One write for all counts: a new tensor for each takes longer than the update of a small leaf.
@@ -765,7 +790,7 @@ class _OptimizerUpdate:
         elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
             new, own = made
         else:
-            new, own = _by_formula(self.formula, derived, given, self.of_lists, self.of_norms)
+            new, own = _by_formula(self.formula, derived, given, self.of_norms)
         return new, {**own, "count": counts}
 
     def on_stored(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
@@ -788,7 +813,7 @@ class _OptimizerUpdate:
         """The update in a step that reads no count and no rate in Python."""
         ctx = given.ctx
         if self.device_kernel is None or not given.grads or any(isinstance(x, Tensor) for x in given.numbers.values()):
-            return _by_formula(self.formula, self.derived, given, self.of_lists, self.of_norms)
+            return _by_formula(self.formula, self.derived, given, self.of_norms)
         each = list(given.counts.values())
         together = whole(each)
         counts = torch.stack(each) if together is None else together
@@ -819,9 +844,7 @@ def _listed(group: list[str], count: Any, given: Given, comes: Tensor | None = N
     if ctx.offsets:
         offsets = list(map(ctx.offsets.get, group, offsets))
     gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
-    # Norms are requested for tensors, so a gradient that a member of a group has changed is not among them.
-    asked = ctx.norms.requests if ctx.norms is not None else {}
-    norms = [] if asked and all(map(is_, map(asked.get, group), gradients)) else None
+    norms = [] if ctx.wants_norms(group, grads) else None
     return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms, comes)
 
 
@@ -876,31 +899,91 @@ def _with_derivative(
     return new, dict(zip(slots, own, strict=True))
 
 
-def _by_formula(
-    formula: Any, derived: Derived | None, given: Given, of_lists: bool, of_norms: bool = False
+def _read(
+    formula: Any, derived: Derived | None, groups: Mapping[int, list[str]], given: Given
 ) -> tuple[Leaves, TransformState]:
-    """New parameters, or directions, and slots by a formula: leaf by leaf, or on a GPU on lists of leaves."""
+    """New parameters, or directions, and slots by a formula, in a step that reads the counts in Python."""
+    _, params, slots, _, lr, numbers, common, ctx = given
+    new: Leaves = {}
+    own: TransformState = {slot: {} for slot in slots}
+    wide = {k: _wide(x) for k, x in numbers.items()}
+    for count, group in groups.items():
+        made = derived(count, _wide(lr), wide) if derived else {}
+        step = LeafStep(count, lr, "", 0, numbers, common, made)
+        rest = _on_lists(formula, step, group, given, new, own)
+        if not rest and ctx.donate and lr is not None and len(group) == len(params):
+            # All leaves were written in place.
+            return params, slots
+        for path in rest:
+            _on_leaf(formula, replace(step, path=path, offset=ctx.offsets.get(path, 0)), given, new, own)
+    return new, own
+
+
+def _on_leaf(formula: Any, step: LeafStep, given: Given, new: Leaves, own: TransformState) -> None:
+    """Update one leaf by the formula. Results are written at once: one leaf of a donated state is in memory twice."""
+    path, ctx = step.path, given.ctx
+    olds = {slot: old[path] for slot, old in given.slots.items()}
+    x, after = formula(given.params[path], given.grads[path], dict(olds), step)
+    new[path] = x if given.lr is None else ctx.into(given.params[path], x)
+    for slot, old in olds.items():
+        own[slot][path] = ctx.into(old, after[slot])
+
+
+def _on_lists(
+    formula: Any, step: LeafStep, group: list[str], given: Given, new: Leaves, own: TransformState
+) -> list[str]:
+    """Update leaves by a formula on lists of them. Returns those on which it must run leaf by leaf."""
+    grads, params, slots, _, lr, _, _, ctx = given
+    columns = [list(map(x.__getitem__, group)) for x in (params, grads, *slots.values())]
+    if ctx.recorded or not group or not on_lists(columns):
+        return group
+    rest: list[str] = []
+    for batch, (p, g, *values) in batches(*columns):
+        paths = group if len(batch) == len(group) else [group[i] for i in batch]
+        olds = dict(zip(slots, values, strict=True))
+        try:
+            x, after = formula(
+                p, g, dict(olds), replace(step, paths=paths, offsets=[ctx.offsets.get(path, 0) for path in paths])
+            )
+        except Exception:
+            # A formula that gets lists may raise any error. Its leaves then run one by one, and a real error is raised
+            # again there. Nothing of this batch is written yet, since a formula writes none of its arguments.
+            rest += paths
+            continue
+        written: Any = x if lr is None else ctx.into(p, x)
+        kept: dict[str, Any] = {slot: ctx.into(old, after[slot]) for slot, old in olds.items()}
+        squares = [g.to(torch.float32).square()] if ctx.wants_norms(paths, grads) else []
+        sums = computed(written, *kept.values(), sums=squares)
+        if sums is not None and ctx.norms is not None:
+            ctx.norms.add(paths, sums[0].sqrt().tolist() if sums.is_cpu else sums[0].sqrt().unbind())
+        new.update(zip(paths, written.tensors, strict=True))
+        for slot, value in kept.items():
+            own[slot].update(zip(paths, value.tensors, strict=True))
+    return rest
+
+
+def _by_formula(
+    formula: Any, derived: Derived | None, given: Given, of_norms: bool = False
+) -> tuple[Leaves, TransformState]:
+    """New parameters, or directions, and slots by a formula, in a step that is recorded or reads no count."""
     grads, params, slots, counts, lr, numbers, common, ctx = given
     new: Leaves = {}
     own: TransformState = {slot: {} for slot in slots}
     dtypes = (x.dtype for p, g in grads.items() for x in (g, params[p]))
     rows = list(each(counts, lr, numbers, derived, ctx, dtypes))
-    on_a_list = _on_lists(formula, rows, given) if of_lists and not (ctx.unread and derived) else {}
-    begun = _of_norms(formula, rows, given) if of_norms else None
-    for p, count, made in rows:
-        if p in on_a_list:
-            new[p], after = on_a_list[p]
-        else:
-            if begun is not None:
-                x, after = next(begun)
-            else:
-                step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
-                x, after = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
-            # Results are written leaf by leaf, so that only one leaf of a donated state is in memory twice.
-            new[p] = x if lr is None else ctx.into(params[p], x)
-            after = {slot: ctx.into(old[p], after[slot]) for slot, old in slots.items()}
-        for slot in slots:
-            own[slot][p] = after[slot]
+    steps = {p: LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in rows}
+    if of_norms:
+        for path, (x, after) in zip(steps, _of_norms(formula, rows, given), strict=True):
+            new[path] = x if lr is None else ctx.into(params[path], x)
+            for slot, old in slots.items():
+                own[slot][path] = ctx.into(old[path], after[slot])
+        return new, own
+    rest = list(steps)
+    if steps and ctx.unread and not derived:
+        # Nobody reads the counts, and nothing is derived from them: leaves with different ones are one list.
+        rest = _on_lists(formula, replace(steps[rest[0]], path="", offset=0), rest, given, new, own)
+    for path in rest:
+        _on_leaf(formula, steps[path], given, new, own)
     return new, own
 
 
@@ -934,42 +1017,12 @@ def _of_norms(
         together, elements = [], 0
 
 
-def _on_lists(
-    formula: Formula, rows: Sequence[tuple[str, Any, Numbers]], given: Given
-) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
-    """New values of leaves, by a formula on lists of them; without the leaves on which it runs leaf by leaf."""
-    grads, params, slots, _, lr, numbers, common, ctx = given
-    paths = [p for p, _, _ in rows]
-    columns = [[old[p] for p in paths] for old in (params, grads, *slots.values())]
-    if ctx.recorded or not rows or not on_lists(columns):
-        return {}
-    found: dict[str, tuple[Tensor, dict[str, Tensor]]] = {}
-    none: Any = None
-    on_list: Callable[..., Any] = formula
-    # If nobody reads the counts, leaves of one batch may have different ones: then counts do not group leaves.
-    for batch, (p, g, *values) in batches(*columns, [None if ctx.unread else count for _, count, _ in rows]):
-        _, count, made = rows[batch[0]]
-        old = dict(zip(slots, values[:-1], strict=True))
-        try:
-            x, after = on_list(p, g, dict(old), LeafStep(count, lr, none, none, numbers, common, made))
-        except NotOnLists:
-            # Nothing of this batch is written yet, since a formula writes none of its arguments.
-            continue
-        written: Any = x if lr is None else ctx.into(p, x)
-        kept: dict[str, Any] = {slot: ctx.into(old[slot], after[slot]) for slot in slots}
-        computed(written, *kept.values())
-        for place, i in enumerate(batch):
-            found[paths[i]] = written.tensors[place], {slot: value.tensors[place] for slot, value in kept.items()}
-    return found
-
-
 def direction(
     name: str,
     slots: Slots,
     formula: Formula | NormFormula,
     numbers: Numbers = NONE,
     derived: Derived | None = None,
-    of_lists: bool = False,
     of_norms: bool = False,
     in_fp32: bool = False,
     rounds_grads: bool = False,
@@ -985,7 +1038,6 @@ def direction(
         formula: as for `optimizer`, but its first result is the direction, and `at.lr` is `None`.
         numbers: hyperparameters of the formula, by name.
         derived: as for `optimizer`, but its second argument, the rate, is `None`.
-        of_lists: as for `optimizer`.
         of_norms: as for `optimizer`.
         in_fp32, rounds_grads: as for `optimizer`, but the direction stays in the dtype in which the formula computed
             it.
@@ -1011,9 +1063,14 @@ def direction(
         return Prepared(carry={key: ctx.replicated(x) for key, x in numbers.items()})
 
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
-        counts = one_more(state["count"], grads, ctx)
-        given = Given(grads, params, {slot: state[slot] for slot in slots}, counts, None, found, {}, ctx)
-        out, own = _by_formula(formula, derived, given, of_lists, of_norms)
+        given = Given(grads, params, {slot: state[slot] for slot in slots}, {}, None, found, {}, ctx)
+        if of_norms or ctx.recorded or ctx.unread:
+            counts = one_more(state["count"], grads, ctx)
+            out, own = _by_formula(formula, derived, given._replace(counts=counts), of_norms)
+        else:
+            groups, before, _ = next_counts(state["count"], grads)
+            out, own = _read(formula, derived, groups, given)
+            counts = dict(zip(grads, apart(torch.tensor(before, dtype=torch.int64).add_(1)), strict=True))
         return out, {**own, "count": counts}
 
     return Transform(

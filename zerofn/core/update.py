@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._compat.functorch import behind, differentiating, functorch_active, is_wrapped, levels, vmap_level
 from .._errors import bad_leaves, explain
-from ..kernels.formulas import at_once
+from ..kernels.lists import at_once
 from .context import Context
 from .executor import finish, run
 from .layout import Leaf, Leaves

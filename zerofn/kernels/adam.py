@@ -16,9 +16,11 @@ from torch.autograd.graph import increment_version
 from zerofn._compat.functorch import while_traced
 from zerofn._errors import explain
 from zerofn.kernels import native as _native
-from zerofn.kernels.formulas import at_once, gives_bits, moment_root, once, triton_module
+from zerofn.kernels.formulas import moment_root, once
 from zerofn.kernels.fused_adam import check_step, not_wrapped
+from zerofn.kernels.lists import at_once
 from zerofn.kernels.native import same_bits, sample
+from zerofn.kernels.program import gives_bits, triton_module
 from zerofn.kernels.recording import differentiated, operator, straight_through
 from zerofn.kernels.rounding import (
     FORMAT,
@@ -446,7 +448,7 @@ def _interpreted() -> bool:
     if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return False
     module = triton_module("triton_adam")
-    return module is not None and module.triton_lists.interpreted()
+    return module is not None and module.print_triton.interpreted()
 
 
 @functools.cache

@@ -20,9 +20,9 @@ from torch.autograd.graph import increment_version
 from . import native
 from .adam import adam_, scalars
 from .codes import HEADERS, LARGE, Coded, Codes, Draws, defines_of
-from .formulas import gives_bits, triton_module
 from .fused_adam import fused_update
 from .masters import Master, master_of
+from .program import gives_bits, triton_module
 from .rounding import FORMAT, stride_of
 
 # Elements of the largest block that the kernel has room for.

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import native
-from .formulas import gives_bits, triton_module
 from .fused_adam import can_masters, fused_update, fused_update_of_masters, scalars
 from .masters import LARGE, Master, master_of
+from .program import gives_bits, triton_module
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _GRADS = (torch.float32, torch.bfloat16)

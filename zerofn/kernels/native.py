@@ -341,6 +341,9 @@ class _Choice(NamedTuple):
     remedy: str = "Install gcc or clang, or name one in $CC"
 
 
+INSTALL = _Choice(None).remedy
+
+
 def compiler() -> Command | None:
     """The compiler (``$CC``, ``cc``, ``gcc``, ``clang``) as words of a command; without one, a warning and ``None``.
 
@@ -407,7 +410,7 @@ def _tell(what: str) -> None:
     warnings.warn(f"zerofn: {what}.", RuntimeWarning, stacklevel=3)
 
 
-def give_up(why: str, remedy: str = _Choice(None).remedy) -> None:
+def give_up(why: str, remedy: str = INSTALL) -> None:
     """Warn that there is no kernel, once for each reason; with ``ZEROFN_NATIVE=require`` raise a RuntimeError."""
     if required():
         right = f"{remedy}; or unset ZEROFN_NATIVE: eager torch gives the same bits, slower"
@@ -459,6 +462,44 @@ def library(
         compile_to(command, files[0], defines, target)
         return declared(ctypes.CDLL(target))
 
+    return _kept(where, key, declared, build)
+
+
+def printed(
+    command: Command, text: str, headers: Sequence[Path], declared: Callable[[ctypes.CDLL], ctypes.CDLL]
+) -> ctypes.CDLL:
+    """The library of a printed source, from disk or newly built.
+
+    Args:
+        command: the compiler.
+        text: the source.
+        headers: the files of this folder that it includes.
+        declared: declares the types of its functions.
+
+    Raises:
+        OSError: it cannot be built or loaded.
+        AttributeError: a function is missing.
+    """
+    about = repr((identity(command, os.environ.get("PATH")), text))
+    key = hashlib.sha256(b"".join(file.read_bytes() for file in headers) + about.encode()).hexdigest()[:32]
+    where = directory()
+
+    def build(target: str) -> ctypes.CDLL:
+        source = Path(target).with_suffix(".c")
+        try:
+            source.write_text(text)
+            compile_to(command, source, [f"-I{headers[0].parent}"], target)
+        finally:
+            remove(source)
+        return declared(ctypes.CDLL(target))
+
+    return _kept(where, key, declared, build)
+
+
+def _kept(
+    where: Path, key: str, declared: Callable[[ctypes.CDLL], ctypes.CDLL], build: Callable[[str], ctypes.CDLL]
+) -> ctypes.CDLL:
+    """The library with this key, from disk or newly built."""
     found = find(where, key)
     if found is not None:
         try:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .._compat.tensors import foreach, foreach_norm, joined
-from .formulas import batches, in_one_launch, on_lists, sums_of
+from .lists import batches, on_lists
 from .native import squares
+from .program import in_one_launch, sums_of
 from .recording import differentiated, recorded, root
 
 CHUNK = 1 << 17

@@ -20,9 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .._errors import explain
-from . import triton_lists
-from .rounding import block_ranges
-from .triton_lists import (
+from . import print_triton
+from .print_triton import (
     BLOCK,
     CHUNK,
     KINDS,
@@ -33,12 +32,13 @@ from .triton_lists import (
     sums_kernel,
     value,
 )
+from .rounding import block_ranges
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The kernel computes the formula of `zerofn.kernels.adam` on one chunk of one leaf.
 #
 # For equal bits the kernel has only operations that IEEE 754 rounds in one way: sums, products, `div_rn`, `sqrt_rn`,
-# and no product fused with a sum (`triton_lists.CUDA_OPTIONS`). bfloat16 is converted by integer arithmetic, as in C.
+# and no product fused with a sum (`print_triton.CUDA_OPTIONS`). bfloat16 is converted by integer arithmetic, as in C.
 #
 # A number that changes from step to step is no constant of the kernel: it reads the number of the step, the seed and
 # the learning rate from memory of the device.
@@ -329,14 +329,14 @@ def run(
     squares = torch.empty(total if norms else 1, dtype=torch.float32, device=device)
     starts = packed[at.starts : at.table]
     kinds = [KINDS[column[0].dtype] for column in columns[:4]]
-    triton_lists.launch(
+    print_triton.launch(
         adam_kernel, total, starts, packed[at.table :], count, step, seed, stride, comes.view(torch.uint8), scalars,
         each, squares, *kinds, *roundings, norms, CHUNK, BLOCK,
     )  # fmt: skip
     if not norms:
         return []
     found = torch.empty(count, dtype=torch.float32, device=device)
-    triton_lists.launch(sums_kernel, count, starts, squares, found, total, True, BLOCK)
+    print_triton.launch(sums_kernel, count, starts, squares, found, total, True, BLOCK)
     return list(found.unbind())
 
 

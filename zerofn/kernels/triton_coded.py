@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_lists
+from . import print_triton
 from .codes import Coded, Codes
 from .masters import Master
+from .print_triton import FLOAT32, KINDS, on_device, pointer, rounded, row_of, sums_kernel, value
 from .triton_adam import draw, lane
-from .triton_lists import FLOAT32, KINDS, on_device, pointer, rounded, row_of, sums_kernel, value
 from .triton_masters import fused, joined, split
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -412,7 +412,7 @@ def run(
     packed = on_device(words, device)
     squares = torch.empty(programs[-1] if norms else 1, dtype=torch.float32, device=device)
     starts = packed[starts_at:table_at]
-    triton_lists.launch(
+    print_triton.launch(
         coded_adam_kernel, programs[-1], starts, packed[table_at:], packed, packed[6:starts_at].view(torch.float32),
         count, how.block, squares, KINDS[params[0].dtype], KINDS[grads[0].dtype], fused_arithmetic,
         bool(residuals), random_params, random,
@@ -421,7 +421,7 @@ def run(
     if not norms:
         return []
     found = torch.empty(count, dtype=torch.float32, device=device)
-    triton_lists.launch(sums_kernel, count, starts, squares, found, programs[-1], True, triton_lists.BLOCK)
+    print_triton.launch(sums_kernel, count, starts, squares, found, programs[-1], True, print_triton.BLOCK)
     return list(found.unbind())
 
 

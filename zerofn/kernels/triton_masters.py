@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import triton_lists
+from . import print_triton
 from .masters import Master
-from .triton_lists import BFLOAT16, BLOCK, CHUNK, FLOAT32, KINDS, on_device, pointer, row_of, sums_kernel, value
+from .print_triton import BFLOAT16, BLOCK, CHUNK, FLOAT32, KINDS, on_device, pointer, row_of, sums_kernel, value
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Masters and Adam, as in `native_masters.h` and `fused.c`.
@@ -169,12 +169,12 @@ def run(
     packed = on_device(words, device)
     squares = torch.empty(chunks[-1] if norms else 1, dtype=torch.float32, device=device)
     starts = packed[4:table_at]
-    triton_lists.launch(
+    print_triton.launch(
         masters_kernel, chunks[-1], starts, packed[table_at:], count, packed[:4].view(torch.float32), int(decoupled),
         squares, KINDS[grads[0].dtype], norms, CHUNK, BLOCK,
     )  # fmt: skip
     if not norms:
         return []
     found = torch.empty(count, dtype=torch.float32, device=device)
-    triton_lists.launch(sums_kernel, count, starts, squares, found, chunks[-1], True, BLOCK)
+    print_triton.launch(sums_kernel, count, starts, squares, found, chunks[-1], True, BLOCK)
     return list(found.unbind())

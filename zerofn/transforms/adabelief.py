@@ -65,5 +65,5 @@ def adabelief(
     slots = {"exp_avg": like, "exp_avg_var": like}
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
-    more: Any = dict(settable=settable, derived=unbiased, of_lists=True, in_fp32=True)
+    more: Any = dict(settable=settable, derived=unbiased, in_fp32=True)
     return with_moment_check(optimizer("adabelief", lr, slots, formula, numbers=numbers, **more))

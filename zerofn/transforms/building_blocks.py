@@ -66,7 +66,7 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
         return size * m / (moment_root(v) / spread + small), {"exp_avg": m, "exp_avg_sq": v}
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps}
-    slots, how = {"exp_avg": like, "exp_avg_sq": like}, {"of_lists": True, "in_fp32": True, "rounds_grads": True}
+    slots, how = {"exp_avg": like, "exp_avg_sq": like}, {"in_fp32": True, "rounds_grads": True}
     built = direction("scale_by_adam", slots, formula, numbers, unbiased, **how)
     return with_moment_check(built)
 
@@ -104,7 +104,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         m = slots["momentum"] * beta + g
         return plus(g, beta, m) if nesterov else m, {"momentum": m}
 
-    return direction("trace", {"momentum": like}, formula, {"decay": decay}, of_lists=True, rounds_grads=True)
+    return direction("trace", {"momentum": like}, formula, {"decay": decay}, rounds_grads=True)
 
 
 @transform
@@ -161,4 +161,4 @@ def scale_by_lr(lr: ScalarOrSchedule) -> Transform:
         dtype = torch.promote_types(p.dtype, u.dtype)
         return plus(p.to(dtype), -at.scalar(at.lr, u), u.to(dtype)).to(p.dtype), {}
 
-    return optimizer("scale_by_lr", lr, {}, formula, of_lists=True)
+    return optimizer("scale_by_lr", lr, {}, formula)

@@ -51,6 +51,4 @@ def lion(lr: ScalarOrSchedule = 1e-4, betas: tuple[float, float] = (0.9, 0.99), 
 
     numbers = {"beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay}
     settable = {"betas": tuple(betas), "weight_decay": weight_decay}
-    return optimizer(
-        "lion", lr, {"momentum": like}, formula, numbers=numbers, settable=settable, of_lists=True, in_fp32=True
-    )
+    return optimizer("lion", lr, {"momentum": like}, formula, numbers=numbers, settable=settable, in_fp32=True)

@@ -113,7 +113,7 @@ def muon(
 
     numbers, decays = {"momentum": momentum, "weight_decay": weight_decay}, {"weight_decay": weight_decay}
     torch_form: Any = dict(counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
-    more: Any = dict(settable=decays, of_lists=True, rounds_grads=True, **torch_form)
+    more: Any = dict(settable=decays, rounds_grads=True, **torch_form)
     built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, **more)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:

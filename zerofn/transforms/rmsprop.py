@@ -94,5 +94,5 @@ def rmsprop(
     # `momentum` can be set later only if the state has a buffer for it.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
     torch_form: Any = dict(counterpart=torch.optim.RMSprop, torch_names={"momentum": "momentum_buffer"})
-    more: Any = dict(settable=settable, of_lists=True, rounds_grads=True, **torch_form)
+    more: Any = dict(settable=settable, rounds_grads=True, **torch_form)
     return optimizer("rmsprop", lr, slots, formula, numbers=numbers, **more)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from .._errors import explain
 from ..extend import (
-    LeafList,
     LeafStep,
     ScalarOrSchedule,
     Transform,
@@ -18,12 +16,10 @@ from ..extend import (
     check_lr,
     check_number,
     given,
-    in_batches,
     like,
     optimizer,
     plus,
     transform,
-    typed,
     where,
     without_elements,
 )
@@ -78,40 +74,16 @@ def sgd(
         if given(decay):
             g = plus(g, decay, p)
         if given(momentum):
-            first: Any = at.count == 1
-            if isinstance(first, Tensor) and not isinstance(m, Tensor) and not given(dampening):
-                # `m` is a list of leaves whose counts nobody reads. Without dampening the first update is no special
-                # case: momentum starts from zeros.
-                first = False
-            m = _momentum(first, m, beta, 1 - damping, g)
+            # Without dampening the first update is no special case: momentum starts from zeros.
+            first = given(dampening) and at.count == 1
+            m = where(first, lambda: g.clone(), lambda: plus(m * beta, 1 - damping, g))
             g = plus(g, beta, m) if nesterov else m
         return plus(p, -at.lr, g), {"momentum": m}
 
-    start, kernel = like if given(momentum) else without_elements, partial(_in_place, nesterov)
+    start = like if given(momentum) else without_elements
     numbers = {"weight_decay": weight_decay, "momentum": momentum, "dampening": dampening}
     # `momentum` can be set later only if the state has a buffer for it.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
     torch_form: Any = dict(counterpart=torch.optim.SGD, torch_names={"momentum": "momentum_buffer"})
-    more: Any = dict(settable=settable, of_lists=True, rounds_grads=True, **torch_form)
-    return optimizer("sgd", lr, {"momentum": start}, formula, kernel, numbers, **more)
-
-
-def _momentum(first: Any, m: Tensor, beta: Any, share: Any, g: Tensor) -> Tensor:
-    """`beta * m + share * g`; at the first update a copy of `g`, whose memory is the caller's."""
-    return where(first, lambda: g.clone(), lambda: plus(m * beta, share, g))
-
-
-def _in_place(nesterov: bool, group: LeafList) -> None:
-    """The kernel: torch's in-place operations, with the bits of the formula; on a GPU on many leaves at once."""
-    count, rate = group.count, group.lr
-    weight_decay, momentum, dampening = map(float, group.numbers.values())
-    for p, g, m in in_batches(group.params, typed(group.params, group.grads), group.slots["momentum"]):
-        if weight_decay:
-            g = g.add(p, alpha=weight_decay)
-        if momentum:
-            _ = m.copy_(g) if count == 1 else m.mul_(momentum).add_(g, alpha=1 - dampening)
-            g = g.add(m, alpha=momentum) if nesterov else m
-        if isinstance(rate, Tensor):
-            p.sub_(g * rate.to(g.dtype))
-        else:
-            p.add_(g, alpha=-rate)
+    more: Any = dict(settable=settable, in_fp32=True, rounds_grads=True, **torch_form)
+    return optimizer("sgd", lr, {"momentum": start}, formula, numbers=numbers, **more)

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -23,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .._compat.tensors import foreach
+from .operations import OPERATIONS
+from .program import KINDS, Draws, Program
 
 # ----------------------------------------------------------------------------------------------------------------------
 # All kernels over leaves use these functions: they convert stored numbers, find the leaf of a program, and launch.
@@ -32,7 +34,6 @@ from .._compat.tensors import foreach
 
 FLOAT32, BFLOAT16, FLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FLOAT64, INT64, BOOL = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int64: 4, torch.bool: 5}
 # The types in which numbers of these kinds are computed; all others are computed in float32.
 _TYPES = {3: "tl.float64", 4: "tl.int64", 5: "tl.int1"}
 
@@ -189,73 +190,9 @@ def _as_arguments(words: array[int], device: torch.device) -> Tensor:
 # ----------------------------------------------------------------------------------------------------------------------
 # `run` computes a formula, element by element, over all leaves of a list: a kernel is written for each formula.
 #
-# A formula over lists (`zerofn.kernels.formulas.TensorList`) is a list of operations. Each has one line here, with the
-# roundings that torch's operation has on a CPU: where torch fuses a product with a sum, so does this, and nowhere else.
-# Numbers of 16 bits are computed in float32, and rounded after each operation, as torch does.
+# A program is a list of operations, each a row of `zerofn.kernels.operations`. Numbers of 16 bits are computed in
+# float32, and rounded after each operation, as torch does.
 
-
-class Program(NamedTuple):
-    """A formula as a kernel computes it.
-
-    Registers are `x0`, `x1`, ...: first the columns that are read, then the result of each step.
-
-    Attributes:
-        loads: the kinds of the columns that are read, in `KINDS`.
-        scalars: the kinds of tensors of one number, `s0`, `s1`, ...
-        numbers: in which kind each number of the host is computed, `n0`, `n1`, ...
-        steps: operations in their order: name, arguments, kind of the result. Arguments have the kind in which the
-            operation is computed.
-        stores: column and register of each result; columns beyond those that are read are written only.
-        written: the kinds of the columns of `stores`.
-        sums: registers that are added up over each leaf, of kinds that are computed in float32.
-    """
-
-    loads: tuple[int, ...]
-    scalars: tuple[int, ...]
-    numbers: tuple[int, ...]
-    steps: tuple[tuple[str, tuple[str, ...], int], ...]
-    stores: tuple[tuple[int, str], ...]
-    written: tuple[int, ...]
-    sums: tuple[str, ...]
-
-
-# Comparisons with NaN are false, so a clamp keeps NaN.
-_LINES = {
-    "add": "{0} + {1}",
-    "sub": "{0} - {1}",
-    "mul": "{0} * {1}",
-    "div": "tl.div_rn({0}, {1})",
-    "plus": "tl.fma({2}, {1}, {0})",  # x + alpha * y
-    "addcmul": "tl.fma({3} * {1}, {2}, {0})",
-    "addcdiv": "{0} + tl.div_rn({3} * {1}, {2})",
-    "lerp": "tl.fma({2}, {1} - {0}, {0})",
-    "lerp_back": "tl.fma({2}, {1} - {0}, {1})",  # with weight - 1
-    "clamp_min": "tl.where({0} < {1}, {1}, {0})",
-    "clamp_max": "tl.where({0} > {1}, {1}, {0})",
-    "sqrt": "tl.sqrt_rn({0})",
-    "reciprocal": "tl.div_rn(1.0, {0})",
-    "sign": "({0} > 0).to(tl.float32) - ({0} < 0).to(tl.float32)",
-    "neg": "{0} * -1.0",  # `-x` is `0 - x` in Triton 3.6: 0.0 for 0.0, not -0.0
-    "abs": "tl.abs({0})",
-    "lt": "{0} < {1}",
-    "le": "{0} <= {1}",
-    "gt": "{0} > {1}",
-    "ge": "{0} >= {1}",
-    "eq": "{0} == {1}",
-    "ne": "{0} != {1}",
-    "where": "tl.where({0}, {1}, {2})",
-    "logical_and": "{0} & {1}",
-    "logical_or": "{0} | {1}",
-    "logical_not": "{0} == 0",
-}
-# Triton rounds quotients and roots of float64 correctly, so they need no function of their own.
-_WIDE_LINES = {
-    "div": "{0} / {1}",
-    "addcdiv": "{0} + {3} * {1} / {2}",
-    "sqrt": "tl.sqrt({0})",
-    "reciprocal": "1.0 / {0}",
-    "sign": "({0} > 0).to(tl.float64) - ({0} < 0).to(tl.float64)",
-}
 
 _KERNEL = """
 def formula_kernel({parameters}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
@@ -321,20 +258,13 @@ def formula_kernel(program: Program) -> Any:
 @cache
 def kernel_of_numbers(program: Program) -> Any:
     """The kernel of a program whose columns have one number each."""
-    kinds = _kinds(program)
+    kinds = program.kinds
     columns, numbers = [f"c{i}" for i in sorted(kinds)], [f"n{i}" for i in range(len(program.numbers))]
     lines = [f"p{i} = pointer(c{i}.to(tl.int64), {kind})" for i, kind in sorted(kinds.items())]
     lines += [*_scalars(program), *_body(program, kinds, "p{0}", "")]
     parameters = [*columns, *_memory(program), *numbers]
     source = _KERNEL_OF_NUMBERS.format(parameters=", ".join(parameters), lines="\n    ".join(lines))
     return _made(source, program, [*columns, *_memory(program)], numbers)
-
-
-def _kinds(program: Program) -> dict[int, int]:
-    """The kind of each column."""
-    return {i: kind for i, kind in enumerate(program.loads)} | {
-        column: kind for (column, _), kind in zip(program.stores, program.written, strict=True)
-    }
 
 
 def _body(program: Program, kinds: dict[int, int], place: str, mask: str) -> list[str]:
@@ -346,7 +276,9 @@ def _body(program: Program, kinds: dict[int, int], place: str, mask: str) -> lis
                 f"{given[0]} != 0" if kind == KINDS[torch.bool] else f"{given[0]}.to({_TYPES.get(kind, 'tl.float32')})"
             )
         else:
-            line = (_WIDE_LINES if kind == KINDS[torch.float64] else {}).get(name, _LINES[name]).format(*given)
+            row = OPERATIONS[name]
+            wide = row.triton_wide if kind == KINDS[torch.float64] else None
+            line = (wide or row.triton).format(*given)
         lines.append(f"x{i} = {line}")
         if kind in (BFLOAT16.value, FLOAT16.value):
             lines.append(f"x{i} = value(rounded(x{i}, x{i}, {kind}, False), {kind})")
@@ -357,7 +289,7 @@ def _body(program: Program, kinds: dict[int, int], place: str, mask: str) -> lis
 
 
 def _source(program: Program) -> str:
-    kinds, sums = _kinds(program), program.sums
+    kinds, sums = program.kinds, program.sums
     columns = sorted(kinds)
     first = [
         f"n{i} = tl.load(numbers + {i}).to({_TYPES.get(kind, 'tl.float32')})" for i, kind in enumerate(program.numbers)
@@ -383,12 +315,18 @@ def _source(program: Program) -> str:
     )
 
 
+def can(steps: Sequence[Any]) -> bool:
+    """Whether these operations, of `Traced`, can be printed."""
+    return not any(name == "random" for name, _, _ in steps)
+
+
 def run(
     program: Program,
     columns: Sequence[Sequence[Tensor]],
     numbers: Sequence[float],
     scalars: Sequence[Tensor],
     each: bool = True,
+    draws: Draws | None = None,
 ) -> Tensor:
     """Compute a formula over all leaves in one launch. Sums over each leaf take one more.
 

@@ -1,0 +1,364 @@
+"""Prints a program in C for the CPU, over lists of leaves: each element is read once and written once.
+
+The loop is plain C over lines of 32 elements, which the compiler vectorises. Each operation rounds by itself
+(`native.FLAGS`: no contraction, no fast math), so the bits are those of the rows of `zerofn.kernels.operations`.
+A kernel is built on first use, in about half a second, and kept on disk (`zerofn.kernels.native`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native
+from .operations import OPERATIONS
+from .program import KINDS, Draws, Program
+from .rounding import stride_of
+
+F32, BF16, F16, F64, I64, BOOL = KINDS.values()
+# By kind: how numbers are stored, and how they are computed.
+_STORED = ("float", "uint16_t", "uint16_t", "double", "int64_t", "uint8_t")
+_COMPUTED = ("float", "float", "float", "double", "int64_t", "int")
+
+_HEADERS = [
+    Path(__file__).with_name(name)
+    for name in ("native_lines.h", "native_draws.h", "native_prefetch.h", "native_entries.h", "native_threads.h")
+]
+
+_SOURCE = """\
+#include <math.h>
+enum {{ NAN_SURVIVES = {nan_survives} }};
+#define ZF_STRIDE {stride}u
+#include "native_draws.h"
+#include "native_lines.h"
+#include "native_prefetch.h"
+#include "native_entries.h"
+
+typedef struct {{
+    int64_t entries;
+    void *const *columns[{columns}];
+    const int64_t *numel;
+    double *sums[{sum_count}];
+    const uint64_t *key, *offset;
+    uint64_t seed, step;
+    double numbers[{numbers}];
+}} job;
+
+/* Two neighbours. Both are read before either is stored: columns may share memory. */
+INLINE void pair({parameters}, int32_t i) {{
+    {body}
+}}
+
+INLINE void line({parameters_of_line}) {{
+    {opened}
+    IVDEP
+    for (int32_t i = 0; i < LINE; i += 2) pair({arguments_of_pair}, i);
+    {added}
+    {closed}
+}}
+
+static void elements({elements_of}) {{
+    {named}
+    {partial}
+    {keys}
+    int64_t i = from;
+    for (; i + LINE <= to; i += LINE) {{
+        {fold_now}
+        {prefetch}
+        line({at});
+        {next_keys}
+    }}
+    if (i < to) {{ /* The last elements are copied into a line that is padded with zeros. */
+        size_t rest = (size_t)(to - i);
+        {rooms}
+        line({of_rooms});
+        {back}
+    }}
+    {fold_end}
+}}
+
+{pieces}
+int zerofn_formula(const job *j, int threads, parallel run) {{
+    return over_entries({piece}, j, j->entries, j->numel, {sums}, (double *const *)j->sums, threads, run);
+}}
+"""
+
+
+_ELEMENTS = "const void *what, int64_t e, int64_t from, int64_t to, double *totals"
+# Random bits have another key after 2**32 elements of a leaf.
+_PIECES = """\
+static void piece(const void *what, int64_t e, int64_t from, int64_t to, double *totals) {
+    const job *j = what;
+    double part[SUMS];
+    for (int k = 0; k < SUMS; k++) part[k] = 0;
+    while (from < to) {
+        uint64_t left = (1ull << 32) - ((j->offset[e] + (uint64_t)from) & 0xffffffffu);
+        int64_t end = (uint64_t)(to - from) < left ? to : from + (int64_t)left;
+        elements(j, e, from, end, part);
+        for (int k = 0; k < SUMS && totals; k++) totals[k] += part[k];
+        from = end;
+    }
+}
+"""
+
+
+def can(steps: Sequence[Any]) -> bool:
+    """Whether these operations, of `Traced`, are printed. A root in float64 is not: torch's has other bits."""
+    return not any(name == "sqrt" and dtype is torch.float64 for name, _, dtype in steps)
+
+
+@functools.cache
+def source(program: Program) -> str:
+    """The C source of a program."""
+    kinds = dict(sorted(program.kinds.items()))
+    written = {column for column, _ in program.stores}
+    # float16 is widened before the loop over pairs, and narrowed behind it: processors have vector instructions for it.
+    widened = {c for c, kind in kinds.items() if kind == F16}
+    # Pieces of the file, by column: `p` points to stored numbers, `q` to what pairs read, `w` to what they write.
+    columns = {c: f"{'' if c in written else 'const '}{_STORED[kind]} *restrict p{c}" for c, kind in kinds.items()}
+    constants = {f"n{i}": _COMPUTED[kind] for i, kind in enumerate(program.numbers)}
+    sums = [f"t{i}" for i in range(len(program.sums))]
+
+    body: list[str] = [
+        f"const uint32_t w{c} = *(const word *)(p{c} + i);" for c, kind in enumerate(program.loads) if kind == BF16
+    ]
+    for c, kind in enumerate(program.loads):
+        if kind == BF16:
+            body += [f"const float x{c}a = from_bits(w{c} << 16), x{c}b = from_bits(w{c} & 0xffff0000u);"]
+        else:
+            at = "q" if c in widened else "p"
+            body += [f"const {_COMPUTED[kind]} x{c}{h} = {at}{c}[i + {k}];" for k, h in enumerate("ab")]
+    body += [
+        f"const uint32_t r{s}{half} = draw(((uint32_t)i + {k}) * ZF_STRIDE + k0_{s}, k1_{s});"
+        for s in program.streams
+        for k, half in enumerate("ab")
+    ]
+    for k, (name, given, kind) in enumerate(program.steps, len(program.loads)):
+        for half in "ab":
+            names = [x + half if x[0] in "xr" else x for x in given]
+            value = _operation(program, name, names, given, kind)
+            body.append(f"const {_COMPUTED[kind]} x{k}{half} = {value};")
+    stores: list[str] = []
+    for c, register in program.stores:
+        kind = kinds[c]
+        if register[0] == "x" and (k := int(register[1:]) - len(program.loads)) >= 0:
+            name, given, to = program.steps[k]
+            if name in ("to", "random") and to == kind and kind in (BF16, F16):
+                # A store rounds by itself.
+                stores += _rounded_store(c, kind, name, given)
+                continue
+        a, b = (register + half if register[0] == "x" else register for half in "ab")
+        stores += (
+            _rounded_store(c, kind, "to", (register,))
+            if kind in (BF16, F16)
+            else [f"p{c}[i + {k}] = {x};" for k, x in enumerate((a, b))]
+        )
+    body += stores
+    body += [f"u{i}[i] = {x}a, u{i}[i + 1] = {x}b;" for i, x in enumerate(program.sums)]
+
+    loaded = {c for c in kinds if c < len(program.loads)}
+    in_pair = [*columns.values(), *(f"const float *restrict q{c}" for c in sorted(widened & loaded))]
+    in_pair += [f"float *restrict o{c}" for c in sorted(widened & written)]
+    in_pair += [f"float *restrict u{i}" for i in range(len(sums))]
+    numbers = [f"const {kind} {name}" for name, kind in constants.items()]
+    keys = [f"k{n}_{s}" for s in program.streams for n in (0, 1)]
+    numbers += [f"const uint32_t {k}" for k in keys]
+    of_sums = [f"float *restrict {t}" for t in sums]
+    in_pair_names = [x.split("restrict ")[1] for x in in_pair]
+
+    def at(place: str) -> str:
+        return ", ".join([*(place.format(c) for c in columns), *constants, *keys, *sums])
+
+    drawn = bool(program.streams)
+    return _SOURCE.format(
+        stride=stride_of(program.form) if drawn else 1,
+        piece="piece" if drawn else "elements",
+        pieces=_PIECES.replace("SUMS", str(max(len(sums), 1))) if drawn else "",
+        elements_of=("const job *j, int64_t e, int64_t from, int64_t to, double *totals") if drawn else _ELEMENTS,
+        keys="\n    ".join(
+            f"stream s{s} = stream_of(j->seed, j->step, j->key[e], j->offset[e] + (uint64_t)from, {s}); "
+            f"uint32_t k0_{s} = s{s}.k0, k1_{s} = s{s}.k1;"
+            for s in program.streams
+        ),
+        next_keys=" ".join(f"k0_{s} += LINE * ZF_STRIDE;" for s in program.streams),
+        columns=len(kinds),
+        nan_survives=int(set(program.loads) <= {BF16} and not program.scalars),
+        numbers=max(len(constants), 1),
+        sum_count=max(len(sums), 1),
+        sums=len(sums),
+        parameters=", ".join([*in_pair, *numbers]),
+        body="\n    ".join(body),
+        parameters_of_line=", ".join([*columns.values(), *numbers, *of_sums]),
+        opened="\n    ".join(
+            [f"float room{c}[LINE]; const float *q{c} = opened_f16(p{c}, room{c});" for c in sorted(widened & loaded)]
+            + [f"float o{c}[LINE];" for c in sorted(widened & written)]
+            + [f"float u{i}[LINE];" for i in range(len(sums))]
+        ),
+        arguments_of_pair=", ".join([*in_pair_names, *constants, *keys]),
+        # In the loop over pairs gcc would add element by element, for a fifth of the time of an update.
+        added="\n    ".join(f"for (int i = 0; i < LINE; i++) t{i}[i] += u{i}[i];" for i in range(len(sums))),
+        closed="\n    ".join(f"close_f16(p{c}, o{c});" for c in sorted(widened & written)),
+        named="\n    ".join(
+            ([] if drawn else ["const job *j = what;"])
+            + [f"{column} = j->columns[{k}][e];" for k, column in enumerate(columns.values())]
+            + [f"const {kind} {name} = ({kind})j->numbers[{name[1:]}];" for name, kind in constants.items()]
+        ),
+        partial="\n    ".join(f"float {t}[LINE] = {{0}}; double d{t}[LINE] = {{0}};" for t in sums) or "(void)totals;",
+        fold_now=" ".join(
+            [f"if ((i - from) % (LINE * RUN) == 0) {{ {' '.join(f'fold({t}, d{t});' for t in sums)} }}"] if sums else []
+        ),
+        fold_end=" ".join(f"fold({t}, d{t}); totals[{k}] = total(d{t});" for k, t in enumerate(sums)),
+        prefetch=" ".join(f"PREFETCH(p{c} + i, {int(c in written)});" for c in columns),
+        at=at("p{0} + i"),
+        rooms=" ".join(
+            f"{_STORED[kind]} e{c}[LINE] = {{0}};"
+            + (f" memcpy(e{c}, p{c} + i, rest * sizeof *e{c});" if c in loaded else "")
+            for c, kind in kinds.items()
+        ),
+        of_rooms=at("e{0}"),
+        back=" ".join(f"memcpy(p{c} + i, e{c}, rest * sizeof *e{c});" for c in sorted(written)),
+    )
+
+
+def _rounded_store(column: int, kind: int, name: str, given: Sequence[str]) -> list[str]:
+    """The lines that round a register to 16 bits, to nearest or at random, and store it."""
+    register, *bits = given
+    halves = [register + half if register[0] == "x" else register for half in "ab"]
+    word, suffix = "bf16_code" if kind == BF16 else "f16_value", ""
+    if name == "random":
+        suffix = "_random"
+        halves = [f"{x}, {bits[0]}{half} >> {bits[1]}" for x, half in zip(halves, "ab", strict=True)]
+    a, b = (f"{word}{suffix}({x})" for x in halves)
+    if kind == BF16:
+        return [f"*(word *)(p{column} + i) = {a} >> 16 | ({b} & 0xffff0000u);"]
+    return [f"o{column}[i] = {a}; o{column}[i + 1] = {b};"]
+
+
+def _operation(program: Program, name: str, names: list[str], given: Sequence[str], kind: int) -> str:
+    """A step as an expression, whose value is of the kind."""
+    if name == "random":
+        arguments = f"{names[0]}, {names[1]} >> {names[2]}"
+        return (
+            f"from_bits(bf16_code_random({arguments}) & 0xffff0000u)"
+            if kind == BF16
+            else (f"f16_value_random({arguments})")
+        )
+    if name == "to":
+        value = f"{names[0]} != 0" if kind == BOOL else names[0]
+    else:
+        # A comparison is computed in the kind of its arguments, of which all have one.
+        wide = F64 in (kind, *(_kind_of(program, x) for x in given))
+        value = OPERATIONS[name].c.format(*names)
+        for word, function in (("FMA", "fma"), ("ROOT", "sqrt"), ("ABS", "fabs")):
+            value = re.sub(rf"\b{word}\b", function if wide else function + "f", value)
+        if name == "abs" and kind == I64:
+            value = f"llabs({names[0]})"
+        if name == "reciprocal":
+            value = value.replace("1 /", "1.0 /" if wide else "1.0f /")
+    if kind == BF16:
+        return f"from_bits(bf16_code({value}) & 0xffff0000u)"
+    return f"f16_value({value})" if kind == F16 else value
+
+
+def _kind_of(program: Program, name: str) -> int:
+    """The kind of a register or a number."""
+    i = int(name[1:])
+    if name[0] == "n":
+        return program.numbers[i]
+    return program.loads[i] if i < len(program.loads) else program.steps[i - len(program.loads)][2]
+
+
+@functools.cache
+def _job(columns: int, sums: int, numbers: int) -> Any:
+    """`job` of the source."""
+    pointers = ctypes.POINTER(ctypes.c_void_p)
+    fields = [
+        ("entries", ctypes.c_int64),
+        ("columns", pointers * columns),
+        ("numel", ctypes.POINTER(ctypes.c_int64)),
+        ("sums", ctypes.POINTER(ctypes.c_double) * max(sums, 1)),
+        ("key", ctypes.POINTER(ctypes.c_uint64)),
+        ("offset", ctypes.POINTER(ctypes.c_uint64)),
+        ("seed", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("numbers", ctypes.c_double * max(numbers, 1)),
+    ]
+    return type("Job", (ctypes.Structure,), {"_fields_": fields})
+
+
+def works() -> bool:
+    """Whether there is a C compiler that builds kernels, and `ZEROFN_NATIVE` allows it."""
+    return native.quiet_compiler() is not None
+
+
+@functools.cache
+def formula_kernel(program: Program) -> Any:
+    """The C function of a program; `None`, after a warning, if it cannot be built."""
+    command = native.quiet_compiler()
+    if command is None:
+        return None
+    try:
+        return native.printed(command, source(program), _HEADERS, _declared).zerofn_formula
+    except (OSError, AttributeError) as error:
+        native.warn(f"the C kernel of a formula could not be built or loaded ({error})", native.INSTALL)
+        return None
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.zerofn_formula.restype = ctypes.c_int
+    library.zerofn_formula.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+    return library
+
+
+def run(
+    program: Program,
+    columns: Sequence[Sequence[Tensor]],
+    numbers: Sequence[float],
+    scalars: Sequence[Tensor],
+    each: bool = True,
+    draws: Draws | None = None,
+) -> Tensor | None:
+    """Compute a program over all leaves, on as many threads as torch uses.
+
+    Args:
+        program: what to compute.
+        columns: tensors of each column, one for each leaf; those of a leaf have the same elements in memory in the same
+            order, without gaps, and all are on the CPU. Autograd does not notice what is written: tell it.
+        numbers: the numbers of the program.
+        scalars: none: a number on the host is among `numbers`.
+        each: whether sums are those of each leaf, (sums, leaves), or of all of them, (sums,); in float64. Their bits
+            depend on the lengths of the leaves alone.
+        draws: of the random bits, if there are some.
+
+    Returns:
+        The sums; `None` if the kernel cannot be built: then nothing is written.
+    """
+    function = formula_kernel(program)
+    if function is None:
+        return None
+    count, sums = len(columns[0]), len(program.sums)
+    job = _job(len(columns), sums, len(numbers))()
+    job.entries = count
+    # The arrays must live until the call returns.
+    rows = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, column)) for column in columns]
+    for i, row in enumerate(rows):
+        job.columns[i] = row
+    job.numel = (ctypes.c_int64 * count)(*map(Tensor.numel, columns[0]))
+    job.numbers[: len(numbers)] = [float(x) for x in numbers]
+    if draws is not None:
+        # ctypes takes the low 64 bits of any int.
+        job.key, job.offset = (ctypes.c_uint64 * count)(*draws.keys), (ctypes.c_uint64 * count)(*draws.offsets)
+        job.seed, job.step = draws.seed, draws.step
+    found = torch.zeros((sums, count), dtype=torch.float64)
+    for i in range(sums):
+        job.sums[i] = ctypes.cast(found[i].data_ptr(), ctypes.POINTER(ctypes.c_double))
+    if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
+        raise MemoryError("no memory for the sums of a formula")
+    return found if each else found.sum(1)

@@ -1,0 +1,792 @@
+"""Formulas as programs: `TensorList` traces a formula, `Program` orders it for a printer, `computed` runs it.
+
+`TensorList` has the operations of a tensor, and computes a formula on many leaves in one launch or call.
+
+A GPU computes a small leaf in less time than the host takes to launch a kernel, 5 to 10 us, and a CPU reads a large
+leaf once for each of torch's operations. A formula on one leaf has a dozen operations. So a list remembers the
+operations on it, and what is wanted of them is computed at the end: by one kernel that reads each tensor once and makes
+no temporaries, which `print_c` or `print_triton` prints, or, without one, by torch's operations on lists, one after the
+other. So a formula is written once, for one tensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from ctypes import c_float
+from functools import cache
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from .._compat.tensors import foreach, has_triton
+from .operations import COMPARED, OPERATIONS
+from .rounding import random_bits, stochastic_round
+
+
+class NotOnLists(Exception):
+    """A formula asked for something that a list of tensors does not have; it runs leaf by leaf."""
+
+
+class Term:
+    """An operation of a formula that has not run: its name, what it is of, and the dtype of its result.
+
+    Its arguments are terms and numbers. `"load"` is of a list of tensors, `"scalar"` of one 0-d tensor, `"entries"` of
+    one tensor with a number for each leaf, and `"constant"` of a number. `"random"` is of a term and of `Bits`. Other
+    names are rows of `zerofn.kernels.operations`.
+    """
+
+    __slots__ = ("args", "dtype", "name")
+
+    def __init__(self, name: str, args: tuple[Any, ...], dtype: torch.dtype):
+        self.name, self.args, self.dtype = name, args, dtype
+
+
+class Draws(NamedTuple):
+    """The random bits of an update of some leaves, as `zerofn.kernels.rounding.random_bits` makes them.
+
+    Attributes:
+        seed: of all draws.
+        step: the number of the update.
+        form: the format of the draws.
+        keys: of each leaf.
+        offsets: the global index of each leaf's first element.
+    """
+
+    seed: int
+    step: int
+    form: int
+    keys: list[int]
+    offsets: list[int]
+
+
+class Bits(NamedTuple):
+    """Random bits for each element: a word of a stream of `draws`, from its bit `shift` on."""
+
+    draws: Draws
+    stream: int
+    shift: int = 0
+
+
+class TensorList:
+    """Tensors of one dtype and device, with operations element by element, which run when `tensors` is asked for.
+
+    Attributes:
+        term: what the list is.
+        like: tensors of its shapes and strides.
+        memory: tensors that hold it once it is computed; `None` until there are some.
+
+    Examples:
+        >>> x = TensorList([torch.ones(2), torch.ones(1)])
+        >>> (x * 2 + x).sqrt().tensors
+        [tensor([1.7321, 1.7321]), tensor([1.7321])]
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], term: Term | None = None):
+        self.like: list[Tensor] = list(tensors)
+        self.memory = self.like if term is None else None
+        self.term = term or Term("load", (self.like,), self.like[0].dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotOnLists(name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`torch.add(x, y)` is `x.add(y)`; with `out=x` it is `x.add_(y)`."""
+        kwargs = dict(kwargs or {})
+        name, first = function.__name__.strip("_"), args[0]
+        if "out" in kwargs:
+            out = kwargs.pop("out")
+            name += "" if out is None else "_"
+            if out is not None and out is not first:
+                raise NotOnLists(f"{name}(out=)")
+        if name == "where":
+            return _where(*args, **kwargs)
+        if name in ("add", "mul") and not isinstance(first, TensorList):
+            args = args[1], first
+        if not isinstance(args[0], TensorList) or name not in _METHODS:
+            raise NotOnLists(name)
+        return getattr(args[0], name)(*args[1:], **kwargs)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        computed(self)
+        assert self.memory is not None
+        return self.memory
+
+    @property
+    def pending(self) -> bool:
+        """Whether its memory does not hold it yet."""
+        return self.memory is None or self.term.name != "load" or self.term.args[0] is not self.memory
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.term.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.like[0].device
+
+    def to(self, dtype: Any, copy: bool = False) -> TensorList:
+        if not isinstance(dtype, torch.dtype):
+            raise NotOnLists("to")
+        return self if dtype == self.dtype and not copy else TensorList(self.like, as_dtype(self.term, dtype))
+
+    def float(self) -> TensorList:
+        return self.to(torch.float32)
+
+    def zeros_like(self) -> TensorList:
+        return TensorList(self.like, Term("constant", (0,), self.dtype))
+
+    def random(self, dtype: torch.dtype, bits: Bits) -> TensorList:
+        """Rounded at random to a dtype of 16 bits: `zerofn.kernels.rounding.stochastic_round`."""
+        if self.dtype is not torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+            raise NotOnLists(f"stochastic rounding of {self.dtype} to {dtype}")
+        return TensorList(self.like, Term("random", (self.term, bits), dtype))
+
+    def isfinite(self) -> TensorList:
+        return TensorList(self.like, Term("isfinite", (self.term,), torch.bool))
+
+    def clone(self) -> TensorList:
+        return TensorList(self.like, self.term)
+
+    def copy_(self, other: TensorList) -> TensorList:
+        self.term = as_dtype(_term(other), self.dtype)
+        return self
+
+    def add(self, other: Any, *, alpha: Any = 1) -> TensorList:
+        if isinstance(alpha, int | float) and alpha == 1:
+            return self._with("add", other)
+        return self._with("plus", _term(other), _number(alpha))
+
+    def sub(self, other: Any) -> TensorList:
+        return self._with("sub", other)
+
+    def mul(self, other: Any) -> TensorList:
+        return self._with("mul", other)
+
+    def div(self, other: Any) -> TensorList:
+        return self._with("div", other)
+
+    def addcmul(self, a: TensorList, b: TensorList, *, value: Any = 1) -> TensorList:
+        return self._with("addcmul", _term(a), _term(b), _number(value))
+
+    def addcdiv(self, a: TensorList, b: TensorList, *, value: Any = 1) -> TensorList:
+        return self._with("addcdiv", _term(a), _term(b), _number(value))
+
+    def lerp(self, end: TensorList, weight: Any) -> TensorList:
+        return self._with("lerp", _term(end), _number(weight))
+
+    def clamp(self, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> TensorList:
+        low, high = low if min is None else min, high if max is None else max
+        made = self if low is None else self._with("clamp_min", _number(low))
+        return made if high is None else made._with("clamp_max", _number(high))
+
+    def sqrt(self) -> TensorList:
+        return self._with("sqrt")
+
+    def square(self) -> TensorList:
+        return self._with("mul", self)
+
+    def pow(self, exponent: Any) -> TensorList:
+        if exponent not in (2, 0.5):
+            raise NotOnLists("pow")
+        return self.square() if exponent == 2 else self.sqrt()
+
+    def reciprocal(self) -> TensorList:
+        return self._with("reciprocal")
+
+    def sign(self) -> TensorList:
+        return self._with("sign")
+
+    def neg(self) -> TensorList:
+        return self._with("neg")
+
+    def abs(self) -> TensorList:
+        return self._with("abs")
+
+    def where(self, condition: Any, other: Any) -> TensorList:
+        return _where(condition, self, other)
+
+    def logical_not(self) -> TensorList:
+        return TensorList(self.like, Term("logical_not", (_truth(self),), torch.bool))
+
+    def sum(self) -> LeafSums:
+        if not self.dtype.is_floating_point:
+            raise NotOnLists("a count")
+        return LeafSums(self)
+
+    def add_(self, other: Any, *, alpha: Any = 1) -> TensorList:
+        return self.copy_(self.add(other, alpha=alpha))
+
+    def sub_(self, other: Any) -> TensorList:
+        return self.copy_(self.sub(other))
+
+    def mul_(self, other: Any) -> TensorList:
+        return self.copy_(self.mul(other))
+
+    def div_(self, other: Any) -> TensorList:
+        return self.copy_(self.div(other))
+
+    def lerp_(self, end: TensorList, weight: Any) -> TensorList:
+        return self.copy_(self.lerp(end, weight))
+
+    def __add__(self, other: Any) -> TensorList:
+        return self.add(other)
+
+    def __sub__(self, other: Any) -> TensorList:
+        return self.sub(other)
+
+    def __mul__(self, other: Any) -> TensorList:
+        return self.mul(other)
+
+    def __truediv__(self, other: Any) -> TensorList:
+        return self.div(other)
+
+    def __radd__(self, other: Any) -> TensorList:
+        return self.add(other)
+
+    def __rmul__(self, other: Any) -> TensorList:
+        return self.mul(other)
+
+    def __rsub__(self, other: Any) -> TensorList:
+        return self.neg().add(other)
+
+    def __neg__(self) -> TensorList:
+        return self.neg()
+
+    def __pow__(self, exponent: Any) -> TensorList:
+        return self.pow(exponent)
+
+    def __abs__(self) -> TensorList:
+        return self.abs()
+
+    def __lt__(self, other: Any) -> TensorList:
+        return self._compared("lt", other)
+
+    def __le__(self, other: Any) -> TensorList:
+        return self._compared("le", other)
+
+    def __gt__(self, other: Any) -> TensorList:
+        return self._compared("gt", other)
+
+    def __ge__(self, other: Any) -> TensorList:
+        return self._compared("ge", other)
+
+    def __eq__(self, other: Any) -> TensorList:  # type: ignore[override]
+        return self._compared("eq", other)
+
+    def __ne__(self, other: Any) -> TensorList:  # type: ignore[override]
+        return self._compared("ne", other)
+
+    def __and__(self, other: Any) -> TensorList:
+        return TensorList(self.like, Term("logical_and", (_truth(self), _truth(other)), torch.bool))
+
+    def __or__(self, other: Any) -> TensorList:
+        return TensorList(self.like, Term("logical_or", (_truth(self), _truth(other)), torch.bool))
+
+    def __invert__(self) -> TensorList:
+        return self.logical_not()
+
+    def _refused(self, *_: Any) -> Any:
+        raise NotOnLists("an operator")
+
+    # Python looks these up in the class, not by `__getattr__`, and some have defaults, which would be wrong.
+    __bool__ = __len__ = __iter__ = __getitem__ = __rtruediv__ = __hash__ = _refused  # type: ignore[assignment]
+    __matmul__ = __float__ = _refused
+
+    def _with(self, name: str, *others: Any) -> TensorList:
+        """The operation `name` of this list and others, or numbers: in the dtype of this one."""
+        if not (self.dtype.is_floating_point or (self.dtype in _WHOLE and name in _OF_INTEGERS)):
+            raise NotOnLists(f"{name} of {self.dtype}")
+        terms = [_argument(x, self.dtype) for x in others]
+        wide = [x.dtype for x in terms if isinstance(x, Term) and x.name != "scalar"]
+        if any(torch.promote_types(self.dtype, dtype) != self.dtype for dtype in wide):
+            raise NotOnLists("a wider dtype")
+        if name == "sub" and torch.bool in wide:
+            raise NotOnLists("a bool that is subtracted")
+        return TensorList(self.like, Term(name, (self.term, *terms), self.dtype))
+
+    def _compared(self, name: str, other: Any) -> TensorList:
+        """A list of bools."""
+        if self.dtype is torch.bool:
+            raise NotOnLists(f"{name} of bools")
+        given = _argument(other, self.dtype)
+        if isinstance(given, Term) and given.dtype != self.dtype:
+            raise NotOnLists(f"{name} of two dtypes")
+        return TensorList(self.like, Term(name, (self.term, given), torch.bool))
+
+
+class LeafSums:
+    """The sum over each leaf of a list, for `sums_of`; nothing else can be computed of it."""
+
+    def __init__(self, of: TensorList):
+        self.of = of
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotOnLists(name)
+
+    def _refused(self, *_: Any) -> Any:
+        raise NotOnLists("an operator")
+
+    __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __hash__ = __float__ = __neg__ = __abs__ = _refused  # type: ignore[assignment]
+    __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _refused
+    __lt__ = __le__ = __gt__ = __ge__ = _refused
+
+
+_METHODS = {name for name in vars(TensorList) if not name.startswith("_")} - {
+    "dtype",
+    "device",
+    "tensors",
+    "pending",
+    "float",
+}
+# The integer dtypes in which lists are computed, and the operations whose results stay integers.
+_WHOLE = {torch.int64}
+_OF_INTEGERS = {"add", "sub", "mul", "neg", "abs", "clamp_min", "clamp_max"}
+
+
+def as_dtype(term: Term, dtype: torch.dtype) -> Term:
+    return term if term.dtype == dtype else Term("to", (term,), dtype)
+
+
+def _term(x: Any) -> Term:
+    if not isinstance(x, TensorList):
+        raise NotOnLists("a tensor that is no list")
+    return x.term
+
+
+def _number(x: Any) -> float:
+    """A number as a float: kernels get numbers in float64."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)) or (isinstance(x, int) and abs(x) > 1 << 53):
+        raise NotOnLists("a number that is a tensor")
+    return x
+
+
+def _argument(x: Any, dtype: torch.dtype) -> Any:
+    """A list, a number, or a tensor of one number; that of the host is read, which waits for nothing.
+
+    With integers the result of a number that is none would have another dtype.
+    """
+    if isinstance(x, Term | TensorList):
+        found: Any = x if isinstance(x, Term) else x.term
+    elif isinstance(x, Tensor) and not x.ndim and not x.is_complex() and not x.requires_grad:
+        found = x.item() if x.is_cpu else Term("scalar", (x,), x.dtype)
+    else:
+        found = _number(x)
+    whole = not (found.dtype.is_floating_point if isinstance(found, Term) else isinstance(found, float))
+    if not whole and not dtype.is_floating_point:
+        raise NotOnLists("a number that is no integer")
+    return found
+
+
+def _truth(x: Any) -> Term:
+    """The term of a bool: of a list, or of a tensor of one element."""
+    found = _argument(x, torch.bool)
+    if not isinstance(found, Term) or found.dtype is not torch.bool:
+        raise NotOnLists("a number that is no bool")
+    return found
+
+
+def _where(condition: Any, a: Any, b: Any) -> TensorList:
+    """`torch.where` of lists and numbers, of which one is a list; they have one dtype."""
+    several = [x for x in (a, b) if isinstance(x, TensorList)]
+    if not several:
+        raise NotOnLists("where of numbers")
+    first = several[0]
+    terms = [_argument(x, first.dtype) for x in (a, b)]
+    if any(x.dtype != first.dtype if isinstance(x, Term) else first.dtype is torch.bool for x in terms):
+        raise NotOnLists("where of two dtypes")
+    return TensorList(first.like, Term("where", (_truth(condition), *terms), first.dtype))
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def write_where(chosen: Tensor, olds: Sequence[Tensor], news: Sequence[Tensor]) -> None:
+    """Write `news` into `olds`, if a 0-d bool tensor of their device is true.
+
+    Many tensors of one dtype are written together: `old + chosen * (new - old)`, in integers of their bits, since NaN
+    times zero is NaN.
+
+    Examples:
+        >>> x = [torch.tensor([0.1, torch.nan]), torch.tensor([-0.0])]
+        >>> write_where(torch.tensor(False), x, [torch.full((2,), torch.nan), torch.ones(1)]); x
+        [tensor([0.1000,    nan]), tensor([-0.])]
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, old in enumerate(olds):
+        kinds.setdefault((old.dtype, old.device), []).append(i)
+    for (dtype, device), places in kinds.items():
+        on_one_device, flag = [olds[i] for i in places], chosen.to(device)
+        if len(on_one_device) == 1 or dtype.itemsize not in _INTEGERS:
+            for i in places:
+                olds[i].copy_(torch.where(flag, news[i].to(dtype), olds[i]))
+            continue
+        bits = [x.view(_INTEGERS[dtype.itemsize]) for x in on_one_device]
+        foreach("add_", bits, _change(flag, [news[i].to(dtype) for i in places], bits))
+
+
+def _change(chosen: Tensor, news: Sequence[Tensor], bits: list[Tensor]) -> list[Tensor]:
+    """The integers to add to the bits of old tensors: zero if `chosen` is false."""
+    kind = bits[0].dtype
+    change = foreach("sub", [x.view(kind) for x in news], bits)
+    foreach("mul_", change, chosen.to(kind))
+    return change
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `computed` runs the operations that lists remember.
+
+
+def computed(*lists: TensorList, sums: Sequence[TensorList] = ()) -> Tensor | None:
+    """Compute these lists into their memory, those that are not there yet, in one pass.
+
+    Every element is read before it is written.
+
+    Args:
+        lists: what to compute.
+        sums: lists whose sums over each leaf ride on the pass.
+
+    Returns:
+        The sums, (sums, leaves); `None` if no kernel computes them.
+    """
+    pending = [x for x in lists if x.pending]
+    found = _by_kernel(pending, sums) if pending else None
+    if pending and found is None:
+        _by_torch(pending)
+    for x in pending:
+        assert x.memory is not None
+        x.term = Term("load", (x.memory,), x.dtype)
+    return found if sums else None
+
+
+def in_one_launch(*lists: TensorList) -> bool:
+    """Whether a kernel computes these lists together, and adds them up."""
+    return Traced(lists).printer(lists) is not None
+
+
+def sums_of(*lists: TensorList, each: bool = True) -> list[Tensor]:
+    """The sums over leaves, in float32 or wider: of each list one for each leaf, (leaves,), or one for all, 0-d."""
+    found = Traced(lists)
+    if (printer := found.printer(lists)) is not None and (made := found.run(printer, [], lists, each)) is not None:
+        return list(made.unbind())
+    known: dict[int, Any] = {}
+    sums = [torch.stack([x.sum(dtype=_wide(x)) for x in _on_torch(one.term, known)]) for one in lists]
+    return sums if each else [x.sum() for x in sums]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _by_kernel(pending: Sequence[TensorList], sums: Sequence[TensorList]) -> Tensor | None:
+    """The sums, if a kernel has computed all."""
+    found = Traced([*pending, *sums])
+    if (printer := found.printer(sums)) is None:
+        return None
+    for x in pending:
+        if x.memory is None:
+            x.memory = [torch.empty_like(t, dtype=x.dtype) for t in x.like]
+    made = found.run(printer, pending, sums)
+    if made is not None:
+        increment_version([t for x in pending for t in x.memory or ()])
+    return made
+
+
+# The dtypes of columns and registers, as programs number them.
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int64: 4, torch.bool: 5}
+
+
+class Program(NamedTuple):
+    """A formula as a printer is given it. Two formulas of one structure, with other numbers, are one program.
+
+    Registers are `x0`, `x1`, ...: first the columns that are read, then the result of each step.
+
+    Attributes:
+        loads: the kinds of the columns that are read, in `KINDS`.
+        scalars: the kinds of tensors of one number, `s0`, `s1`, ...
+        numbers: in which kind each number of the host is computed, `n0`, `n1`, ...
+        steps: operations in their order: name, arguments, kind of the result. Arguments have the kind in which the
+            operation is computed.
+        stores: column and register of each result; columns beyond those that are read are written only.
+        written: the kinds of the columns of `stores`.
+        sums: registers that are added up over each leaf, of kinds that are computed in float32.
+        streams: the streams of random bits, `r0`, `r1`, ..., which steps named `random` are given, with a shift.
+        form: the format of the draws; 0 if there are none.
+    """
+
+    loads: tuple[int, ...]
+    scalars: tuple[int, ...]
+    numbers: tuple[int, ...]
+    steps: tuple[tuple[str, tuple[str, ...], int], ...]
+    stores: tuple[tuple[int, str], ...]
+    written: tuple[int, ...]
+    sums: tuple[str, ...]
+    streams: tuple[int, ...] = ()
+    form: int = 0
+
+    @property
+    def kinds(self) -> dict[int, int]:
+        """The kind of each column."""
+        return {i: kind for i, kind in enumerate(self.loads)} | {
+            column: kind for (column, _), kind in zip(self.stores, self.written, strict=True)
+        }
+
+
+class Traced:
+    """The operations of some lists in their order, and the tensors and numbers that they are of.
+
+    Attributes:
+        columns: the tensors that are read, or are memory that is written.
+        numbers: of the host.
+        kinds: the dtype in which each number is computed.
+        scalars: tensors of one number.
+        steps: operations that are not loads: name, arguments by name of a register, dtype of the result.
+        names: the register of each term.
+        draws: of the random bits, if there are some.
+        streams: of the random bits.
+    """
+
+    def __init__(self, lists: Sequence[TensorList]):
+        order: dict[int, Term] = {}
+        for x in lists:
+            _in_order(x.term, order)
+        self.columns: list[list[Tensor]] = []
+        self.numbers: list[float] = []
+        self.kinds: list[torch.dtype] = []
+        self.scalars: list[Tensor] = []
+        self.steps: list[tuple[str, tuple[str, ...], torch.dtype]] = []
+        self.names: dict[int, str] = {}
+        self.draws: Draws | None = None
+        self.streams: set[int] = set()
+        for term in order.values():
+            if term.name == "load":
+                self.names[id(term)] = f"x{self._column(term.args[0])}"
+        self.loads = len(self.columns)
+        for term in order.values():
+            if term.name == "scalar":
+                if not any(x is term.args[0] for x in self.scalars):
+                    self.scalars.append(term.args[0])
+                at = next(i for i, x in enumerate(self.scalars) if x is term.args[0])
+                self.names[id(term)] = f"s{at}"
+            elif term.name == "constant":
+                self.names[id(term)] = self._number(term.args[0], term.dtype)
+            elif term.name != "load":
+                self._step(term)
+        for x in lists:
+            if x.memory is not None:
+                self._column(x.memory)
+
+    def _column(self, tensors: list[Tensor]) -> int:
+        for i, column in enumerate(self.columns):
+            if column is tensors:
+                return i
+        self.columns.append(tensors)
+        return len(self.columns) - 1
+
+    def _number(self, x: float, dtype: torch.dtype) -> str:
+        self.numbers.append(x)
+        self.kinds.append(dtype)
+        return f"n{len(self.numbers) - 1}"
+
+    def _step(self, term: Term) -> None:
+        name, given = term.name, list(term.args)
+        if name == "random":
+            self._random(term, *given)
+            return
+        if name == "lerp" and given[2] >= 0.5:
+            # torch.lerp starts from the nearer end.
+            less = given[2] if term.dtype is torch.float64 else c_float(given[2]).value
+            name, given[2] = "lerp_back", less - 1
+        # A comparison is computed in the dtype of its arguments, any other operation in that of its result.
+        dtype = given[0].dtype if name in COMPARED else term.dtype
+        if name.startswith("clamp") or name in COMPARED:
+            given = [x if isinstance(x, Term) else torch.tensor(x, dtype=dtype).item() for x in given]
+        args = []
+        for i, x in enumerate(given):
+            if not isinstance(x, Term):
+                args.append(self._number(x, dtype))
+            elif name == "to" or (name == "where" and not i) or _computed_in(x.dtype) == _computed_in(dtype):
+                args.append(self.names[id(x)])
+            else:
+                args.append(self._register("to", (self.names[id(x)],), dtype))
+        self.names[id(term)] = self._register(name, tuple(args), term.dtype)
+
+    def _random(self, term: Term, of: Term, bits: Bits) -> None:
+        if self.draws is not None and self.draws != bits.draws:
+            raise NotOnLists("random bits of two kinds")
+        self.draws = bits.draws
+        self.streams.add(bits.stream)
+        given = self.names[id(of)], f"r{bits.stream}", str(bits.shift)
+        self.names[id(term)] = self._register("random", given, term.dtype)
+
+    def _register(self, name: str, args: tuple[str, ...], dtype: torch.dtype) -> str:
+        self.steps.append((name, args, dtype))
+        return f"x{self.loads + len(self.steps) - 1}"
+
+    def printer(self, sums: Sequence[TensorList] = ()) -> Any:
+        """The printer that can compute this on the device of its columns and add up `sums`; else `None`."""
+        found = printer_for(self.columns[0][0].device)
+        if found is None or (sums and any(_computed_in(x.dtype) is not torch.float32 for x in sums)):
+            return None
+        dtypes = {x.dtype for x in (*(column[0] for column in self.columns), *self.scalars)}
+        dtypes |= {dtype for _, _, dtype in self.steps}
+        return found if dtypes <= KINDS.keys() and found.can(self.steps) and _alike(self.columns) else None
+
+    def run(
+        self, printer: Any, written: Sequence[TensorList], sums: Sequence[TensorList], each: bool = True
+    ) -> Tensor | None:
+        """The sums; `None` if there is no kernel after all: then nothing is written."""
+        stores = tuple([(self._column(x.memory or []), self.names[id(x.term)]) for x in written])
+        program = Program(
+            tuple([KINDS[column[0].dtype] for column in self.columns[: self.loads]]),
+            tuple([KINDS[x.dtype] for x in self.scalars]),
+            tuple([KINDS[dtype] for dtype in self.kinds]),
+            tuple([(name, args, KINDS[dtype]) for name, args, dtype in self.steps]),
+            stores,
+            tuple([KINDS[self.columns[i][0].dtype] for i, _ in stores]),
+            tuple([self.names[id(x.term)] for x in sums]),
+            tuple(sorted(self.streams)),
+            0 if self.draws is None else self.draws.form,
+        )
+        return printer.run(program, self.columns, self.numbers, self.scalars, each, self.draws)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a kernel computes numbers of this one."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _in_order(term: Term, found: dict[int, Term]) -> None:
+    """Add a term to `found` after its arguments."""
+    if id(term) not in found:
+        for x in term.args:
+            if isinstance(x, Term):
+                _in_order(x, found)
+        found[id(term)] = term
+
+
+def _alike(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether the tensors of each leaf have their elements in the same order in memory, without gaps."""
+    if all(all(map(Tensor.is_contiguous, column)) for column in columns):
+        return True
+    return all(len({x.stride() for x in row}) == 1 and _dense(row[0]) for row in zip(*columns, strict=True))
+
+
+def _dense(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (x.ndim in formats and x.is_contiguous(memory_format=formats[x.ndim]))
+
+
+@cache
+def triton_module(name: str) -> Any:
+    """A module of this folder that needs triton, such as `triton_adam`; `None` if triton is not installed."""
+    return importlib.import_module(f".{name}", __package__) if has_triton() else None
+
+
+def gives_bits(check: Callable[[], bool], kernel: str, instead: str) -> bool:
+    """Whether a kernel of Triton runs on a device and gives what torch gives on the CPU; else a warning.
+
+    Args:
+        check: runs the kernel on a sample, and compares.
+        kernel: its name.
+        instead: what runs in its place.
+    """
+    try:
+        why = "" if check() else "gives other bits on this device than torch on the CPU"
+    except Exception as error:  # triton's own, the driver's, or the compiler's that builds triton's launcher
+        why = f"cannot run on this device ({type(error).__name__}: {str(error)[-300:]})"
+    if why:
+        remedy = "Triton needs a C compiler ($CC, gcc or clang) for its launcher"
+        warnings.warn(f"zerofn: {kernel} {why}; so {instead}. {remedy}.", RuntimeWarning, stacklevel=3)
+    return not why
+
+
+@cache
+def printer_for(device: torch.device) -> Any:
+    """The module that prints and runs kernels for this device, `print_c` or `print_triton`; `None` without one.
+
+    On a GPU a small kernel is run, once in a process for each device, and its result compared; there may be a warning.
+    """
+    if device.type == "cpu":
+        from . import print_c
+
+        return print_c if print_c.works() else None
+    print_triton = triton_module("print_triton") if device.type == "cuda" else None
+    if print_triton is None:
+        return None
+    x = torch.linspace(-2.0, 2.0, 100, dtype=torch.float32)
+    given, found = x.to(device), torch.empty(100, dtype=torch.float32, device=device)
+    steps = (("mul", ("x0", "n0"), 0), ("plus", ("x1", "x0", "n1"), 0))
+    program = Program((0,), (), (0, 0), steps, ((1, "x2"),), (0,), ())
+
+    def check() -> bool:
+        print_triton.run(program, [[given], [found]], [3.0, 0.1], [])
+        return torch.allclose(found.cpu(), torch.add(x * 3.0, x, alpha=0.1))
+
+    instead = "updates take more launches, by torch's operations on lists of tensors"
+    return print_triton if gives_bits(check, f"Triton on {device}", instead) else None
+
+
+def _by_torch(pending: Sequence[TensorList]) -> None:
+    """Compute these lists by torch's operations on lists, one after the other."""
+    known: dict[int, Any] = {}
+    values = [_on_torch(Term("to", (x.term,), x.dtype) if x.term.name == "load" else x.term, known) for x in pending]
+    for x, value in zip(pending, values, strict=True):
+        if x.memory is None:
+            x.memory = value
+        else:
+            foreach("copy_", x.memory, value)
+
+
+def _on_torch(term: Term, known: dict[int, Any]) -> Any:
+    """The tensors of a term, or its number."""
+    if term.name in ("load", "scalar", "constant"):
+        return term.args[0]
+    if term.name == "random":
+        first = _on_torch(term.args[0], known)
+        return [_rounded_at_random(x, term.dtype, term.args[1], i) for i, x in enumerate(first)]
+    if id(term) not in known:
+        first, *given = [_on_torch(x, known) if isinstance(x, Term) else x for x in term.args]
+        known[id(term)] = _one_operation(term, first, given)
+    return known[id(term)]
+
+
+def _rounded_at_random(x: Tensor, dtype: torch.dtype, bits: Bits, leaf: int) -> Tensor:
+    seed, step, form, keys, offsets = bits.draws
+    where: Any = dict(seed=seed, step=step, key=keys[leaf], offset=offsets[leaf], stream=bits.stream, form=form)
+    word = random_bits(x.numel(), **where, device=x.device).view(x.shape)
+    return stochastic_round(x, dtype, bits=word >> bits.shift)
+
+
+def _one_operation(term: Term, first: Any, given: list[Any]) -> Any:
+    if term.name == "to":
+        if isinstance(first, Tensor):
+            return first.to(term.dtype)
+        made = [torch.empty_like(x, dtype=term.dtype) for x in first]
+        foreach("copy_", made, first)
+        return made
+    if term.name == "plus":
+        return foreach("add", first, given[0], alpha=given[1])
+    if term.name in ("addcmul", "addcdiv"):
+        return foreach(term.name, first, *given[:2], value=given[2])
+    if term.name == "where" and isinstance(first, Tensor) and all(isinstance(x, list) for x in given):
+        bits = [x.view(_INTEGERS[term.dtype.itemsize]) for x in given[1]]
+        return [x.view(term.dtype) for x in foreach("add", bits, _change(first, given[0], bits))]
+    row = OPERATIONS[term.name]
+    if term.dtype is torch.bool or term.name == "where" or (row.torch is not None and first[0].is_cpu):
+        # torch has no foreach form of these.
+        columns = [x if isinstance(x, list) else repeat(x) for x in (first, *given)]
+        return [(row.torch or getattr(torch, term.name))(*x) for x in zip(*columns, strict=False)]
+    # Operations on lists of two dtypes run tensor by tensor.
+    given = [_one_operation(Term("to", (), term.dtype), x, []) if _other(x, term.dtype) else x for x in given]
+    return foreach(term.name, first, *given)
+
+
+def _other(x: Any, dtype: torch.dtype) -> bool:
+    return isinstance(x, list) and x[0].dtype != dtype
