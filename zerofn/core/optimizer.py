@@ -20,6 +20,8 @@ from .._errors import explain
 from ..kernels.formulas import beside, once
 from ..kernels.lists import batches, on_lists
 from ..kernels.norms import squared_norm
+from ..kernels.numbers import NotOnLists
+from ..kernels.plans import Plans
 from ..kernels.program import Bits, Draws, TensorList, computed
 from ..kernels.recording import concrete, differentiated, number, only_compiled, root, straight_through
 from ..kernels.rounding import leaf_key, random_bits, stochastic_round
@@ -733,6 +735,7 @@ class _OptimizerUpdate:
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
         self.checked = isinstance(self.lr, float) and 0.0 <= self.lr <= LARGEST
+        self.plans = plans_of(self.formula, list(self.slots))
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"step": counter(), "count": counters(leaves)}
@@ -769,7 +772,7 @@ class _OptimizerUpdate:
             if kernel is not None:
                 new, own = _in_place(kernel, groups.items(), given)
             else:
-                new, own = _read(self.formula, derived, groups, given)
+                new, own = _read(self.formula, self.plans, derived, groups, given)
             # Counts are raised after the kernel: if it refuses its arguments, they stay as they are.
             if together is not None and ctx.donate and not together.is_inference():
                 # One write for all counts: a new tensor for each takes longer than the update of a small leaf.
@@ -899,8 +902,24 @@ def _with_derivative(
     return new, dict(zip(slots, own, strict=True))
 
 
+def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
+    """The programs of an optimizer's formula."""
+
+    def traced(lists: list[Any], numbers: Mapping[str, Any], about: tuple[TransformState, bool]) -> Any:
+        (p, g, *olds), (shared, wants_norms) = lists, about
+        named: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+        for (of, name), x in numbers.items():
+            if of < 2:
+                named[of][name] = x
+        at = LeafStep(numbers[2, "count"], numbers.get((2, "lr")), "", 0, named[0], dict(shared), named[1])
+        x, after = formula(p, g, dict(zip(slots, olds, strict=True)), at)
+        return [x, *map(after.__getitem__, slots)], [g.to(torch.float32).square()] if wants_norms else []
+
+    return Plans(traced)
+
+
 def _read(
-    formula: Any, derived: Derived | None, groups: Mapping[int, list[str]], given: Given
+    formula: Any, plans: Plans, derived: Derived | None, groups: Mapping[int, list[str]], given: Given
 ) -> tuple[Leaves, TransformState]:
     """New parameters, or directions, and slots by a formula, in a step that reads the counts in Python."""
     _, params, slots, _, lr, numbers, common, ctx = given
@@ -910,7 +929,8 @@ def _read(
     for count, group in groups.items():
         made = derived(count, _wide(lr), wide) if derived else {}
         step = LeafStep(count, lr, "", 0, numbers, common, made)
-        rest = _on_lists(formula, step, group, given, new, own)
+        rest = _by_plans(plans, step, group, given, new, own)
+        rest = _on_lists(formula, step, rest, given, new, own) if rest else rest
         if not rest and ctx.donate and lr is not None and len(group) == len(params):
             # All leaves were written in place.
             return params, slots
@@ -927,6 +947,45 @@ def _on_leaf(formula: Any, step: LeafStep, given: Given, new: Leaves, own: Trans
     new[path] = x if given.lr is None else ctx.into(given.params[path], x)
     for slot, old in olds.items():
         own[slot][path] = ctx.into(old, after[slot])
+
+
+def _by_plans(
+    plans: Plans, step: LeafStep, group: list[str], given: Given, new: Leaves, own: TransformState
+) -> list[str]:
+    """Update leaves by a program of the formula. Returns those for which there is none."""
+    grads, params, slots, _, lr, _, _, ctx = given
+    numbers: dict[Any, Any] = {(0, name): x for name, x in step.numbers.items()}
+    numbers |= {(1, name): x for name, x in step.derived.items()}
+    numbers |= {(2, "count"): step.count} if lr is None else {(2, "count"): step.count, (2, "lr"): lr}
+    columns = [list(map(x.__getitem__, group)) for x in (params, grads, *slots.values())]
+    if not set(map(type, numbers.values())) <= {int, float, bool} or not on_lists(columns):
+        return group
+    shared = tuple([(name, number(x)) for name, x in step.shared.items()])
+    into = None
+    if ctx.donate:
+        ctx.written.add(ctx.prefix)
+        # A direction is new, and so are slots of it if nothing is donated.
+        into = [0 if lr is not None else None, *range(2, len(columns))]
+    rest: list[str] = []
+    for batch, lists in batches(*columns):
+        paths = group if len(batch) == len(group) else [group[i] for i in batch]
+        rows = [x.like for x in lists]
+        about = shared, ctx.wants_norms(paths, grads)
+        keys, offsets = (
+            list(map(leaf_key, paths)),
+            [ctx.offsets.get(path, 0) for path in paths] if ctx.offsets else [0] * len(paths),
+        )
+        try:
+            (x, *made), sums = plans.run(rows, numbers, into, about, keys, offsets)
+        except NotOnLists:
+            rest += paths
+            continue
+        if sums is not None and ctx.norms is not None:
+            ctx.norms.add(paths, sums[0].sqrt().tolist() if sums.is_cpu else sums[0].sqrt().unbind())
+        new.update(zip(paths, x, strict=True))
+        for slot, tensors in zip(slots, made, strict=True):
+            own[slot].update(zip(paths, tensors, strict=True))
+    return rest
 
 
 def _on_lists(
@@ -1054,6 +1113,7 @@ def direction(
         tensor([0.5000])
     """
     formula = in_one_dtype(formula, slots, in_fp32, rounds_grads, directs=True)
+    plans = plans_of(formula, list(slots))
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"count": counters(leaves)}
@@ -1069,7 +1129,7 @@ def direction(
             out, own = _by_formula(formula, derived, given._replace(counts=counts), of_norms)
         else:
             groups, before, _ = next_counts(state["count"], grads)
-            out, own = _read(formula, derived, groups, given)
+            out, own = _read(formula, plans, derived, groups, given)
             counts = dict(zip(grads, apart(torch.tensor(before, dtype=torch.int64).add_(1)), strict=True))
         return out, {**own, "count": counts}
 

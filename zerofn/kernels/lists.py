@@ -14,7 +14,8 @@ from torch import Tensor
 from .._compat.functorch import functorch_active, is_wrapped
 from .._compat.tensors import foreach, foreach_mul
 from . import program
-from .program import LeafSums, NotOnLists, TensorList, Term, as_dtype, computed, sums_of
+from .numbers import NotOnLists
+from .program import LeafSums, TensorList, Term, as_dtype, computed, sums_of
 from .recording import recorded
 
 # Every step reads the dtype of every leaf, so this is a C function. The compiler does not know it: no graph uses it.

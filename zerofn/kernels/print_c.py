@@ -109,9 +109,9 @@ static void piece(const void *what, int64_t e, int64_t from, int64_t to, double 
 """
 
 
-def can(steps: Sequence[Any]) -> bool:
-    """Whether these operations, of `Traced`, are printed. A root in float64 is not: torch's has other bits."""
-    return not any(name == "sqrt" and dtype is torch.float64 for name, _, dtype in steps)
+def can(program: Program) -> bool:
+    """Whether a program is printed. A root in float64 is not: torch's has other bits."""
+    return not program.scalars and not any(name == "sqrt" and kind == F64 for name, _, kind in program.steps)
 
 
 @functools.cache

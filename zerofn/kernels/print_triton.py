@@ -315,9 +315,9 @@ def _source(program: Program) -> str:
     )
 
 
-def can(steps: Sequence[Any]) -> bool:
-    """Whether these operations, of `Traced`, can be printed."""
-    return not any(name == "random" for name, _, _ in steps)
+def can(program: Program) -> bool:
+    """Whether a program can be printed."""
+    return not program.streams
 
 
 def run(

@@ -15,7 +15,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from ctypes import c_float
-from functools import cache
+from functools import cache, partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -24,12 +24,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .._compat.tensors import foreach, has_triton
+from .numbers import NotOnLists, Number
 from .operations import COMPARED, OPERATIONS
 from .rounding import random_bits, stochastic_round
-
-
-class NotOnLists(Exception):
-    """A formula asked for something that a list of tensors does not have; it runs leaf by leaf."""
 
 
 class Term:
@@ -360,8 +357,10 @@ def _term(x: Any) -> Term:
     return x.term
 
 
-def _number(x: Any) -> float:
-    """A number as a float: kernels get numbers in float64."""
+def _number(x: Any) -> Any:
+    """A number of Python, or one that is traced: kernels get numbers in float64."""
+    if isinstance(x, Number):
+        return x
     if isinstance(x, bool) or not isinstance(x, (int, float)) or (isinstance(x, int) and abs(x) > 1 << 53):
         raise NotOnLists("a number that is a tensor")
     return x
@@ -378,7 +377,8 @@ def _argument(x: Any, dtype: torch.dtype) -> Any:
         found = x.item() if x.is_cpu else Term("scalar", (x,), x.dtype)
     else:
         found = _number(x)
-    whole = not (found.dtype.is_floating_point if isinstance(found, Term) else isinstance(found, float))
+    value = found.now if isinstance(found, Number) else found
+    whole = not (found.dtype.is_floating_point if isinstance(found, Term) else isinstance(value, float))
     if not whole and not dtype.is_floating_point:
         raise NotOnLists("a number that is no integer")
     return found
@@ -467,13 +467,13 @@ def computed(*lists: TensorList, sums: Sequence[TensorList] = ()) -> Tensor | No
 
 def in_one_launch(*lists: TensorList) -> bool:
     """Whether a kernel computes these lists together, and adds them up."""
-    return Traced(lists).printer(lists) is not None
+    found = Traced(lists)
+    return found.printer(found.program([], lists)) is not None
 
 
 def sums_of(*lists: TensorList, each: bool = True) -> list[Tensor]:
     """The sums over leaves, in float32 or wider: of each list one for each leaf, (leaves,), or one for all, 0-d."""
-    found = Traced(lists)
-    if (printer := found.printer(lists)) is not None and (made := found.run(printer, [], lists, each)) is not None:
+    if (made := Traced(lists).run([], lists, each)) is not None:
         return list(made.unbind())
     known: dict[int, Any] = {}
     sums = [torch.stack([x.sum(dtype=_wide(x)) for x in _on_torch(one.term, known)]) for one in lists]
@@ -486,13 +486,10 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _by_kernel(pending: Sequence[TensorList], sums: Sequence[TensorList]) -> Tensor | None:
     """The sums, if a kernel has computed all."""
-    found = Traced([*pending, *sums])
-    if (printer := found.printer(sums)) is None:
-        return None
     for x in pending:
         if x.memory is None:
             x.memory = [torch.empty_like(t, dtype=x.dtype) for t in x.like]
-    made = found.run(printer, pending, sums)
+    made = Traced([*pending, *sums]).run(pending, sums)
     if made is not None:
         increment_version([t for x in pending for t in x.memory or ()])
     return made
@@ -601,12 +598,11 @@ class Traced:
             return
         if name == "lerp" and given[2] >= 0.5:
             # torch.lerp starts from the nearer end.
-            less = given[2] if term.dtype is torch.float64 else c_float(given[2]).value
-            name, given[2] = "lerp_back", less - 1
+            name, given[2] = "lerp_back", _through(partial(_less_one, term.dtype), given[2])
         # A comparison is computed in the dtype of its arguments, any other operation in that of its result.
         dtype = given[0].dtype if name in COMPARED else term.dtype
         if name.startswith("clamp") or name in COMPARED:
-            given = [x if isinstance(x, Term) else torch.tensor(x, dtype=dtype).item() for x in given]
+            given = [x if isinstance(x, Term) else _through(partial(_in_dtype, dtype), x) for x in given]
         args = []
         for i, x in enumerate(given):
             if not isinstance(x, Term):
@@ -629,21 +625,23 @@ class Traced:
         self.steps.append((name, args, dtype))
         return f"x{self.loads + len(self.steps) - 1}"
 
-    def printer(self, sums: Sequence[TensorList] = ()) -> Any:
-        """The printer that can compute this on the device of its columns and add up `sums`; else `None`."""
+    def printer(self, program: Program) -> Any:
+        """The printer that can compute this on the device of its columns; else `None`."""
         found = printer_for(self.columns[0][0].device)
-        if found is None or (sums and any(_computed_in(x.dtype) is not torch.float32 for x in sums)):
-            return None
+        return found if found is not None and found.can(program) and alike(self.columns) else None
+
+    def program(self, written: Sequence[TensorList], sums: Sequence[TensorList]) -> Program:
+        """The program that writes lists and adds up others.
+
+        Raises:
+            NotOnLists: a dtype has no kind, or a sum would be of float64.
+        """
         dtypes = {x.dtype for x in (*(column[0] for column in self.columns), *self.scalars)}
         dtypes |= {dtype for _, _, dtype in self.steps}
-        return found if dtypes <= KINDS.keys() and found.can(self.steps) and _alike(self.columns) else None
-
-    def run(
-        self, printer: Any, written: Sequence[TensorList], sums: Sequence[TensorList], each: bool = True
-    ) -> Tensor | None:
-        """The sums; `None` if there is no kernel after all: then nothing is written."""
+        if not dtypes <= KINDS.keys() or any(_computed_in(x.dtype) is not torch.float32 for x in sums):
+            raise NotOnLists("a dtype")
         stores = tuple([(self._column(x.memory or []), self.names[id(x.term)]) for x in written])
-        program = Program(
+        return Program(
             tuple([KINDS[column[0].dtype] for column in self.columns[: self.loads]]),
             tuple([KINDS[x.dtype] for x in self.scalars]),
             tuple([KINDS[dtype] for dtype in self.kinds]),
@@ -654,7 +652,29 @@ class Traced:
             tuple(sorted(self.streams)),
             0 if self.draws is None else self.draws.form,
         )
+
+    def run(self, written: Sequence[TensorList], sums: Sequence[TensorList], each: bool = True) -> Tensor | None:
+        """Compute all in one pass. Returns the sums; `None` if there is no kernel: then nothing is written."""
+        try:
+            program = self.program(written, sums)
+        except NotOnLists:
+            return None
+        printer = self.printer(program)
+        if printer is None:
+            return None
         return printer.run(program, self.columns, self.numbers, self.scalars, each, self.draws)
+
+
+def _through(function: Callable[[Any], Any], x: Any) -> Any:
+    return x.through(function) if isinstance(x, Number) else function(x)
+
+
+def _less_one(dtype: torch.dtype, weight: float) -> float:
+    return (weight if dtype is torch.float64 else c_float(weight).value) - 1
+
+
+def _in_dtype(dtype: torch.dtype, x: float) -> float:
+    return torch.tensor(x, dtype=dtype).item()
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
@@ -671,7 +691,7 @@ def _in_order(term: Term, found: dict[int, Term]) -> None:
         found[id(term)] = term
 
 
-def _alike(columns: Sequence[Sequence[Tensor]]) -> bool:
+def alike(columns: Sequence[Sequence[Tensor]]) -> bool:
     """Whether the tensors of each leaf have their elements in the same order in memory, without gaps."""
     if all(all(map(Tensor.is_contiguous, column)) for column in columns):
         return True

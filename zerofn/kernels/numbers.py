@@ -1,0 +1,124 @@
+"""Numbers of a formula that is traced: each remembers how it is computed from the numbers of a step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class NotOnLists(Exception):
+    """A formula asked for something that a list of tensors does not have; it runs leaf by leaf."""
+
+
+Values = Mapping[str, float]
+
+
+class Number:
+    """A number of a formula that is traced: its value now, and how to compute it from the numbers of another step.
+
+    Args:
+        of: the value from the numbers of a step.
+        now: the value in the step that is traced.
+        guards: what the trace has asked numbers so far, and the answers.
+
+    Examples:
+        >>> guards = []
+        >>> x = Number(lambda given: given["beta"], 0.5, guards)
+        >>> (1 - x).of({"beta": 0.25}), bool(x > 0.125), len(guards)
+        (0.75, True, 1)
+    """
+
+    __slots__ = ("guards", "now", "of")
+
+    def __init__(self, of: Callable[[Values], Any], now: Any, guards: list[Guard]):
+        self.of, self.now, self.guards = of, now, guards
+
+    def through(self, function: Callable[[Any], Any]) -> Number:
+        """A function of this number."""
+        of = self.of
+        return Number(lambda given: function(of(given)), function(self.now), self.guards)
+
+    def _with(self, function: Callable[[Any, Any], Any], other: Any, swapped: bool = False) -> Any:
+        if not isinstance(other, Number | int | float):
+            return NotImplemented
+        mine, theirs = self.of, other.of if isinstance(other, Number) else lambda given: other
+        if swapped:
+            mine, theirs = theirs, mine
+        now = other.now if isinstance(other, Number) else other
+        value = function(now, self.now) if swapped else function(self.now, now)
+        return Number(lambda given: function(mine(given), theirs(given)), value, self.guards)
+
+    def _asked(self, function: Callable[[Any, Any], bool], other: Any) -> Any:
+        if not isinstance(other, Number | int | float):
+            return NotImplemented
+        found = self._with(function, other)
+        self.guards.append(Guard(found.of, found.now))
+        return found.now
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(operator.add, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._with(operator.add, other, True)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(operator.sub, other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._with(operator.sub, other, True)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(operator.mul, other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._with(operator.mul, other, True)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._with(operator.truediv, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self._with(operator.truediv, other, True)
+
+    def __pow__(self, other: Any) -> Any:
+        return self._with(operator.pow, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self._with(operator.pow, other, True)
+
+    def __neg__(self) -> Any:
+        return self._with(operator.mul, -1)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._asked(operator.lt, other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._asked(operator.le, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._asked(operator.gt, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._asked(operator.ge, other)
+
+    def __eq__(self, other: Any) -> Any:
+        return self._asked(operator.eq, other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self._asked(operator.ne, other)
+
+    def __bool__(self) -> bool:
+        return self._asked(operator.ne, 0)
+
+    def _refused(self, *_: Any) -> Any:
+        raise NotOnLists("a function of numbers")
+
+    # Python would make these of others, and the trace would keep the number of one step.
+    __hash__ = __float__ = __int__ = __index__ = __abs__ = __round__ = __mod__ = __floordiv__ = _refused  # type: ignore[assignment]
+
+
+class Guard(NamedTuple):
+    """A question that a trace has asked its numbers, and the answer."""
+
+    of: Callable[[Values], Any]
+    answer: Any

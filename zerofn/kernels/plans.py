@@ -1,0 +1,170 @@
+"""Traces a formula once, and runs it in every later step: numbers are data of a program, and its structure is kept.
+
+A formula is a Python function of tensors and numbers. While it is traced, each number is a `Number`, which remembers
+how it is computed: `1 - beta1` is computed anew in each step. Where the formula asks a number for a truth value, as in
+`if decay:` or `count == 1`, the trace goes the way of the present value, and holds only while the answer is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from .numbers import Guard, NotOnLists, Number, Values
+from .program import Draws, Program, TensorList, Traced, alike, as_dtype, printer_for
+
+
+class Plan(NamedTuple):
+    """A formula as a program, and what its columns and numbers are.
+
+    Attributes:
+        program: for a printer.
+        columns: for each column of the program the place of a given column, or, of a column that is only written, minus
+            one minus the number of a result.
+        numbers: from the numbers of a step.
+        step: of the random bits, from the numbers of a step; with their seed.
+        seed: of the random bits.
+        guards: what must hold.
+        results: for each result the place of the given column that it is or is written into; `None` if it is new.
+        dtypes: of the results.
+        written: the places of given columns that are written.
+    """
+
+    program: Program
+    columns: tuple[int, ...]
+    numbers: tuple[Callable[[Values], Any], ...]
+    step: Callable[[Values], Any] | None
+    seed: int
+    guards: tuple[Guard, ...]
+    results: tuple[int | None, ...]
+    dtypes: tuple[torch.dtype, ...]
+    written: tuple[int, ...]
+
+
+class Plans:
+    """The plans of one formula.
+
+    Args:
+        formula: from lists of tensors, numbers by name and what else it depends on to lists of tensors, and lists whose
+            sums over each leaf are wanted.
+
+    Examples:
+        >>> plans = Plans(lambda lists, n, about: ([lists[0] - n["lr"] * lists[1]], []))
+        >>> p, g = [torch.ones(2)], [torch.ones(2)]
+        >>> for lr in (0.5, 0.25):
+        ...     found = plans.run([p, g], {"lr": lr}, into=[0])
+        >>> p, len(plans.known)
+        ([tensor([0.2500, 0.2500])], 1)
+    """
+
+    def __init__(self, formula: Callable[[list[Any], Any, Any], tuple[Sequence[Any], Sequence[Any]]]):
+        self.formula = formula
+        self.known: dict[Any, list[Plan]] = {}
+
+    def run(
+        self,
+        columns: Sequence[list[Tensor]],
+        numbers: Values,
+        into: Sequence[int | None] | None = None,
+        about: Any = None,
+        keys: Sequence[int] = (),
+        offsets: Sequence[int] = (),
+    ) -> tuple[list[list[Tensor]], Tensor | None]:
+        """Run the formula on lists of leaves; every element is read before it is written.
+
+        Args:
+            columns: each of one dtype, all on one device, for which there is a printer.
+            numbers: by name.
+            into: for each result the place of the column whose memory it is written into; by default, and where it is
+                `None`, into new memory.
+            about: a key of what else the formula depends on.
+            keys, offsets: of each leaf, for random bits.
+
+        Returns:
+            The results, and the sums, (sums, leaves); `None` if there are none.
+
+        Raises:
+            NotOnLists: it is no program of operations that printers know, or there is no kernel.
+        """
+        kind = about, None if into is None else tuple(into), tuple([column[0].dtype for column in columns])
+        plans = self.known.setdefault(kind, [])
+        plan = next((x for x in plans if all([guard.of(numbers) == guard.answer for guard in x.guards])), None)
+        if plan is None:
+            plan = self._traced(columns, numbers, into, about)
+            plans.append(plan)
+        return run(plan, columns, numbers, keys, offsets)
+
+    def _traced(
+        self, columns: Sequence[list[Tensor]], numbers: Values, into: Sequence[int | None] | None, about: Any
+    ) -> Plan:
+        guards: list[Guard] = []
+
+        def named(name: str) -> Number:
+            return Number(lambda given: given[name], numbers[name], guards)
+
+        lists = [TensorList(column) for column in columns]
+        made, sums = self.formula(lists, {name: named(name) for name in numbers}, about)
+        results, stores = [], []
+        for i, x in enumerate(made):
+            place = None if into is None else into[i]
+            if place is not None:
+                # A formula may return its argument unchanged: there is nothing to write.
+                if x is not lists[place]:
+                    stores.append(TensorList(lists[place].like, as_dtype(x.term, lists[place].dtype)))
+                    stores[-1].memory = lists[place].like
+                results.append(place)
+            elif x.pending:
+                x.memory = [torch.empty(0, dtype=x.dtype, device=columns[0][0].device)]
+                stores.append(x)
+                results.append(None)
+            else:
+                results.append(next(i for i, given in enumerate(lists) if given.like is x.memory))
+        pending = [x for x in stores if x.pending]
+        found = Traced([*pending, *sums])
+        program = found.program(pending, sums)
+        places = []
+        for column in found.columns:
+            place = next((i for i, given in enumerate(lists) if given.like is column), None)
+            if place is None:
+                place = -1 - next(i for i, x in enumerate(made) if x.memory is column)
+            places.append(place)
+        draws = found.draws
+        of = [x.of if isinstance(x, Number) else (lambda given, x=x: x) for x in found.numbers]
+        step = None if draws is None else draws.step.of if isinstance(draws.step, Number) else lambda given: draws.step
+        return Plan(
+            program,
+            tuple(places),
+            tuple(of),
+            step,
+            0 if draws is None else draws.seed,
+            tuple(guards),
+            tuple(results),
+            tuple([x.dtype for x in made]),
+            tuple([i for i in places if i >= 0 and any(lists[i].like is x.memory for x in pending)]),
+        )
+
+
+def run(
+    plan: Plan, columns: Sequence[list[Tensor]], numbers: Values, keys: Sequence[int], offsets: Sequence[int]
+) -> tuple[list[list[Tensor]], Tensor | None]:
+    """Run a plan on leaves: `Plans.run`."""
+    printer = printer_for(columns[0][0].device)
+    made = [
+        columns[place] if place is not None else [torch.empty_like(x, dtype=dtype) for x in columns[0]]
+        for place, dtype in zip(plan.results, plan.dtypes, strict=True)
+    ]
+    used = [columns[i] if i >= 0 else made[-1 - i] for i in plan.columns]
+    if printer is None or not printer.can(plan.program) or not alike(used):
+        raise NotOnLists("no kernel")
+    draws = None
+    if plan.step is not None:
+        draws = Draws(plan.seed, plan.step(numbers), plan.program.form, keys, offsets)
+    found = printer.run(plan.program, used, [of(numbers) for of in plan.numbers], [], True, draws)
+    if found is None:
+        raise NotOnLists("no kernel")
+    increment_version([x for i in plan.written for x in columns[i]])
+    return made, found if plan.program.sums else None
