@@ -15,8 +15,8 @@ from refusals import check_form_of_all
 from time_limits import limit
 from uninitialized_memory import NO_OTHER_KERNEL, fill
 
-from zerofn.kernels import adam as _kernels  # inside: which kernel is taken, and a kernel by itself
 from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
+from zerofn.kernels import print_c as _print_c  # inside: as above
 from zerofn.ranks import fork_server as _fork_server  # inside: what ranks have before they begin
 
 # Modules are imported and tests collected without it, by a quarter faster; it goes on where tests begin.
@@ -95,7 +95,7 @@ def pytest_timeout_set_timer(item, settings):
 @pytest.fixture
 def fresh_kernels(monkeypatch, tmp_path):
     """No kernel loaded, nothing on disk, and nothing warned about; a directory for compilers and caches."""
-    caches = (_native._choose, _native._build, _native._attempt, _native.warn, _kernels.native_kernel)
+    caches = (_native._choose, _native._build, _native._attempt, _native.warn, _print_c.formula_kernel)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -23,8 +23,8 @@ def script(where, text, name="compiler"):
 
 @functools.cache
 def _built(where):
-    """The content of a kernel of four float32."""
-    defines = [f"-DZF_{name}=f32" for name in "PGMV"] + ["-DZF_MODE=0", "-DZF_STRIDE=1u"]
+    """The content of a kernel of float32."""
+    defines = ["-DZF_KIND=0"]
     _native_compiler.compile_to(REAL, _native._SOURCE, defines, str(where / "built"))
     return (where / "built").read_bytes()
 
@@ -43,7 +43,7 @@ def calls(where):
 def build(command):
     """A kernel from this compiler, by way of the disk."""
     _native._build.cache_clear()
-    return _native._build((command,), (torch.float32,) * 4, 0, 2)
+    return _native._build((command,), torch.float32)
 
 
 def kept(where):

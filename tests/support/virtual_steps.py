@@ -572,7 +572,7 @@ def without_a_compiler() -> tuple[list[str], list[str]]:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
     adam.triton_kernel.cache_clear()
-    program.printer_for.cache_clear()
+    program.triton_for.cache_clear()
     print_triton.launch = fail
     try:
         with warnings.catch_warnings(record=True) as said:
@@ -581,7 +581,7 @@ def without_a_compiler() -> tuple[list[str], list[str]]:
     finally:
         print_triton.launch = _launch
         adam.triton_kernel.cache_clear()
-        program.printer_for.cache_clear()
+        program.triton_for.cache_clear()
     return [str(one.message) for one in said], wrong
 
 

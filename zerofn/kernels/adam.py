@@ -20,7 +20,9 @@ from zerofn.kernels.formulas import moment_root, once
 from zerofn.kernels.fused_adam import check_step, not_wrapped
 from zerofn.kernels.lists import at_once
 from zerofn.kernels.native import same_bits, sample
-from zerofn.kernels.program import gives_bits, triton_module
+from zerofn.kernels.numbers import NotOnLists
+from zerofn.kernels.plans import Plans
+from zerofn.kernels.program import Bits, Draws, TensorList, gives_bits, triton_module
 from zerofn.kernels.recording import differentiated, operator, straight_through
 from zerofn.kernels.rounding import (
     FORMAT,
@@ -126,9 +128,7 @@ def formula(
     m32, v32 = m.float(), v.float()
     m32 = (g32 - m32) * s.one_minus_beta1 + m32
     v32 = v32 * s.beta2 + (g32 * s.one_minus_beta2) * g32
-    # On the CPU, for long tensors, torch takes float32 roots from a library that is sometimes off by one ulp. A double
-    # root rounded to float32 is always correctly rounded.
-    spread = moment_root(v32.double()).float() if v32.device.type == "cpu" else moment_root(v32)
+    spread = moment_root(v32)
     update = (m32 * s.rate) / (spread + s.eps)
     if mode.kahan:
         assert c is not None
@@ -155,6 +155,8 @@ def _store(x: Tensor, dtype: torch.dtype, stochastic: bool, bits: Tensor | None)
     if not stochastic:
         return x.to(dtype)
     assert bits is not None
+    if isinstance(x, TensorList):
+        return x.random(dtype, bits)
     if not differentiated(x):
         return stochastic_round(x, dtype, bits=bits)
     return straight_through(x, stochastic_round(x.detach(), dtype, bits=bits).float()).to(dtype)
@@ -307,11 +309,7 @@ def run_unchunked(leaves: Leaves, settings: Settings) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `run_native` runs the C kernel of low-precision Adam over lists of leaves, after a check that it gives the bits of
-# eager torch.
-
-
-_EXACT = (torch.float32,) * 4
+# `run_native` runs the formula as a program in C over lists of leaves (`zerofn.kernels.print_c`).
 
 
 def run_native(leaves: Leaves, settings: Settings, norms: list[Any] | None = None) -> None:
@@ -320,13 +318,11 @@ def run_native(leaves: Leaves, settings: Settings, norms: list[Any] | None = Non
     If `norms` is a list and the kernel was called on all gradients, the norm of each gradient is appended to it.
     """
     found: dict[int, Any] = {}
-    for dtypes, entries, part in _by_kind(leaves, leaves.all_dtypes()):
-        function = native_kernel(dtypes[:4], settings.rounding, settings.beta1, settings.form)
-        if function is None:
+    for _, entries, part in _by_kind(leaves, leaves.all_dtypes()):
+        try:
+            found |= zip(entries, _call(part, settings, norms is not None), strict=False)
+        except NotOnLists:
             run_chunked(part, settings)
-            continue
-        found |= zip(entries, _call(function, part, settings, norms is not None), strict=False)
-        _written(part)
     _append(norms, found, leaves)
 
 
@@ -351,40 +347,28 @@ def _append(norms: list[Any] | None, found: dict[int, Any], leaves: Leaves) -> N
         norms += [found[i] for i in range(len(leaves.grads))]
 
 
-def _call(function: Any, leaves: Leaves, settings: Settings, norms: bool = False) -> list[float]:
-    return _native.run(
-        function,
-        leaves.tensors,
-        keys=leaves.keys,
-        offsets=leaves.offsets,
-        seed=settings.seed,
-        step=settings.step,
-        scalars=settings.scalars,
-        norms=norms,
-    )
-
-
 @functools.cache
-def native_kernel(dtypes: Dtypes, rounding: str, beta1: float, form: int) -> Any:
-    """The C function, after a check that it gives the bits of eager torch on a sample; else ``None`` and a warning.
+def _plans(mode: Mode, form: int) -> Plans:
+    """The programs of `formula`."""
 
-    An unknown compiler may change the order of roundings; the check takes a millisecond, once in a process. The
-    arithmetic is checked in float32, where a missing rounding shows; in bfloat16 it would show in one number of
-    thousands.
-    """
-    if dtypes != _EXACT and native_kernel(_EXACT, rounding, beta1, form) is None:
-        return None
-    settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1, form=form)
-    function = _native.load(dtypes, sum(on << bit for bit, on in enumerate(settings.mode(dtypes))), form)
-    if function is None:
-        return None
-    native, eager = (_sample(dtypes, rounding == "kahan") for _ in range(2))
-    _call(function, native, settings)
-    run_chunked(eager, settings)
-    if same_bits(native.tensors, eager.tensors):
-        return function
-    _native.give_up("the C kernel, as this compiler builds it, gives other bits than eager torch")
-    return None
+    def traced(lists: list[Any], numbers: Any, norms: bool) -> Any:
+        p, g, m, v, *c = lists
+        draws = Draws(numbers["seed"], numbers["step"], form, (), ())
+        bits = [Bits(draws, k) if on else None for k, on in enumerate(mode.streams)]
+        s = Scalars(*(numbers[name] for name in Scalars._fields))
+        made = formula(p, g, m, v, c[0] if c else None, s, mode, bits)
+        return [x for x in made if x is not None], [g.float().square()] if norms else []
+
+    return Plans(traced)
+
+
+def _call(leaves: Leaves, settings: Settings, norms: bool = False) -> list[float]:
+    plans = _plans(settings.mode(leaves.dtypes(0)), settings.form)
+    numbers: Any = {"seed": settings.seed, "step": settings.step, **settings.scalars._asdict()}
+    columns: Any = list(map(list, leaves.tensors))
+    into = [0, 2, 3, 4][: len(columns) - 1]
+    _, sums = plans.run(columns, numbers, into, norms, leaves.keys, leaves.offsets)
+    return [] if sums is None else sums[0].sqrt().tolist()
 
 
 def _sample(dtypes: Dtypes, kahan: bool, numel: int = 1001) -> Leaves:
@@ -480,7 +464,7 @@ def triton_kernel(dtypes: Dtypes, rounding: str, beta1: float, device: int) -> b
 # `adam_` updates low-precision storage in place: in fp32 arithmetic, with one rounding for each stored number.
 #
 # One formula runs in three ways, with the same bits: by eager torch, in chunks that stay in the cache; by a C kernel
-# (`zerofn.kernels.native`), 10 to 20 times faster; on a GPU by a Triton kernel (`zerofn.kernels.triton_adam`), in one
+# (`zerofn.kernels.print_c`), 10 to 20 times faster; on a GPU by a Triton kernel (`zerofn.kernels.triton_adam`), in one
 # launch for all leaves.
 #
 # ``rounding`` says how parameters and moments below float32 are stored:
@@ -835,14 +819,12 @@ def has_kernel(params: Sequence[Tensor], grads: Sequence[Tensor], moments: Seque
     """
     if any(x.device.type != "cpu" for x in (*params, *grads, *moments)):
         return False
-    kinds = {(p.dtype, g.dtype, m.dtype, m.dtype) for p, g, m in zip(params, grads, moments, strict=True)}
-    return all([_built(*kind, rounding) for kind in kinds])
+    return _works()
 
 
 @while_traced
-def _built(p: torch.dtype, g: torch.dtype, m: torch.dtype, v: torch.dtype, rounding: str) -> bool:
-    dtypes: Dtypes = p, g, m, v
-    return native_kernel(dtypes, rounding, 0.9, FORMAT) is not None
+def _works() -> bool:
+    return _native.compiler() is not None
 
 
 def adam_operator(

@@ -48,7 +48,7 @@ INLINE void narrow_bf16(char *at, const float *x, int64_t n) {
 
 INLINE void join(float *restrict x, const char *at, const int8_t *restrict residual, int64_t n) {
     const uint16_t *p = (const uint16_t *)at;
-    for (int64_t i = 0; i < n; i++) x[i] = joined(p[i], residual[i]);
+    for (int64_t i = 0; i < n; i++) x[i] = joined_bits(p[i], residual[i]);
 }
 INLINE void split(char *at, int8_t *restrict residual, const float *restrict x, int64_t n) {
     uint16_t *p = (uint16_t *)at;

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from operator import attrgetter, methodcaller
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,8 @@ from zerofn.kernels.masters import (
     taken_apart,
 )
 from zerofn.kernels.native import same_bits, sample
+from zerofn.kernels.numbers import NotOnLists
+from zerofn.kernels.plans import Plans
 from zerofn.kernels.recording import concrete, operator
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -134,10 +134,11 @@ def typed(params: list[Tensor], grads: list[Tensor], of_one_dtype: bool = False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `run` is torch's fused Adam in C, for large fp32 leaves on the CPU: the same bits, faster, with the gradients' norms.
+# `run` is torch's fused Adam as a program in C, for large fp32 leaves on the CPU: the same bits, faster, with the norms
+# of the gradients.
 #
 # The update is bound by memory bandwidth. torch's kernel relies on the hardware prefetcher, which stops at each page
-# of 4 KiB, and the gradients' norm for metrics takes a second pass. This kernel does both in one pass, with prefetch
+# of 4 KiB, and the gradients' norm for metrics takes a second pass. The program does both in one pass, with prefetch
 # instructions. Without a C compiler torch's kernel runs, without a warning: it has the same bits and is slower.
 #
 # Source: Kingma and Ba, "Adam", ICLR 2015, in the order of operations of `torch._fused_adamw_`.
@@ -153,24 +154,34 @@ LARGE = 1 << 20
 # multiple of this, which is at least the length of a vector, are left to torch's kernel.
 LINE = 16
 
-_FILES = [
-    Path(__file__).with_name(name)
-    for name in ("fused.c", "native_masters.h", "native_prefetch.h", "native_sums.h", "native_threads.h")
-]
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
-class _Job(ctypes.Structure):
-    """``job`` of ``fused.c``."""
+def formula(
+    p: Any, g: Any, m: Any, v: Any, n: Mapping[str, Any], decoupled: bool, masters: Any = None
+) -> tuple[Any, Any, Any]:
+    """torch's fused Adam in five lines: its order of operations, and its products that are fused with sums.
 
-    _fields_ = [
-        ("entries", ctypes.c_int64),
-        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("p", "g", "m", "v", "residuals")),
-        ("numel", ctypes.POINTER(ctypes.c_int64)),
-        ("scalars", ctypes.c_float * 8),
-        ("decoupled", ctypes.c_int),
-        ("squares", ctypes.POINTER(ctypes.c_double)),
-    ]
+    Returns the new parameter in fp32, and the new moments.
+    """
+    x, g = p.to(torch.float32) if masters is None else p.joined(masters), g.to(torch.float32)
+    x, g = (x * n["keep"], g) if decoupled else (x, g.add(x, alpha=n["decay"]))
+    m = m.lerp(g, n["weight"])
+    v = (v * n["beta2"]).addcmul(g, g, value=n["rest"])
+    return x.addcdiv(m, v.sqrt() / n["spread"] + n["eps"], value=n["rate"]), m, v
+
+
+@functools.cache
+def _plans(decoupled: bool) -> Plans:
+    """The programs of `formula`; of five lists the parameters are masters of 24 bits, and the last has residuals."""
+
+    def traced(lists: list[Any], numbers: Any, norms: bool) -> Any:
+        p, g, m, v, *residuals = lists
+        x, m, v = formula(p, g, m, v, numbers, decoupled, *residuals)
+        sums = [g.to(torch.float32).square()] if norms else []
+        return [x, m, v] if not residuals else [x.upper_half(), m, v, x.residual()], sums
+
+    return Plans(traced)
 
 
 def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
@@ -186,7 +197,7 @@ def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
             return False
         if not all(map(_IS_CPU, column)) or not all(map(Tensor.is_contiguous, column)):
             return False
-    return _function(decoupled, beta1 > 0.5, columns[1][0].dtype) is not None
+    return gives_bits(decoupled, beta1 > 0.5, columns[1][0].dtype)
 
 
 def can_masters(decoupled: bool, dtype: torch.dtype) -> bool:
@@ -196,7 +207,7 @@ def can_masters(decoupled: bool, dtype: torch.dtype) -> bool:
         decoupled: whether the weight decay is decoupled from the gradient.
         dtype: of gradients, fp32 or bf16.
     """
-    return all([_function(decoupled, near, dtype, True) is not None for near in (True, False)])
+    return all([gives_bits(decoupled, near, dtype, True) for near in (True, False)])
 
 
 def run(
@@ -212,11 +223,9 @@ def run(
     norms: bool = False,
 ) -> list[float]:
     """One update in place, of all elements except `ends`; with `norms` it returns the gradients' norms."""
-    function = _function(decoupled, beta1 > 0.5, columns[1][0].dtype, len(columns) == 5)
-    assert function is not None
     # Without a decay the kernel adds no term: 0 * p would be NaN for an infinite parameter.
     no_sum = decoupled or weight_decay == 0
-    return _call(function, columns, scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
+    return _call(columns, scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
 
 
 def ends(columns: Columns) -> Columns:
@@ -225,36 +234,39 @@ def ends(columns: Columns) -> Columns:
     return [[_end(column[i]) for i in chosen] for column in columns]
 
 
+def _without_end(x: Tensor) -> Tensor:
+    flat = x.detach().view(-1)
+    return flat[: len(flat) // LINE * LINE]
+
+
 def _end(x: Tensor) -> Tensor:
     flat = x.detach().view(-1)
     return flat[len(flat) // LINE * LINE :]
 
 
 def scalars(step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
-    """The numbers of `fused.c`, in its order."""
+    """The numbers of `formula`: `NAMES`."""
     rate, spread = -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     return beta2, 1 - beta1, 1 - beta2, rate, spread, eps, 1 - lr * weight_decay, weight_decay
 
 
-def _call(
-    function: Any, columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False
-) -> list[float]:
-    count = len(columns[0])
-    pointers: list[Any] = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, column)) for column in columns]
-    lengths = [n // LINE * LINE for n in map(Tensor.numel, columns[0])]
-    squares = (ctypes.c_double * count)() if norms else None
-    pointers += [None] * (5 - len(pointers))
-    job = _Job(count, *pointers, (ctypes.c_int64 * count)(*lengths), (ctypes.c_float * 8)(*scalars), decoupled, squares)
+NAMES = ("beta2", "weight", "rest", "rate", "spread", "eps", "keep", "decay")
+
+
+def _call(columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False) -> list[float]:
+    whole = all(n % LINE == 0 for n in map(Tensor.numel, columns[0]))
+    lists = [list(column) if whole else list(map(_without_end, column)) for column in columns]
     # These are read before the update, since a gradient may share memory with a tensor that is written.
     rests = [float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms]
-    if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
-        raise MemoryError("no memory for the sums of squares of gradients")
-    return [(x + rest) ** 0.5 for x, rest in zip(squares or (), rests, strict=True)]
+    into = [0, 2, 3, 4][: len(columns) - 1]
+    _, sums = _plans(decoupled).run(lists, dict(zip(NAMES, scalars, strict=True)), into, norms)
+    squares = [] if sums is None else sums[0].tolist()
+    return [(x + rest) ** 0.5 for x, rest in zip(squares, rests, strict=True)]
 
 
 @functools.cache
-def _function(decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = False) -> Any:
-    """The C function, after a check that it gives the bits of torch's kernel on a sample; else ``None``.
+def gives_bits(decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = False) -> bool:
+    """Whether `formula` runs as a program in C and gives the bits of torch's kernel on a sample.
 
     Which products torch's kernel fuses with sums depends on torch's compiler and on the processor.
 
@@ -264,15 +276,8 @@ def _function(decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = F
         dtype: of gradients, fp32 or bf16.
         masters: whether parameters are masters of 24 bits.
     """
-    command = native.quiet_compiler()
-    if command is None:
-        return None
-    try:
-        defines = ["-DZF_BF16"] if dtype is torch.bfloat16 else []
-        defines += ["-DZF_MASTERS"] if masters else []
-        function = native.library(command, _FILES, defines, _declared).zerofn_fused_adam
-    except (OSError, AttributeError):
-        return None
+    if native.quiet_compiler() is None:
+        return False
     mine, torchs = _sample(), _sample()
     mine[1] = [x.to(dtype) for x in mine[1]]
     torchs[1] = [x.to(torch.float32) for x in mine[1]]
@@ -280,20 +285,17 @@ def _function(decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = F
         own = Master.of(mine[0][0])
         mine, torchs[0] = [[own.p], *mine[1:], [own.residual]], [master_of(own.p, own.residual)]
     beta1 = 0.9 if near else 0.25
-    _call(function, mine, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
+    try:
+        _call(mine, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
+    except NotOnLists:
+        return False
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     how = dict(lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False)
     fused(*torchs, [], [torch.tensor(3.0)], **how)
     if masters:
         own = Master.of(torchs[0][0])
         torchs = [[own.p], *torchs[1:], [own.residual]]
-    return function if same_bits([mine[0], *mine[2:]], [torchs[0], *torchs[2:]]) else None
-
-
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    function = library.zerofn_fused_adam
-    function.argtypes, function.restype = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_void_p], ctypes.c_int
-    return library
+    return same_bits([mine[0], *mine[2:]], [torchs[0], *torchs[2:]])
 
 
 def _sample() -> list[list[Tensor]]:

@@ -12,7 +12,7 @@ static void join(const void *what, int64_t first, int64_t last) {
     float *restrict x = j->x;
     const uint16_t *restrict p = j->p;
     const int8_t *restrict residual = j->residual;
-    for (int64_t i = first; i < last; i++) x[i] = joined(p[i], residual[i]);
+    for (int64_t i = first; i < last; i++) x[i] = joined_bits(p[i], residual[i]);
 }
 
 static void parameters(const void *what, int64_t first, int64_t last) {

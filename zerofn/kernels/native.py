@@ -18,7 +18,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -26,7 +25,6 @@ import torch
 from torch import Tensor
 
 from zerofn._errors import explain
-from zerofn.kernels.rounding import FORMAT, stride_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Built libraries lie in a directory that only this user can write. Checksums show damaged files.
@@ -307,30 +305,10 @@ def _run(words: list[str], end: float) -> tuple[int, str]:
 # second.
 
 
-_FILES = ("native.c", "native_draws.h", "native_numbers.h", "native_prefetch.h", "native_sums.h", "native_threads.h")
+_FILES = ("squares.c", "native_lines.h", "native_prefetch.h", "native_threads.h")
 _SOURCE, *_HEADERS = map(Path(__file__).with_name, _FILES)
 
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-_PLAIN = (torch.float32,) * 4
-_IS_CPU = attrgetter("is_cpu")
-
-Dtypes = tuple[torch.dtype, ...]
-
-
-class _Job(ctypes.Structure):
-    """``job`` of ``native.c``."""
-
-    _fields_ = [
-        ("entries", ctypes.c_int64),
-        *((name, ctypes.POINTER(ctypes.c_void_p)) for name in "pgmvc"),
-        ("numel", ctypes.POINTER(ctypes.c_int64)),
-        ("key", ctypes.POINTER(ctypes.c_uint64)),
-        ("offset", ctypes.POINTER(ctypes.c_uint64)),
-        ("seed", ctypes.c_uint64),
-        ("step", ctypes.c_uint64),
-        ("scalars", ctypes.c_float * 7),
-        ("squares", ctypes.POINTER(ctypes.c_double)),
-    ]
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _Choice(NamedTuple):
@@ -400,7 +378,7 @@ def _choose(cc: str, path: str | None) -> _Choice:
 def _problem(command: Command) -> str:
     """Why a compiler builds no kernel; empty if it does."""
     try:
-        _build(command, _PLAIN, 0, FORMAT)
+        _build(command, torch.float32)
     except (OSError, AttributeError) as error:
         return f"builds no kernel that can be loaded ({error})"
     return ""
@@ -427,16 +405,14 @@ def warn(why: str, remedy: str) -> None:
 
 
 @functools.cache
-def _build(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL:
-    """The library for these dtypes, this mode and this format of random draws, from disk or newly built.
+def _build(command: Command, dtype: torch.dtype) -> ctypes.CDLL:
+    """The library that adds squares of numbers of this dtype, from disk or newly built.
 
     Raises:
         OSError: it cannot be built or loaded.
         AttributeError: the built library has no kernel.
     """
-    defines = [f"-DZF_{name}={_NAMES[dtype]}" for name, dtype in zip("PGMV", dtypes, strict=True)]
-    defines += [f"-DZF_MODE={mode}", f"-DZF_STRIDE={stride_of(form)}u"]
-    return library(command, (_SOURCE, *_HEADERS), defines, _declared)
+    return library(command, (_SOURCE, *_HEADERS), [f"-DZF_KIND={_KINDS[dtype]}"], _declared)
 
 
 def library(
@@ -510,25 +486,24 @@ def _kept(
 
 
 @functools.cache
-def _attempt(command: Command, dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL | str:
+def _attempt(command: Command, dtype: torch.dtype) -> ctypes.CDLL | str:
     """As `_build`, or why it failed. Cached, so that a failed build is not tried again at every step."""
     try:
-        return _build(command, dtypes, mode, form)
+        return _build(command, dtype)
     except (OSError, AttributeError) as error:
         return f"the C kernel could not be built or loaded ({shlex.join(command)}: {error})"
 
 
-def _load(dtypes: Dtypes, mode: int, form: int) -> ctypes.CDLL | None:
+def _load(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The library, or ``None`` after one warning."""
     if (command := compiler()) is None:
         return None
-    found = _attempt(command, dtypes, mode, form)
+    found = _attempt(command, dtype)
     return give_up(found) if isinstance(found, str) else found
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    adam, squares = library.zerofn_adam, library.zerofn_squares
-    adam.argtypes, adam.restype = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_void_p], ctypes.c_int
+    squares = library.zerofn_squares
     squares.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p]
     squares.restype = ctypes.c_double
     return library
@@ -543,18 +518,6 @@ def parallel() -> int | None:
         return None
 
 
-def load(dtypes: Dtypes, mode: int, form: int):
-    """The kernel for dtypes of (parameter, gradient, first, second moment), or ``None`` if there is none.
-
-    Args:
-        dtypes: of parameter, gradient, first and second moment.
-        mode: sum of KAHAN = 1, STOCHASTIC_P = 2, STOCHASTIC_M = 4, STOCHASTIC_V = 8.
-        form: of the random draws.
-    """
-    library = _load(dtypes, mode, form)
-    return None if library is None else library.zerofn_adam
-
-
 def squares(x: Tensor) -> float | None:
     """The sum of squares of a contiguous CPU tensor in float32, bfloat16 or float16; ``None`` without a compiler.
 
@@ -564,55 +527,13 @@ def squares(x: Tensor) -> float | None:
     """
     address = x.data_ptr()
     if not address or not x.is_cpu:
-        _check_memory([[x]], [[address]])
-    library = _load((_PLAIN[0], x.dtype, *_PLAIN[2:]), 0, FORMAT)
+        check_memory([[x]], [[address]])
+    library = _load(x.dtype)
     threads = torch.get_num_threads()
     return None if library is None else library.zerofn_squares(address, x.numel(), threads, parallel())
 
 
-def run(
-    function,
-    tensors: Sequence[Sequence[Tensor]],
-    *,
-    keys: Sequence[int],
-    offsets: Sequence[int],
-    seed: int,
-    step: int,
-    scalars: Sequence[float],
-    norms: bool = False,
-) -> list[float]:
-    """Call ``function`` on contiguous CPU tensors, on as many threads as torch uses.
-
-    Args:
-        tensors: lists of parameters, gradients, first and second moments and, for KAHAN, compensations. All but the
-            gradients are overwritten; autograd does not notice, so the caller must tell it.
-        norms: whether to return the norms of the gradients, whose squares are summed in double on the way.
-    """
-    count = len(keys)
-    addresses = [list(map(Tensor.data_ptr, ts)) for ts in tensors]
-    if not all(all(map(_IS_CPU, ts)) for ts in tensors) or not all(map(all, addresses)):
-        _check_memory(tensors, addresses)
-    pointers = [(ctypes.c_void_p * count)(*row) for row in addresses]
-    squares = (ctypes.c_double * count)() if norms else None
-    job = _Job(
-        count,
-        *pointers,
-        *[None] * (5 - len(pointers)),
-        (ctypes.c_int64 * count)(*map(Tensor.numel, tensors[0])),
-        # ctypes takes the low 64 bits of any int.
-        (ctypes.c_uint64 * count)(*keys),
-        (ctypes.c_uint64 * count)(*offsets),
-        seed,
-        step,
-        (ctypes.c_float * 7)(*scalars),
-        squares,
-    )
-    if function(ctypes.byref(job), torch.get_num_threads(), parallel()):
-        raise MemoryError("no memory for the sums of squares of gradients")
-    return [x**0.5 for x in squares or ()]
-
-
-def _check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Sequence[int]]) -> None:
+def check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Sequence[int]]) -> None:
     """Raise for tensors that C would read at address 0 or on another device, which would end the process."""
     for place, (ts, row) in enumerate(zip(tensors, addresses, strict=True)):
         for i, (t, address) in enumerate(zip(ts, row, strict=True)):

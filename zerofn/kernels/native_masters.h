@@ -10,7 +10,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #endif
 
-INLINE float joined(uint16_t p, int8_t residual) {
+INLINE float joined_bits(uint16_t p, int8_t residual) {
     uint32_t bits = (uint32_t)p << 16, size = bits & 0x7fffffffu;
     float x;
     int usual = size - 1 < 0x7f7fffffu; /* `p` is neither zero nor infinite nor NaN. */
@@ -29,3 +29,10 @@ INLINE int32_t first_bits(float x) {
 
 INLINE uint16_t bf16_of(int32_t first) { return (uint16_t)((first + 0x80) >> 8); }
 INLINE int8_t residual_of(int32_t first) { return (int8_t)(first - (int32_t)((uint32_t)((first + 0x80) >> 8) << 8)); }
+
+INLINE float joined(float p, int8_t residual) {
+    uint32_t bits;
+    memcpy(&bits, &p, 4);
+    return joined_bits((uint16_t)(bits >> 16), residual);
+}
+INLINE int8_t residual(float x) { return residual_of(first_bits(x)); }

@@ -26,8 +26,7 @@ class Plan(NamedTuple):
         columns: for each column of the program the place of a given column, or, of a column that is only written, minus
             one minus the number of a result.
         numbers: from the numbers of a step.
-        step: of the random bits, from the numbers of a step; with their seed.
-        seed: of the random bits.
+        drawn: seed and number of the step of the random bits, from the numbers of a step; `None` if there are none.
         guards: what must hold.
         results: for each result the place of the given column that it is or is written into; `None` if it is new.
         dtypes: of the results.
@@ -37,8 +36,7 @@ class Plan(NamedTuple):
     program: Program
     columns: tuple[int, ...]
     numbers: tuple[Callable[[Values], Any], ...]
-    step: Callable[[Values], Any] | None
-    seed: int
+    drawn: tuple[Callable[[Values], Any], Callable[[Values], Any]] | None
     guards: tuple[Guard, ...]
     results: tuple[int | None, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -133,19 +131,20 @@ class Plans:
                 place = -1 - next(i for i, x in enumerate(made) if x.memory is column)
             places.append(place)
         draws = found.draws
-        of = [x.of if isinstance(x, Number) else (lambda given, x=x: x) for x in found.numbers]
-        step = None if draws is None else draws.step.of if isinstance(draws.step, Number) else lambda given: draws.step
         return Plan(
             program,
             tuple(places),
-            tuple(of),
-            step,
-            0 if draws is None else draws.seed,
+            tuple(map(_of, found.numbers)),
+            None if draws is None else (_of(draws.seed), _of(draws.step)),
             tuple(guards),
             tuple(results),
             tuple([x.dtype for x in made]),
             tuple([i for i in places if i >= 0 and any(lists[i].like is x.memory for x in pending)]),
         )
+
+
+def _of(x: Any) -> Callable[[Values], Any]:
+    return x.of if isinstance(x, Number) else lambda given: x
 
 
 def run(
@@ -161,8 +160,9 @@ def run(
     if printer is None or not printer.can(plan.program) or not alike(used):
         raise NotOnLists("no kernel")
     draws = None
-    if plan.step is not None:
-        draws = Draws(plan.seed, plan.step(numbers), plan.program.form, keys, offsets)
+    if plan.drawn is not None:
+        seed, step = (of(numbers) for of in plan.drawn)
+        draws = Draws(seed, step, plan.program.form, keys, offsets)
     found = printer.run(plan.program, used, [of(numbers) for of in plan.numbers], [], True, draws)
     if found is None:
         raise NotOnLists("no kernel")

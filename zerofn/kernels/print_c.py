@@ -10,26 +10,37 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import shlex
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import native
+from . import native, print_torch
 from .operations import OPERATIONS
 from .program import KINDS, Draws, Program
 from .rounding import stride_of
 
-F32, BF16, F16, F64, I64, BOOL = KINDS.values()
+_IS_CPU = attrgetter("is_cpu")
+
+F32, BF16, F16, F64, I64, BOOL, I8 = KINDS.values()
 # By kind: how numbers are stored, and how they are computed.
-_STORED = ("float", "uint16_t", "uint16_t", "double", "int64_t", "uint8_t")
-_COMPUTED = ("float", "float", "float", "double", "int64_t", "int")
+_STORED = ("float", "uint16_t", "uint16_t", "double", "int64_t", "uint8_t", "int8_t")
+_COMPUTED = ("float", "float", "float", "double", "int64_t", "int", "int8_t")
 
 _HEADERS = [
     Path(__file__).with_name(name)
-    for name in ("native_lines.h", "native_draws.h", "native_prefetch.h", "native_entries.h", "native_threads.h")
+    for name in (
+        "native_lines.h",
+        "native_masters.h",
+        "native_draws.h",
+        "native_prefetch.h",
+        "native_entries.h",
+        "native_threads.h",
+    )
 ]
 
 _SOURCE = """\
@@ -38,6 +49,7 @@ enum {{ NAN_SURVIVES = {nan_survives} }};
 #define ZF_STRIDE {stride}u
 #include "native_draws.h"
 #include "native_lines.h"
+#include "native_masters.h"
 #include "native_prefetch.h"
 #include "native_entries.h"
 
@@ -150,6 +162,9 @@ def source(program: Program) -> str:
         kind = kinds[c]
         if register[0] == "x" and (k := int(register[1:]) - len(program.loads)) >= 0:
             name, given, to = program.steps[k]
+            if name == "upper_half":
+                stores += [f"p{c}[i + {k}] = bf16_of(first_bits({given[0]}{half}));" for k, half in enumerate("ab")]
+                continue
             if name in ("to", "random") and to == kind and kind in (BF16, F16):
                 # A store rounds by itself.
                 stores += _rounded_store(c, kind, name, given)
@@ -250,6 +265,8 @@ def _operation(program: Program, name: str, names: list[str], given: Sequence[st
             if kind == BF16
             else (f"f16_value_random({arguments})")
         )
+    if name == "upper_half":
+        return f"from_bits((uint32_t)bf16_of(first_bits({names[0]})) << 16)"
     if name == "to":
         value = f"{names[0]} != 0" if kind == BOOL else names[0]
     else:
@@ -299,16 +316,50 @@ def works() -> bool:
 
 
 @functools.cache
-def formula_kernel(program: Program) -> Any:
-    """The C function of a program; `None`, after a warning, if it cannot be built."""
-    command = native.quiet_compiler()
-    if command is None:
-        return None
+def formula_kernel(program: Program, command: native.Command) -> Any:
+    """The C function of a program, after a check of its bits; `None`, after a warning, if it cannot be used."""
     try:
-        return native.printed(command, source(program), _HEADERS, _declared).zerofn_formula
+        function = native.printed(command, source(program), _HEADERS, _declared).zerofn_formula
     except (OSError, AttributeError) as error:
-        native.warn(f"the C kernel of a formula could not be built or loaded ({error})", native.INSTALL)
+        native.give_up(f"the C kernel of a formula could not be built or loaded ({shlex.join(command)}: {error})")
         return None
+    if gives_bits(program, function):
+        return function
+    native.give_up("the C kernel of a formula, as this compiler builds it, gives other bits than eager torch")
+    return None
+
+
+# torch fuses the product in these on some processors, and not in the last elements of a tensor: there is no reference.
+_FUSED = {"plus", "addcmul", "lerp", "lerp_back"}
+
+
+def gives_bits(program: Program, function: Any) -> bool:
+    """Whether a kernel has the bits of torch's operations on a sample; it takes a millisecond, once in a process.
+
+    An unknown compiler may change the order of roundings.
+    """
+    if any(name in _FUSED for name, _, _ in program.steps):
+        return True
+    numbers = [0.5 + 0.37 * i if kind < I64 else i + 1 for i, kind in enumerate(program.numbers)]
+    draws = Draws(5, 3, program.form, [7], [3]) if program.streams else None
+    mine, theirs = ([[x] for x in _sample(program)] for _ in range(2))
+    _call(function, program, mine, numbers, draws)
+    print_torch.run(program, theirs, numbers, [], True, draws)
+    pairs = [(mine[column][0], theirs[column][0]) for column, _ in program.stores]
+    return all(torch.equal(a.nan_to_num(nan=0.5), b.nan_to_num(nan=0.5)) for a, b in pairs)
+
+
+def _sample(program: Program) -> list[Tensor]:
+    """A tensor for each column: numbers from subnormal to infinite, each magnitude beside many others, and an end."""
+    found = []
+    i = torch.arange(1001, dtype=torch.float64)
+    for column, kind in sorted(program.kinds.items()):
+        stride = (1, 2, 4, 5, 7, 8, 11, 13)[column % 8]
+        x = (1 + i % 97 / 97) * 2.0 ** (i * stride % 279 - 150) * (1 - i % (2 + column % 3) % 2 * 2)
+        x[500:] = torch.sin(i[500:] * (1.0 + column))
+        dtype = list(KINDS)[kind]
+        found.append(x.to(dtype) if kind < I64 else (i * stride % 5).to(dtype))
+    return found
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -340,14 +391,29 @@ def run(
     Returns:
         The sums; `None` if the kernel cannot be built: then nothing is written.
     """
-    function = formula_kernel(program)
+    command = native.quiet_compiler()
+    function = None if command is None else formula_kernel(program, command)
     if function is None:
         return None
+    return _call(function, program, columns, numbers, draws, each)
+
+
+def _call(
+    function: Any,
+    program: Program,
+    columns: Sequence[Sequence[Tensor]],
+    numbers: Sequence[float],
+    draws: Draws | None,
+    each: bool = True,
+) -> Tensor:
     count, sums = len(columns[0]), len(program.sums)
     job = _job(len(columns), sums, len(numbers))()
     job.entries = count
     # The arrays must live until the call returns.
-    rows = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, column)) for column in columns]
+    addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
+    if not all(all(map(_IS_CPU, column)) for column in columns) or not all(map(all, addresses)):
+        native.check_memory(columns, addresses)
+    rows = [(ctypes.c_void_p * count)(*row) for row in addresses]
     for i, row in enumerate(rows):
         job.columns[i] = row
     job.numel = (ctypes.c_int64 * count)(*map(Tensor.numel, columns[0]))

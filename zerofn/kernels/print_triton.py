@@ -317,7 +317,7 @@ def _source(program: Program) -> str:
 
 def can(program: Program) -> bool:
     """Whether a program can be printed."""
-    return not program.streams
+    return not program.streams and KINDS[torch.int8] not in program.kinds.values()
 
 
 def run(

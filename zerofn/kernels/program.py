@@ -54,11 +54,11 @@ class Draws(NamedTuple):
         offsets: the global index of each leaf's first element.
     """
 
-    seed: int
-    step: int
+    seed: Any
+    step: Any
     form: int
-    keys: list[int]
-    offsets: list[int]
+    keys: Sequence[int]
+    offsets: Sequence[int]
 
 
 class Bits(NamedTuple):
@@ -67,6 +67,9 @@ class Bits(NamedTuple):
     draws: Draws
     stream: int
     shift: int = 0
+
+    def __rshift__(self, by: int) -> Bits:
+        return self._replace(shift=self.shift + by)
 
 
 class TensorList:
@@ -144,6 +147,20 @@ class TensorList:
         if self.dtype is not torch.float32 or dtype not in (torch.bfloat16, torch.float16):
             raise NotOnLists(f"stochastic rounding of {self.dtype} to {dtype}")
         return TensorList(self.like, Term("random", (self.term, bits), dtype))
+
+    def joined(self, residual: TensorList) -> TensorList:
+        """The masters of 24 bits, in fp32, of these bf16 numbers and their residuals (`zerofn.kernels.masters`)."""
+        return TensorList(
+            self.like, Term("joined", (as_dtype(self.term, torch.float32), _term(residual)), torch.float32)
+        )
+
+    def upper_half(self) -> TensorList:
+        """The bf16 numbers of masters."""
+        return TensorList(self.like, Term("upper_half", (self.term,), torch.bfloat16))
+
+    def residual(self) -> TensorList:
+        """The residuals of masters."""
+        return TensorList(self.like, Term("residual", (self.term,), torch.int8))
 
     def isfinite(self) -> TensorList:
         return TensorList(self.like, Term("isfinite", (self.term,), torch.bool))
@@ -496,7 +513,15 @@ def _by_kernel(pending: Sequence[TensorList], sums: Sequence[TensorList]) -> Ten
 
 
 # The dtypes of columns and registers, as programs number them.
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3, torch.int64: 4, torch.bool: 5}
+KINDS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int64: 4,
+    torch.bool: 5,
+    torch.int8: 6,
+}
 
 
 class Program(NamedTuple):
@@ -600,14 +625,16 @@ class Traced:
             # torch.lerp starts from the nearer end.
             name, given[2] = "lerp_back", _through(partial(_less_one, term.dtype), given[2])
         # A comparison is computed in the dtype of its arguments, any other operation in that of its result.
-        dtype = given[0].dtype if name in COMPARED else term.dtype
+        dtype = given[0].dtype if name in COMPARED or name == "residual" else term.dtype
         if name.startswith("clamp") or name in COMPARED:
             given = [x if isinstance(x, Term) else _through(partial(_in_dtype, dtype), x) for x in given]
         args = []
         for i, x in enumerate(given):
             if not isinstance(x, Term):
                 args.append(self._number(x, dtype))
-            elif name == "to" or (name == "where" and not i) or _computed_in(x.dtype) == _computed_in(dtype):
+            elif (
+                name in ("to", "joined") or (name == "where" and not i) or _computed_in(x.dtype) == _computed_in(dtype)
+            ):
                 args.append(self.names[id(x)])
             else:
                 args.append(self._register("to", (self.names[id(x)],), dtype))
@@ -727,16 +754,21 @@ def gives_bits(check: Callable[[], bool], kernel: str, instead: str) -> bool:
     return not why
 
 
-@cache
 def printer_for(device: torch.device) -> Any:
-    """The module that prints and runs kernels for this device, `print_c` or `print_triton`; `None` without one.
-
-    On a GPU a small kernel is run, once in a process for each device, and its result compared; there may be a warning.
-    """
+    """The module that prints and runs kernels for this device, `print_c` or `print_triton`; `None` without one."""
     if device.type == "cpu":
         from . import print_c
 
         return print_c if print_c.works() else None
+    return triton_for(device)
+
+
+@cache
+def triton_for(device: torch.device) -> Any:
+    """`print_triton`, if Triton is installed and runs on this device; else `None`, maybe with a warning.
+
+    A small kernel is run, once in a process for each device, and its result compared.
+    """
     print_triton = triton_module("print_triton") if device.type == "cuda" else None
     if print_triton is None:
         return None

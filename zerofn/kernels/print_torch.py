@@ -1,0 +1,95 @@
+"""Runs a program by torch's operations, leaf by leaf: the reference, with which other printers are compared.
+
+It is also what runs where there is no kernel, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .operations import OPERATIONS
+from .program import KINDS, Draws, Program
+from .rounding import random_bits, stochastic_round
+
+_DTYPES = list(KINDS)
+_NARROW = {KINDS[torch.bfloat16], KINDS[torch.float16]}
+
+
+def can(program: Program) -> bool:
+    """Whether a program can be run: each can."""
+    return True
+
+
+def run(
+    program: Program,
+    columns: Sequence[Sequence[Tensor]],
+    numbers: Sequence[float],
+    scalars: Sequence[Tensor],
+    each: bool = True,
+    draws: Draws | None = None,
+) -> Tensor:
+    """Compute a program over all leaves: the arguments of `print_c.run`, on any device."""
+    sums: list[list[Tensor]] = []
+    for i, row in enumerate(zip(*columns, strict=True)):
+        found = _registers(program, row, numbers, scalars, draws, i)
+        made = [found[name] for _, name in program.stores]
+        # All results are there before the first is written: columns may share memory.
+        for (column, _), value in zip(program.stores, made, strict=True):
+            row[column].copy_(value) if isinstance(value, Tensor) else row[column].fill_(value)
+        sums.append([found[name].double().sum() for name in program.sums])
+    if not program.sums:
+        return torch.empty(0)
+    total = torch.stack([torch.stack(of_leaf) for of_leaf in sums], 1)
+    return total if each else total.sum(1)
+
+
+def _registers(
+    program: Program,
+    row: Sequence[Tensor],
+    numbers: Sequence[float],
+    scalars: Sequence[Tensor],
+    draws: Draws | None,
+    leaf: int,
+) -> dict[str, Any]:
+    """The registers of one leaf. Those of 16 bits are in float32, rounded to 16."""
+    found: dict[str, Any] = {f"x{i}": _wide(row[i]) for i in range(len(program.loads))}
+    # A result that is an argument unchanged must not change with it.
+    written = {column for column, _ in program.stores}
+    found |= {f"x{i}": x.clone() for i in written if i < len(program.loads) and (x := found[f"x{i}"]) is row[i]}
+    found |= {
+        f"n{i}": int(x) if kind == 4 else x for i, (x, kind) in enumerate(zip(numbers, program.numbers, strict=True))
+    }
+    found |= {f"s{i}": _wide(x) for i, x in enumerate(scalars)}
+    for i, (name, given, kind) in enumerate(program.steps, len(program.loads)):
+        if name == "random":
+            x, (stream, shift) = found[given[0]], (int(given[1][1:]), int(given[2]))
+            made = _at_random(x, _DTYPES[kind], draws, leaf, stream, shift)
+        elif name == "to":
+            made = found[given[0]]
+        else:
+            made = (OPERATIONS[name].torch or getattr(torch, name))(*_arguments(name, [found[x] for x in given]))
+        found[f"x{i}"] = _wide(made.to(_DTYPES[kind])) if isinstance(made, Tensor) else made
+    return found
+
+
+def _arguments(name: str, given: list[Any]) -> list[Any]:
+    """The arguments of torch's function, which takes a number first in a product or a sum alone."""
+    if name in ("add", "mul") and not isinstance(given[0], Tensor):
+        return [given[1], given[0]]
+    return given
+
+
+def _at_random(x: Tensor, dtype: torch.dtype, draws: Draws | None, leaf: int, stream: int, shift: int) -> Tensor:
+    assert draws is not None
+    seed, step, form, keys, offsets = draws
+    where: Any = dict(seed=seed, step=step, key=keys[leaf], offset=offsets[leaf], stream=stream, form=form)
+    bits = random_bits(x.numel(), **where, device=x.device).view(x.shape)
+    return stochastic_round(x, dtype, bits=bits >> shift)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
