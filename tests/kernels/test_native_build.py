@@ -53,7 +53,7 @@ def test_without_a_usable_compiler_eager_runs_after_one_warning(fresh_kernels, m
     [
         ("no-such-compiler -O1", "names no program that can be run"),
         *(pytest.param(cc, "names no program that can be run", marks=pytest.mark.slow) for cc in ('"', "/")),
-        ("false", "builds no kernel.*false failed on native.c: exit status 1"),
+        ("false", "builds no kernel.*false failed on squares.c: exit status 1"),
         ("true", "builds no kernel.*too short"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(fresh_kernels, 
 
 def test_of_what_a_compiler_says_the_end_is_told(fresh_kernels, monkeypatch):
     talk = "i=0; while [ $i -lt 999 ]; do echo line $i; i=$((i+1)); done; printf '\\377 the end'; exit 1"
-    with pytest.raises(OSError, match=r"(?s)failed on native.c: .*line 998\n.* the end$") as caught:
+    with pytest.raises(OSError, match=r"(?s)failed on squares.c: .*line 998\n.* the end$") as caught:
         build(script(fresh_kernels, talk))
     assert len(str(caught.value)) < 700
 

@@ -79,7 +79,7 @@ def test_what_is_damaged_or_others_is_built_again_without_a_word(fresh_kernels, 
     whole = library.read_bytes()
     library.unlink()  # it is mapped into this process: another file, under the same name
     DAMAGE[damage](library, whole)
-    assert build(command).zerofn_adam
+    assert build(command).zerofn_squares
     assert calls(fresh_kernels) == 2
     (again,) = kept(fresh_kernels)
     assert again == library and again.read_bytes() == whole and not again.is_symlink()

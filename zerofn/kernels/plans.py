@@ -18,6 +18,10 @@ from .numbers import Guard, NotOnLists, Number, Values
 from .program import Draws, Program, TensorList, Traced, alike, as_dtype, printer_for
 
 
+# The plans of one formula for one kind of columns.
+MOST = 16
+
+
 class Plan(NamedTuple):
     """A formula as a program, and what its columns and numbers are.
 
@@ -92,6 +96,9 @@ class Plans:
         plans = self.known.setdefault(kind, [])
         plan = next((x for x in plans if all([guard.of(numbers) == guard.answer for guard in x.guards])), None)
         if plan is None:
+            # A formula whose answers differ from step to step would be traced in each.
+            if len(plans) >= MOST:
+                raise NotOnLists("a formula that asks too much of its numbers")
             plan = self._traced(columns, numbers, into, about)
             plans.append(plan)
         return run(plan, columns, numbers, keys, offsets)

@@ -719,7 +719,11 @@ def _in_order(term: Term, found: dict[int, Term]) -> None:
 
 
 def alike(columns: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether the tensors of each leaf have their elements in the same order in memory, without gaps."""
+    """Whether the tensors of each leaf have as many elements, in the same order in memory, without gaps."""
+    lengths = list(map(Tensor.numel, columns[0]))
+    # A kernel would read behind the end of a shorter one.
+    if any([list(map(Tensor.numel, column)) != lengths for column in columns[1:]]):
+        return False
     if all(all(map(Tensor.is_contiguous, column)) for column in columns):
         return True
     return all(len({x.stride() for x in row}) == 1 and _dense(row[0]) for row in zip(*columns, strict=True))
