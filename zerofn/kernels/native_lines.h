@@ -120,14 +120,8 @@ INLINE void close_f16(uint16_t *at, const float *room) {
 }
 #endif
 
-/* ---- sums: this many lines are added in float, and these sums in double, which takes no time that can be seen ---- */
+/* ---- sums, in double ---- */
 
-enum { RUN = 16 };
-
-INLINE void fold(float *restrict sums, double *restrict totals) {
-    for (int i = 0; i < LINE; i++) totals[i] += sums[i];
-    memset(sums, 0, LINE * sizeof *sums);
-}
 INLINE double total(const double *totals) {
     double sum = 0;
     for (int i = 0; i < LINE; i++) sum += totals[i];

@@ -17,7 +17,6 @@ from torch.autograd.graph import increment_version
 from .numbers import Guard, NotOnLists, Number, Values
 from .program import Draws, Program, TensorList, Traced, alike, as_dtype, printer_for
 
-
 # The plans of one formula for one kind of columns.
 MOST = 16
 

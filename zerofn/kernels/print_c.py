@@ -82,7 +82,6 @@ static void elements({elements_of}) {{
     {keys}
     int64_t i = from;
     for (; i + LINE <= to; i += LINE) {{
-        {fold_now}
         {prefetch}
         line({at});
         {next_keys}
@@ -93,7 +92,7 @@ static void elements({elements_of}) {{
         line({of_rooms});
         {back}
     }}
-    {fold_end}
+    {totals}
 }}
 
 {pieces}
@@ -160,8 +159,8 @@ def source(program: Program) -> str:
     stores: list[str] = []
     for c, register in program.stores:
         kind = kinds[c]
-        if register[0] == "x" and (k := int(register[1:]) - len(program.loads)) >= 0:
-            name, given, to = program.steps[k]
+        if _is_step(program, register):
+            name, given, to = program.steps[int(register[1:]) - len(program.loads)]
             if name == "upper_half":
                 stores += [f"p{c}[i + {k}] = bf16_of(first_bits({given[0]}{half}));" for k, half in enumerate("ab")]
                 continue
@@ -176,7 +175,14 @@ def source(program: Program) -> str:
             else [f"p{c}[i + {k}] = {x};" for k, x in enumerate((a, b))]
         )
     body += stores
-    body += [f"u{i}[i] = {x}a, u{i}[i + 1] = {x}b;" for i, x in enumerate(program.sums)]
+    added: list[str] = []
+    for i, x in enumerate(program.sums):
+        # A square is added up in double: that of a large number overflows in float.
+        name, given, _ = program.steps[int(x[1:]) - len(program.loads)] if _is_step(program, x) else ("", ("",), 0)
+        square = name == "mul" and given[0] == given[1]
+        x = given[0] if square else x
+        added.append(f"(double)u{i}[i] * u{i}[i]" if square else f"u{i}[i]")
+        body.append(f"u{i}[i] = {x}a, u{i}[i + 1] = {x}b;")
 
     loaded = {c for c in kinds if c < len(program.loads)}
     in_pair = [*columns.values(), *(f"const float *restrict q{c}" for c in sorted(widened & loaded))]
@@ -185,7 +191,7 @@ def source(program: Program) -> str:
     numbers = [f"const {kind} {name}" for name, kind in constants.items()]
     keys = [f"k{n}_{s}" for s in program.streams for n in (0, 1)]
     numbers += [f"const uint32_t {k}" for k in keys]
-    of_sums = [f"float *restrict {t}" for t in sums]
+    of_sums = [f"double *restrict {t}" for t in sums]
     in_pair_names = [x.split("restrict ")[1] for x in in_pair]
 
     def at(place: str) -> str:
@@ -218,18 +224,15 @@ def source(program: Program) -> str:
         ),
         arguments_of_pair=", ".join([*in_pair_names, *constants, *keys]),
         # In the loop over pairs gcc would add element by element, for a fifth of the time of an update.
-        added="\n    ".join(f"for (int i = 0; i < LINE; i++) t{i}[i] += u{i}[i];" for i in range(len(sums))),
+        added="\n    ".join(f"for (int i = 0; i < LINE; i++) t{i}[i] += {added[i]};" for i in range(len(sums))),
         closed="\n    ".join(f"close_f16(p{c}, o{c});" for c in sorted(widened & written)),
         named="\n    ".join(
             ([] if drawn else ["const job *j = what;"])
             + [f"{column} = j->columns[{k}][e];" for k, column in enumerate(columns.values())]
             + [f"const {kind} {name} = ({kind})j->numbers[{name[1:]}];" for name, kind in constants.items()]
         ),
-        partial="\n    ".join(f"float {t}[LINE] = {{0}}; double d{t}[LINE] = {{0}};" for t in sums) or "(void)totals;",
-        fold_now=" ".join(
-            [f"if ((i - from) % (LINE * RUN) == 0) {{ {' '.join(f'fold({t}, d{t});' for t in sums)} }}"] if sums else []
-        ),
-        fold_end=" ".join(f"fold({t}, d{t}); totals[{k}] = total(d{t});" for k, t in enumerate(sums)),
+        partial="\n    ".join(f"double {t}[LINE] = {{0}};" for t in sums) or "(void)totals;",
+        totals=" ".join(f"totals[{k}] = total({t});" for k, t in enumerate(sums)),
         prefetch=" ".join(f"PREFETCH(p{c} + i, {int(c in written)});" for c in columns),
         at=at("p{0} + i"),
         rooms=" ".join(
@@ -282,6 +285,11 @@ def _operation(program: Program, name: str, names: list[str], given: Sequence[st
     if kind == BF16:
         return f"from_bits(bf16_code({value}) & 0xffff0000u)"
     return f"f16_value({value})" if kind == F16 else value
+
+
+def _is_step(program: Program, name: str) -> bool:
+    """Whether a register is the result of a step."""
+    return name[0] == "x" and int(name[1:]) >= len(program.loads)
 
 
 def _kind_of(program: Program, name: str) -> int:
