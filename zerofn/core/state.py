@@ -7,6 +7,7 @@ from collections.abc import (
     Callable,
     Collection,
     ItemsView,
+    Iterable,
     Iterator,
     KeysView,
     Mapping,
@@ -164,8 +165,8 @@ class LeafTensors(MutableMapping[str, Any]):
 def entries_stay(wrong: str) -> TypeError:
     """The error for taking an entry out of a state."""
     why = "a state has, for every parameter, the entries that its transforms have made"
-    anew = "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for states made anew"
-    return TypeError(explain(wrong, why, f"opt.state[parameter]['exp_avg'].zero_();\n{anew}"))
+    right = "opt.state of an attached model, whose entries begin anew; here zf.init(tx, state.params)"
+    return TypeError(explain(wrong, why, right))
 
 
 def assign(mine: LeafTensors, given: Any) -> None:
@@ -217,6 +218,7 @@ class State:
     _parameters: Leaves | None = None
     _shown: Callable[[Any], Any] | None = None
     _named: Callable[[str, LeafTensors], LeafTensors] | None = None
+    _restart: Callable[[list[str]], None] | None = None
     # The chain whose `init` or step has made this state, or for which its form was checked (`fitting`). A state that is
     # made otherwise has none: by `dataclasses.replace`, a copy, a pickle, a map over trees.
     _fits: Any = field(default=None, init=False, repr=False)
@@ -290,6 +292,7 @@ class State:
         parameters: Leaves,
         shown: Callable[[Any], Any] | None = None,
         named: Callable[[str, LeafTensors], LeafTensors] | None = None,
+        restart: Callable[[list[str]], None] | None = None,
     ) -> State:
         """The same state as a mapping from these tensors, for a model whose parameters are not the stored ones.
 
@@ -298,8 +301,9 @@ class State:
             shown: a function that gets a tensor of the state and returns the form in which the mapping shows it, on the
                 same memory.
             named: a function that gets the path and the tensors of a leaf, and returns the tensors under other names.
+            restart: a function that gets paths, and writes first values over the optimizers' entries of these leaves.
         """
-        return replace(self, _parameters=parameters, _shown=shown, _named=named)
+        return replace(self, _parameters=parameters, _shown=shown, _named=named, _restart=restart)
 
     def _paths(self) -> dict[Tensor, str]:
         """The path of each trainable parameter."""
@@ -320,15 +324,53 @@ class State:
         assign(self[parameter], tensors)
 
     def __delitem__(self, parameter: Tensor) -> None:
-        raise entries_stay("del opt.state[parameter]")
+        self._begin_anew("del opt.state[parameter]", [self._paths()[parameter]])
+
+    def reset(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Let the optimizer begin anew for these parameters: their moments, and their counts of updates.
+
+        `del opt.state[p]`, `opt.state.pop(p)` and `opt.state.clear()` do the same, as in torch.optim, whose entries are
+        made anew at the next gradient. Here first values are written at once, so `p in opt.state` stays true. Sums of
+        `accumulate`, averages and scales stay, and so does `state.step`, from which schedules go on. If leaves are
+        sharded, every rank must make the call.
+
+        Args:
+            parameters: of the attached model; by default all that are trained.
+
+        Raises:
+            KeyError: one is no trained parameter of the model.
+            TypeError: the state is not that of an attached model.
+
+        Examples:
+            >>> import torch, zerofn as zf
+            >>> model = torch.nn.Linear(2, 2)
+            >>> opt = zf.attach(model, zf.adamw(0.1))
+            >>> model(torch.ones(2)).sum().backward()
+            >>> opt.step()
+            >>> opt.state.reset([model.weight])
+            >>> [int(opt.state[p]["step"]) for p in (model.weight, model.bias)]
+            [0, 1]
+        """
+        paths = self._paths()
+        chosen = list(paths.values()) if parameters is None else [paths[p] for p in parameters]
+        self._begin_anew("state.reset(parameters)", chosen)
+
+    def _begin_anew(self, call: str, paths: list[str]) -> None:
+        if self._restart is None:
+            raise entries_stay(call)
+        self._restart(paths)
 
     def clear(self) -> None:
-        """Raise, as `pop` does: torch.optim makes removed entries anew at the next step, and a pipeline does not."""
-        raise entries_stay("opt.state.clear()")
+        """As `reset` of all parameters."""
+        self._begin_anew("opt.state.clear()", list(self._paths().values()))
 
-    def pop(self, *args: Any) -> None:
-        """Raise, as `clear` does."""
-        raise entries_stay("opt.state.pop(parameter)")
+    def pop(self, parameter: Tensor, *default: Any) -> Any:
+        """As `reset` of one parameter. Returns copies of what its entries were."""
+        if parameter not in self and default:
+            return default[0]
+        own = {name: x.detach().clone() if isinstance(x, Tensor) else x for name, x in self[parameter].items()}
+        self._begin_anew("opt.state.pop(parameter)", [self._paths()[parameter]])
+        return own
 
     def get(self, parameter: object, default: Any = None) -> Any:
         """As in any mapping."""

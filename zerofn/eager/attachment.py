@@ -806,6 +806,12 @@ class Attachment:
             self.dicts.write(found, rest)
         return found.matched
 
+    def restart(self, paths: list[str]) -> None:
+        """Write first values over the optimizers' entries of these leaves. All ranks call it."""
+        self.check("state.reset")
+        with interrupts_held():
+            self.dicts.restart(set(paths))
+
     def detach(self) -> None:
         """Make the model a plain module again, if it is not yet. All ranks call it."""
         self._refuse_inside("detach")

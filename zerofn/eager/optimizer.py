@@ -294,7 +294,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         state, seen = self._own.home.state_now(), self._own.home.state_views
         shown = (lambda x: x) if seen is None else partial(seen.shown, state)
-        return state.keyed_by(self._own.params, shown, self._own.dicts.named(state))
+        return state.keyed_by(self._own.params, shown, self._own.dicts.named(state), self._own.restart)
 
     @state.setter
     def state(self, _: object) -> None:

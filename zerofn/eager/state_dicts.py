@@ -10,6 +10,7 @@ import torch
 
 from .._compat.tensors import memories
 from .._errors import explain, kind_of
+from ..core.pipeline import init_transforms
 from ..core.state import LeafTensors, State
 from ..core.state_entries import Entry, entries
 from ..ranks.group import Group
@@ -136,6 +137,23 @@ class StateDicts:
         self.groups.check(saved)
         tensors = [(a.value, b.value) for a, b in zip(mine, theirs, strict=True) if not a.elsewhere]
         return ToLoad(tensors, saved, LoadedStates("name"))
+
+    @torch.no_grad()
+    def restart(self, paths: set[str]) -> None:
+        """Write first values, of the present parameters, over the optimizers' entries of these leaves."""
+        state = self.home.state_now()
+        if self.pipe.road.cutting:
+            self._meet("opt.state.reset(...)", "opt.state.reset(parameters), del or pop on every rank")
+        made = init_transforms(self.pipe, state.leaves)
+        fresh = State(state.leaves, made, state.step, state.micro_step, state.layout)
+        optimizers = {part.name for part in self.pipe.parts if part.facts.optimizes or part.facts.directs}
+        current = self.home.current
+        current.tear()
+        for mine, new in zip(entries(state), entries(fresh), strict=True):
+            if mine.of_leaf and mine.owner in optimizers and mine.path in paths and not mine.elsewhere:
+                mine.value.copy_(new.value)
+        current.state = state
+        current.mend()
 
     def _open_groups(self) -> list[Group]:
         """The groups over which a DTensor can be gathered: first those over which leaves are cut."""
