@@ -327,12 +327,13 @@ class State:
         self._begin_anew("del opt.state[parameter]", [self._paths()[parameter]])
 
     def reset(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Let the optimizer begin anew for these parameters: their moments, and their counts of updates.
+        """Let the chain begin anew for these parameters: moments, counts of updates, and all else of past gradients.
 
         `del opt.state[p]`, `opt.state.pop(p)` and `opt.state.clear()` do the same, as in torch.optim, whose entries are
-        made anew at the next gradient. Here first values are written at once, so `p in opt.state` stays true. Sums of
-        `accumulate`, averages and scales stay, and so does `state.step`, from which schedules go on. If leaves are
-        sharded, every rank must make the call.
+        made anew at the next gradient. Here first values are written at once, so `p in opt.state` stays true. These
+        stay: what follows from parameters (masters, the iterate of `schedule_free`, slow weights of `lookahead`,
+        averages), sums of `accumulate`, numbers that belong to no leaf (scales), and `state.step`, from which schedules
+        go on. If leaves are sharded, every rank must make the call.
 
         Args:
             parameters: of the attached model; by default all that are trained.
@@ -340,6 +341,7 @@ class State:
         Raises:
             KeyError: one is no trained parameter of the model.
             TypeError: the state is not that of an attached model.
+            ValueError: the chain has `scale_by_momo`, whose averages are of all parameters together.
 
         Examples:
             >>> import torch, zerofn as zf

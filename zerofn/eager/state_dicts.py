@@ -10,6 +10,7 @@ import torch
 
 from .._compat.tensors import memories
 from .._errors import explain, kind_of
+from ..core.offload import MASTERS
 from ..core.pipeline import init_transforms
 from ..core.state import LeafTensors, State
 from ..core.state_entries import Entry, entries
@@ -140,20 +141,38 @@ class StateDicts:
 
     @torch.no_grad()
     def restart(self, paths: set[str]) -> None:
-        """Write first values, of the present parameters, over the optimizers' entries of these leaves."""
+        """Write first values, of the present parameters, over what transforms keep of the gradients of these leaves.
+
+        Raises:
+            ValueError: a transform has sums over all leaves that its entries of these leaves are in.
+        """
+        self._check_restart()
         state = self.home.state_now()
         if self.pipe.road.cutting:
             self._meet("opt.state.reset(...)", "opt.state.reset(parameters), del or pop on every rank")
         made = init_transforms(self.pipe, state.leaves)
         fresh = State(state.leaves, made, state.step, state.micro_step, state.layout)
-        optimizers = {part.name for part in self.pipe.parts if part.facts.optimizes or part.facts.directs}
+        # What follows from parameters stays (more exact copies, slow weights, averages), and so do sums of a window.
+        facts = {part.name: part.facts for part in self.pipe.parts}
+        begun = {name for name, f in facts.items() if not (f.holds or f.owes or f.watches)}
+        kept = self.home.stored_params.shadows.keys() | {(name, MASTERS) for name in begun}
         current = self.home.current
         current.tear()
         for mine, new in zip(entries(state), entries(fresh), strict=True):
-            if mine.of_leaf and mine.owner in optimizers and mine.path in paths and not mine.elsewhere:
+            if mine.owner not in begun or (mine.owner, mine.slot) in kept or mine.elsewhere:
+                continue
+            if mine.of_leaf and mine.path in paths:
                 mine.value.copy_(new.value)
         current.state = state
         current.mend()
+
+    def _check_restart(self) -> None:
+        for part in self.pipe.parts:
+            own = self.home.current.state.transforms.get(part.name, {})
+            if "loss" in part.facts.wants and not part.facts.optimizes and own:
+                why = f"{part.name} keeps averages over all parameters, of which moments of one cannot be taken out"
+                right = "tx = opt.tx; opt.detach(); opt = zf.attach(model, tx) for states made anew"
+                raise ValueError(explain(f"opt.state.reset(...) of a chain with {part.name}", why, right))
 
     def _open_groups(self) -> list[Group]:
         """The groups over which a DTensor can be gathered: first those over which leaves are cut."""
