@@ -1025,7 +1025,7 @@ class CorrectedRate:
 
     def __call__(self, step: int) -> float:
         lr: Any = self.lr
-        rate = lr(step) if callable(lr) else lr
+        rate: Any = lr(step) if callable(lr) else lr
         first, second = (1 - beta ** (step + 1) for beta in self.betas)
         return rate * math.sqrt(second) / first
 

@@ -905,7 +905,7 @@ def _with_derivative(
 def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
     """The programs of an optimizer's formula."""
 
-    def traced(lists: list[Any], numbers: Mapping[str, Any], about: tuple[TransformState, bool]) -> Any:
+    def traced(lists: list[Any], numbers: Mapping[Any, Any], about: tuple[Any, bool]) -> Any:
         (p, g, *olds), (shared, wants_norms) = lists, about
         named: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for (of, name), x in numbers.items():
@@ -981,11 +981,16 @@ def _by_plans(
             rest += paths
             continue
         if sums is not None and ctx.norms is not None:
-            ctx.norms.add(paths, sums[0].sqrt().tolist() if sums.is_cpu else sums[0].sqrt().unbind())
+            ctx.norms.add(paths, _numbers_of(sums[0].sqrt()))
         new.update(zip(paths, x, strict=True))
         for slot, tensors in zip(slots, made, strict=True):
             own[slot].update(zip(paths, tensors, strict=True))
     return rest
+
+
+def _numbers_of(x: Tensor) -> Any:
+    """The elements of a tensor: numbers, or 0-d tensors of a GPU, which are not read."""
+    return x.tolist() if x.is_cpu else x.unbind()
 
 
 def _on_lists(
@@ -1014,7 +1019,7 @@ def _on_lists(
         squares = [g.to(torch.float32).square()] if ctx.wants_norms(paths, grads) else []
         sums = computed(written, *kept.values(), sums=squares)
         if sums is not None and ctx.norms is not None:
-            ctx.norms.add(paths, sums[0].sqrt().tolist() if sums.is_cpu else sums[0].sqrt().unbind())
+            ctx.norms.add(paths, _numbers_of(sums[0].sqrt()))
         new.update(zip(paths, written.tensors, strict=True))
         for slot, value in kept.items():
             own[slot].update(zip(paths, value.tensors, strict=True))

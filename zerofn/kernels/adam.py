@@ -121,7 +121,7 @@ def formula(
     c: Tensor | None,
     s: Scalars,
     mode: Mode,
-    bits: Sequence[Tensor | None],
+    bits: Sequence[Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The new parameter, moments and compensation, each in its dtype. Writes none of its inputs."""
     p32, g32 = p.float(), g.float()
@@ -151,7 +151,7 @@ def formula(
     )
 
 
-def _store(x: Tensor, dtype: torch.dtype, stochastic: bool, bits: Tensor | None) -> Tensor:
+def _store(x: Any, dtype: torch.dtype, stochastic: bool, bits: Any) -> Any:
     if not stochastic:
         return x.to(dtype)
     assert bits is not None

@@ -144,8 +144,8 @@ def source(program: Program) -> str:
         if kind == BF16:
             body += [f"const float x{c}a = from_bits(w{c} << 16), x{c}b = from_bits(w{c} & 0xffff0000u);"]
         else:
-            at = "q" if c in widened else "p"
-            body += [f"const {_COMPUTED[kind]} x{c}{h} = {at}{c}[i + {k}];" for k, h in enumerate("ab")]
+            of = "q" if c in widened else "p"
+            body += [f"const {_COMPUTED[kind]} x{c}{h} = {of}{c}[i + {k}];" for k, h in enumerate("ab")]
     body += [
         f"const uint32_t r{s}{half} = draw(((uint32_t)i + {k}) * ZF_STRIDE + k0_{s}, k1_{s});"
         for s in program.streams
@@ -178,7 +178,7 @@ def source(program: Program) -> str:
     added: list[str] = []
     for i, x in enumerate(program.sums):
         # A square is added up in double: that of a large number overflows in float.
-        name, given, _ = program.steps[int(x[1:]) - len(program.loads)] if _is_step(program, x) else ("", ("",), 0)
+        name, given, _ = program.steps[int(x[1:]) - len(program.loads)] if _is_step(program, x) else ("", (x, ""), 0)
         square = name == "mul" and given[0] == given[1]
         x = given[0] if square else x
         added.append(f"(double)u{i}[i] * u{i}[i]" if square else f"u{i}[i]")

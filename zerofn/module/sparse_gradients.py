@@ -31,5 +31,5 @@ def make_gradients_dense(model: nn.Module, params: Iterable[Tensor], undo: list[
     """
     own = set(map(id, params))
     sparse = [registered(m)[0].get("weight") for m in model.modules() if getattr(m, "sparse", None) is True]
-    for p in {id(p): p for p in sparse if id(p) in own}.values():
+    for p in {id(p): p for p in sparse if p is not None and id(p) in own}.values():
         undo.append(p.register_post_accumulate_grad_hook(_make_dense).remove)
