@@ -300,7 +300,7 @@ def adam_of(
 
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
     if not corrected:
-        more: Any = dict(settable=settable, derived=uncorrected, of_lists=True, in_fp32=True, rounds_grads=True)
+        more: Any = dict(settable=settable, derived=uncorrected, in_fp32=True, rounds_grads=True)
         return with_moment_check(optimizer(name, lr, slots, formula, numbers=numbers, **more))
     like_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
     more = dict(settable=settable, derived=_corrections, pulled=pulled, counterpart=like_torch)
