@@ -148,7 +148,10 @@ TAKEN: dict[str, tuple[dict[str, Any], dict[str, Any], list[zf.Transform]]] = {
     ),
     "a first tour": (
         {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
-        | {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        | {
+            "fp16": {"enabled": True, "opt_level": "O3"},
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        },
         {},
         [
             HALF,

@@ -63,7 +63,8 @@ TUNING = {
     # Many templates have these keys beside "device": "none".
     "zero_optimization.offload_param": {"device", "pin_memory", "buffer_count", "buffer_size", "nvme_path"}
     | {"max_in_cpu"},
-    "fp16": {"auto_cast"},
+    # `opt_level` is a key of apex, which DeepSpeed does not read there.
+    "fp16": {"auto_cast", "opt_level"},
     "bf16": {"immediate_grad_update"},
 }
 
