@@ -123,7 +123,8 @@ def test_a_donated_batch_of_states_is_written_where_it_lies(name, dense):
         for ours, theirs in zip(tree_leaves((given, told)), tree_leaves((kept, shown)), strict=True):
             assert ours.equal(theirs) or not theirs.isfinite().all()
         # What was made anew in the first step is dense from then on.
-        written = name != "skips" and (dense or i > 0)
+        # A formula without a kernel of its own has new memory in a batch.
+        written = name not in ("skips", "sgd") and (dense or i > 0)
         assert ([t.data_ptr() for t in given.leaves.values()] == before) == written
         with pytest.raises(RuntimeError, match=r"(?s)a step of a state that was donated.*write: state, metrics = step"):
             step(old, x)

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach, foreach_add, viewed
 from .._errors import explain
+from ..kernels.derivative import reverse
 from ..kernels.formulas import beside, once
 from ..kernels.lists import batches, on_lists
 from ..kernels.norms import squared_norm
@@ -310,31 +311,21 @@ def _wide(x: Any) -> Any:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A kernel runs inside autograd as an `autograd.Function`: the kernel is its forward, and its backward is written by
-# hand.
-#
-# Autograd saves the inputs of each operation of a formula, and its backward goes operation by operation: twenty-five
-# passes over memory for AdamW. The derivative as it is written on paper takes fifteen, and saves only parameters,
-# gradients and the new state.
+# An update of all leaves inside autograd is one `autograd.Function`: its forward is a kernel or a program, and its
+# backward is the reversed formula, a program too (`zerofn.kernels.derivative`).
 
 
-# (cotangents of the new parameter and, by name, of the new slots; old parameter, gradient, new slots, step) ->
-# cotangents of the parameter, of the gradient and, by name, of the old slots. It is differentiated in turn.
-Pulled = Callable[
-    [Tensor, dict[str, Tensor], Tensor, Tensor, dict[str, Tensor], LeafStep], tuple[Tensor, Tensor, dict[str, Tensor]]
-]
-# A kernel: from parameters, gradients and each slot's tensors, one list after the other, to new parameters and slots.
+# From tensors, one list after the other, to tensors.
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 _WIDE = (torch.float32, torch.float64)
 
 
-def by_hand(tensors: Sequence[Sequence[Tensor]], numbers: Sequence[Any]) -> bool:
-    """Whether the hand-written backward can be used: in reverse mode only, by these tensors and by no number.
+def reversible(tensors: Sequence[Sequence[Tensor]], numbers: Sequence[Any]) -> bool:
+    """Whether a reversed formula gives the derivative: in reverse mode only, by these tensors and by no number.
 
     Args:
-        tensors: for each leaf the parameter, the gradient and the slots. It cannot be used for 16-bit tensors, because
-            the formula rounds them.
+        tensors: for each leaf the parameter, the gradient and the slots. 16-bit tensors are rounded by the formula.
         numbers: rates and hyperparameters.
     """
     if any(isinstance(x, Tensor) for x in numbers) or not only_reverse():
@@ -342,56 +333,32 @@ def by_hand(tensors: Sequence[Sequence[Tensor]], numbers: Sequence[Any]) -> bool
     return all(x.dtype in _WIDE and x.dtype == own[0].dtype for own in tensors for x in own)
 
 
-def updated_by(run: Run, pulled: Pulled, slots: Sequence[str], steps: Sequence[LeafStep], given: Sequence[Tensor]):
-    """`run` on the lists of tensors in `given`, recorded by autograd: new parameters, then the new slots.
-
-    Args:
-        run: the kernel.
-        pulled: its derivative on one leaf.
-        slots: their names.
-        steps: of each leaf, an argument of `pulled`.
-        given: all parameters, all gradients, then the tensors of one slot after the other.
-    """
-    n = len(steps)
-
-    def pull(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        columns = [tensors[i : i + n] for i in range(0, len(tensors), n)]
-        found = []
-        for at, (dp, *rest) in zip(steps, zip(*columns, strict=True), strict=True):
-            back, of_slots = (dict(zip(slots, x, strict=True)) for x in (rest[: len(slots)], rest[len(slots) + 2 :]))
-            param, grad = rest[len(slots) :][:2]
-            p, g, old = pulled(dp, back, param, grad, of_slots, at)
-            found.append((p, g, *(old[name] for name in slots)))
-        return tuple(x for column in zip(*found, strict=True) for x in column)
-
-    return _KernelUpdate.apply(run, pull, n, *given)
-
-
-class _KernelUpdate(Function):
+class _Recorded(Function):
     """The update of all leaves in one call: one call of a `Function` costs as much as many small leaves."""
 
     @staticmethod
-    def forward(run: Run, pull: Run, n: int, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(run: Run, pull: Run, *given: Tensor) -> tuple[Tensor, ...]:
         return run(given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        _, ctx.pull, n, *given = inputs
-        ctx.save_for_backward(*given[: 2 * n], *output[n:])
+        _, ctx.pull, *given = inputs
+        ctx.save_for_backward(*given)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple:
         tensors = (*cotangents, *ctx.saved_tensors)
         kept = torch.is_grad_enabled() and only_reverse()
-        return None, None, None, *(_Pull.apply(ctx.pull, *tensors) if kept else ctx.pull(tensors))
+        return None, None, *(_Pull.apply(ctx.pull, *tensors) if kept else ctx.pull(tensors))
 
 
 class _Pull(Function):
-    """The backward of `_KernelUpdate`. Its own derivative computes it again, and saves no intermediates."""
+    """The backward of `_Recorded`. Its own derivative computes it again, and saves no intermediates."""
 
     @staticmethod
     def forward(pull: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return pull(tensors)
+        # An argument that is a result too could not be saved.
+        return tuple([y.view_as(y) if any(y is x for x in tensors) else y for y in pull(tensors)])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -599,7 +566,6 @@ def optimizer(
     operator: Operator | None = None,
     graph_kernel: Kernel | None = None,
     device_kernel: Kernel | None = None,
-    pulled: Pulled | None = None,
     counterpart: type | None = None,
     torch_names: Mapping[str, str] = NONE,
     of_norms: bool = False,
@@ -642,11 +608,6 @@ def optimizer(
         device_kernel: the kernel for steps in which Python may not read the counts (`Context.unread`). Its `count` is a
             tensor of the shape `(leaves,)`, its rate may be a 0-d tensor, and `comes` says whether it must write.
             Without a `device_kernel` these steps compute the formula.
-        pulled: the hand-written derivative of the formula, `(dp, dslots, p, g, slots, at) -> (dp, dg, dslots)`. Its
-            arguments `dp` and `dslots` are cotangents of the new parameter and the new slots, `p` is the old parameter,
-            `g` the gradient, and `slots` the new slots. It returns cotangents of the old parameter, the gradient and
-            the old slots. With `pulled` the kernel runs also in a step that is differentiated in reverse mode, if the
-            rate and the hyperparameters are no tensors.
         counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
         torch_names: for slots whose names differ in that class, from the name here to the name there.
         of_norms: whether the formula needs norms of whole leaves, for instance for a trust ratio. Such a formula
@@ -685,7 +646,6 @@ def optimizer(
         dict(shared),
         derived,
         in_graph,
-        pulled,
         of_norms,
         device_kernel,
         stored_kernel,
@@ -727,7 +687,6 @@ class _OptimizerUpdate:
     shared: dict[str, Callable[[], Tensor]]
     derived: Derived | None
     in_graph: tuple[Operator, Kernel] | None
-    pulled: Pulled | None
     of_norms: bool
     device_kernel: Kernel | None
     stored_kernel: StoredKernel | None = None
@@ -735,7 +694,7 @@ class _OptimizerUpdate:
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
         self.checked = isinstance(self.lr, float) and 0.0 <= self.lr <= LARGEST
-        self.plans = plans_of(self.formula, list(self.slots))
+        self.plans, self.backwards = (of(self.formula, list(self.slots)) for of in (plans_of, backwards_of))
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"step": counter(), "count": counters(leaves)}
@@ -761,7 +720,7 @@ class _OptimizerUpdate:
         return Prepared((rate, numbers), {"step": step + 1})
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        kernel, pulled, derived = self.kernel, self.pulled, self.derived
+        kernel, derived = self.kernel, self.derived
         runs = not ctx.recorded and not ctx.unread and not self.of_norms
         counts = {} if runs else one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
@@ -788,8 +747,8 @@ class _OptimizerUpdate:
         elif self.in_graph is not None and (groups := _groups(self.in_graph[0], given)) is not None:
             in_kernels = given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels))
             new, own = _in_place(self.in_graph[1], groups, in_kernels)
-        elif kernel is not None and pulled is not None and _pulled_back(given):
-            new, own = _with_derivative(kernel, pulled, derived, given)
+        elif kernel is not None and _reversible(given):
+            new, own = _with_derivative(kernel, self.formula, self.backwards, derived, given)
         elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
             new, own = made
         else:
@@ -873,33 +832,88 @@ def _in_place(
     return new, own
 
 
-def _pulled_back(given: Given) -> bool:
-    """Whether the update of these leaves can use the hand-written derivative."""
+def _reversible(given: Given) -> bool:
+    """Whether the update of these leaves is one `_Recorded`."""
     tensors = [[given.params[p], g, *(old[p] for old in given.slots.values())] for p, g in given.grads.items()]
-    return given.ctx.recorded and by_hand(tensors, (given.lr, *given.numbers.values()))
+    return given.ctx.recorded and bool(tensors) and reversible(tensors, (given.lr, *given.numbers.values()))
 
 
 def _with_derivative(
-    kernel: Kernel, pulled: Pulled, derived: Derived | None, given: Given
+    kernel: Kernel, formula: Any, backwards: Plans, derived: Derived | None, given: Given
 ) -> tuple[Leaves, TransformState]:
-    """As `_in_place`, in new memory and recorded by autograd, with the hand-written derivative."""
+    """As `_in_place`, in new memory and recorded by autograd, with the reversed formula as its derivative."""
     grads, params, slots, counts, lr, numbers, common, ctx = given
     derived_numbers = each(counts, lr, numbers, derived, ctx)
     steps = [LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in derived_numbers]
     paths = [at.path for at in steps]
+    n, several = len(paths), 1 + len(slots)
 
     def run(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        n = len(paths)
         columns = [dict(zip(paths, tensors[i : i + n], strict=True)) for i in range(0, len(tensors), n)]
         olds = dict(zip(slots, columns[2:], strict=True))
         copied = given._replace(params=columns[0], grads=columns[1], slots=olds)
         new, own = _in_place(kernel, by_count(counts).items(), copied)
         return tuple(x for column in (new, *own.values()) for x in (column[p] for p in paths))
 
-    tensors = [x[p] for x in (params, grads, *slots.values()) for p in paths]
-    found = updated_by(run, pulled, list(slots), steps, tensors)
+    def pull(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        columns = [list(tensors[i : i + n]) for i in range(0, len(tensors), n)]
+        found = _by_program(backwards, columns, steps, lr)
+        if found is None:
+            rows = zip(steps, zip(*columns, strict=True), strict=True)
+            found = zip(
+                *[_pulled(formula, at, list(slots), row[:several], row[several:]) for at, row in rows], strict=True
+            )
+        return tuple(x for column in found for x in column)
+
+    found = _Recorded.apply(run, pull, *(x[p] for x in (params, grads, *slots.values()) for p in paths))
     new, *own = (dict(zip(paths, found[i : i + len(paths)], strict=True)) for i in range(0, len(found), len(paths)))
     return new, dict(zip(slots, own, strict=True))
+
+
+def _pulled(
+    formula: Any, at: LeafStep, slots: list[str], cotangents: Sequence[Tensor], given: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The cotangents of one leaf's parameter, gradient and slots, by torch's operations."""
+
+    def updated(p: Tensor, g: Tensor, *olds: Tensor) -> tuple[Tensor, ...]:
+        x, after = formula(p, g, dict(zip(slots, olds, strict=True)), at)
+        return x, *map(after.__getitem__, slots)
+
+    return torch.func.vjp(updated, *given)[1](tuple(cotangents))
+
+
+def _by_program(
+    backwards: Plans, columns: list[list[Tensor]], steps: Sequence[LeafStep], lr: Any
+) -> list[list[Tensor]] | None:
+    """The cotangents of all leaves by the reversed program; `None` if there is none, or something records."""
+    numbers = _numbers(steps[0], lr)
+    if len({at.count for at in steps}) > 1 or not set(map(type, numbers.values())) <= {int, float, bool}:
+        return None
+    if not on_lists(columns):
+        return None
+    try:
+        return backwards.run(columns, numbers, None, ((), False))[0]
+    except NotOnLists:
+        return None
+
+
+def _numbers(step: LeafStep, lr: Any) -> dict[Any, Any]:
+    """The numbers of an update by name, as `plans_of` takes them."""
+    found: dict[Any, Any] = {(0, name): x for name, x in step.numbers.items()}
+    found |= {(1, name): x for name, x in step.derived.items()}
+    return found | ({(2, "count"): step.count} if lr is None else {(2, "count"): step.count, (2, "lr"): lr})
+
+
+def backwards_of(formula: Any, slots: Sequence[str]) -> Plans:
+    """The programs of an optimizer's reversed formula: of cotangents of its results, and of its arguments."""
+    forwards = plans_of(formula, slots).formula
+    several = 1 + len(slots)
+
+    def traced(lists: list[Any], numbers: Mapping[Any, Any], about: tuple[Any, bool]) -> Any:
+        results, _ = forwards(lists[several:], numbers, about)
+        return reverse(results, lists[:several], lists[several:]), []
+
+    return Plans(traced)
 
 
 def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
@@ -954,9 +968,7 @@ def _by_plans(
 ) -> list[str]:
     """Update leaves by a program of the formula. Returns those for which there is none."""
     grads, params, slots, _, lr, _, _, ctx = given
-    numbers: dict[Any, Any] = {(0, name): x for name, x in step.numbers.items()}
-    numbers |= {(1, name): x for name, x in step.derived.items()}
-    numbers |= {(2, "count"): step.count} if lr is None else {(2, "count"): step.count, (2, "lr"): lr}
+    numbers = _numbers(step, lr)
     columns = [list(map(x.__getitem__, group)) for x in (params, grads, *slots.values())]
     if not set(map(type, numbers.values())) <= {int, float, bool} or not on_lists(columns):
         return group

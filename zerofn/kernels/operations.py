@@ -96,7 +96,8 @@ OPERATIONS: dict[str, Operation] = {
     "sqrt": Operation(
         "ROOT({0})",
         "tl.sqrt_rn({0})",
-        lambda d, y, x: (d / (y + y),),
+        # The derivative of `formulas.moment_root`: 0 below the smallest normal number, where it would be infinite.
+        lambda d, y, x: (torch.where(x < torch.finfo(x.dtype).tiny, 0.0, d / (y + y)),),
         triton_wide="tl.sqrt({0})",
         torch=_exact_root,
     ),

@@ -577,7 +577,7 @@ class Traced:
     def __init__(self, lists: Sequence[TensorList]):
         order: dict[int, Term] = {}
         for x in lists:
-            _in_order(x.term, order)
+            in_order(x.term, order)
         self.columns: list[list[Tensor]] = []
         self.numbers: list[float] = []
         self.kinds: list[torch.dtype] = []
@@ -709,12 +709,12 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _in_order(term: Term, found: dict[int, Term]) -> None:
+def in_order(term: Term, found: dict[int, Term]) -> None:
     """Add a term to `found` after its arguments."""
     if id(term) not in found:
         for x in term.args:
             if isinstance(x, Term):
-                _in_order(x, found)
+                in_order(x, found)
         found[id(term)] = term
 
 

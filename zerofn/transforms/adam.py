@@ -283,27 +283,12 @@ def adam_of(
         x = plus_quotient(x, down, m, moment_root(v) + small)
         return x, {"exp_avg": m, "exp_avg_sq": v}
 
-    def pulled(dp: Tensor, dslots: dict[str, Tensor], p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
-        beta1, beta2, _, decay = at.numbers.values()
-        down, small = at.derived.values()
-        m, v = slots["exp_avg"], slots["exp_avg_sq"]
-        root = moment_root(v)
-        below = dp / (root + small)
-        dm = plus(dslots["exp_avg"], down, below)
-        # `moment_root` is constant below the smallest normal number.
-        dv = torch.where(v < torch.finfo(v.dtype).tiny, 0.0, below * m / (root + small) / root)
-        dv = plus(dslots["exp_avg_sq"], down / -2, dv)
-        seen = g if decoupled or not decay else plus(g, decay, p)
-        dg = plus_product(dm * (1 - beta1), 2 * (1 - beta2), seen, dv)
-        dp = dp * (1 - at.lr * decay) if decoupled else plus(dp, decay, dg)
-        return dp, dg, {"exp_avg": dm * beta1, "exp_avg_sq": dv * beta2}
-
     slots, settable = {"exp_avg": like, "exp_avg_sq": like}, {"betas": tuple(betas), "weight_decay": weight_decay}
     if not corrected:
         more: Any = dict(settable=settable, derived=uncorrected, in_fp32=True, rounds_grads=True)
         return with_moment_check(optimizer(name, lr, slots, formula, numbers=numbers, **more))
     like_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
-    more = dict(settable=settable, derived=_corrections, pulled=pulled, counterpart=like_torch)
+    more = dict(settable=settable, derived=_corrections, counterpart=like_torch)
     more |= {"in_fp32": True, "rounds_grads": True}
     more["operator"] = lambda group: many_for_fused(group.params, group.grads)
     kernel, more["graph_kernel"] = partial(_kernel, decoupled), partial(_graph_kernel, decoupled)
