@@ -23,7 +23,7 @@ from .masters import Master
 from .print_triton import BFLOAT16, BLOCK, CHUNK, FLOAT32, KINDS, on_device, pointer, row_of, sums_kernel, value
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Masters and Adam, as in `native_masters.h` and `fused.c`.
+# Masters and Adam, as in `native_masters.h` and `fused_adam.formula`.
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def masters_kernel(
         table: six columns of int64 with one entry for each leaf: addresses of parameter, residual, gradient, first and
             second moment; elements.
         rows: leaves.
-        numbers: the eight float32 of `fused.c`, in the order of `fused`.
+        numbers: the eight float32 of `fused_adam.scalars`, in the order of `fused`.
         decoupled: whether the weight decay is decoupled from the gradient.
         squares: one float32 for each chunk, the sum of the squares of its gradients; written if `SQUARES`.
         G: the kind of gradients.
