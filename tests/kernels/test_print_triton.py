@@ -10,9 +10,10 @@ from multiprocessing import get_context
 import interpreted
 import list_programs
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings
 from time_limits import limit
+
+from zerofn.kernels.program import Program  # inside: programs by themselves
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -23,47 +24,34 @@ def apart() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-KINDS = st.integers(0, 2)
-# Of and to floats; the others are in `list_programs.FUNCTIONS`.
-OF_FLOATS = sorted({*list_programs.TORCH} - {*list_programs.COMPARED, *list_programs.LOGICAL, "where"})
-# The result of each is the argument of others: a NaN, an infinity or a zero of either sign comes everywhere.
-STEPS = st.tuples(
-    st.sampled_from(OF_FLOATS),
-    st.tuples(*[st.integers(0, 9)] * 3),
-    st.floats(0.0078125, 4.0, width=16).map(lambda x: x if x != 1 else 1.5),
-    KINDS,
-)
+SIZES = (0, 1, 7, 31, 1023, 1025)
 
 
 @pytest.mark.parametrize("examples", [8, pytest.param(150, marks=pytest.mark.slow)])
 def test_bits_are_those_of_torch_for_any_formula(apart, examples):
     @settings(max_examples=examples, deadline=None)
-    @given(
-        st.lists(st.sampled_from([0, 1, 7, 31, 1023, 1025]), min_size=1, max_size=4),
-        st.lists(KINDS, min_size=1, max_size=3),
-        st.lists(STEPS, min_size=1, max_size=6),
-        st.integers(0, 3),
-        st.integers(0, 99),
-    )
-    def holds(sizes, kinds, steps, shift, seed):
-        assert apart.submit(list_programs.compare, sizes, kinds, steps, shift, seed).result(timeout=limit()) == []
+    @given(list_programs.programs(sizes=SIZES))
+    def holds(drawn):
+        from zerofn.kernels import print_triton  # inside: what is printed
+
+        assume(print_triton.can(drawn.program))
+        assert apart.submit(list_programs.by_triton, drawn).result(timeout=limit()) == [], drawn
 
     holds()
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_each_operation_has_the_bits_of_torch(apart, kind):
-    """Each of the first columns, in a column of its own."""
-    steps = [(name, (0, 1, 2), 0.25, kind) for name in OF_FLOATS]
-    program = [37], [kind] * len(steps), steps, 0, 1
-    assert apart.submit(list_programs.compare, *program).result(timeout=limit()) == []
+    drawn = list_programs.each_operation(kind, [37])
+    assert apart.submit(list_programs.by_triton, drawn).result(timeout=limit()) == []
 
 
 def test_full_chunks_have_the_same_bits_as_ends(apart):
     """Two chunks of 16384 elements with 16-byte accesses, and an end."""
-    steps = [("addcmul", (0, 1, 1), 0.25, 0), ("sqrt", (2, 0, 0), 0.5, 0), ("lerp", (0, 3, 0), 0.125, 1)]
-    program = [0, 2 * 16384 + 5, 3], [0, 1], steps, 0, 1
-    assert apart.submit(list_programs.compare, *program).result(timeout=limit()) == []
+    steps = (("addcmul", ("x0", "x1", "x1", "n0"), 0), ("sqrt", ("x2",), 0), ("lerp", ("x0", "x3", "n1"), 1))
+    program = Program((0, 1), (), (0, 1), steps, ((0, "x3"), (1, "x4")), (0, 1), ())
+    drawn = list_programs.Drawn(program, [0.25, 0.125], [0, 2 * 16384 + 5, 3], 0, 1, None)
+    assert apart.submit(list_programs.by_triton, drawn).result(timeout=limit()) == []
 
 
 @pytest.mark.parametrize("name", list_programs.FUNCTIONS)

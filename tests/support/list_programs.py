@@ -1,112 +1,262 @@
-"""Programs of `print_triton`, computed by torch, operation by operation: what its kernels are compared with."""
+"""Random programs for all printers, computed by torch, operation by operation: what kernels are compared with."""
 
 from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import interpreted
+import numpy
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-# By kind.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
-COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
-LOGICAL = ("logical_and", "logical_or", "logical_not")
+from zerofn.kernels import print_torch  # inside: what kernels are compared with
+from zerofn.kernels.operations import COMPARED, OPERATIONS  # inside: as above
+from zerofn.kernels.program import KINDS, Draws, Program  # inside: as above
 
-# What each operation is in torch, on float32. A root of torch on the CPU is in some builds off by one unit in the last
-# place, which that of float64 is not.
-TORCH: dict[str, Callable[..., Tensor]] = {
-    **{name: getattr(torch, name) for name in ("add", "sub", "mul", "div", "lerp", "reciprocal", "sign", "neg", "abs")},
-    "to": lambda x: x,
-    "plus": lambda x, y, alpha: torch.add(x, y, alpha=alpha),
-    "addcmul": lambda x, a, b, value: torch.addcmul(x, a, b, value=value),
-    "addcdiv": lambda x, a, b, value: torch.addcdiv(x, a, b, value=value),
-    "lerp_back": lambda x, y, less: torch.lerp(x, y, less + 1),
-    "clamp_min": lambda x, least: x.clamp(min=least),
-    "clamp_max": lambda x, most: x.clamp(max=most),
-    "sqrt": lambda x: x.double().sqrt().to(x.dtype),
-    **{name: getattr(torch, name) for name in (*COMPARED, *LOGICAL, "where")},
+# Operations of floats whose result has their kind, by the number of their arguments that are registers. Behind these
+# come numbers.
+FLOATS = {
+    **{name: (1, 0) for name in ("sqrt", "reciprocal", "sign", "neg", "abs", "to")},
+    **{name: (2, 0) for name in ("add", "sub", "mul", "div")},
+    **{"plus": (2, 1), "addcmul": (3, 1), "addcdiv": (3, 1), "lerp": (2, 1), "lerp_back": (2, 1)},
+    **{"clamp_min": (1, 1), "clamp_max": (1, 1)},
 }
-TENSORS = {"plus": 2, "addcmul": 3, "addcdiv": 3, "lerp": 2, "lerp_back": 2, "add": 2, "sub": 2, "mul": 2, "div": 2}
+# Their product is rounded with the sum, which torch does on some processors.
+FUSED = ("plus", "addcmul", "lerp", "lerp_back")
+LOGICAL = {"logical_and": 2, "logical_or": 2, "logical_not": 1}
+MASTERS = ("joined", "upper_half", "residual")
+F32, BF16, F16, F64, I64, BOOL, I8 = KINDS.values()
+DTYPES = list(KINDS)
 
 
-def by_torch(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True) -> Tensor:
-    """What `print_triton.run` does."""
-    sums: list[list[Tensor]] = [[] for _ in program.sums]
-    for row in zip(*columns, strict=True):
-        x: dict[str, Any] = {f"x{i}": _wide(row[i]) for i in range(len(program.loads))}
-        x |= {
-            f"n{i}": int(n) if kind == 4 else float(n)
-            for i, (n, kind) in enumerate(zip(numbers, program.numbers, strict=True))
-        }
-        x |= {f"s{i}": _wide(s) for i, s in enumerate(scalars)}
-        for i, (name, given, kind) in enumerate(program.steps, len(program.loads)):
-            made = TORCH[name](*(x[name] for name in given))
-            x[f"x{i}"] = _wide(made.to(DTYPES[kind]))
-        found = [x[name].clone() for _, name in program.stores]
-        for (column, _), value in zip(program.stores, found, strict=True):
-            row[column].copy_(value)
-        for total, name in zip(sums, program.sums, strict=True):
-            total.append(x[name].double().sum())
-    made = torch.stack([torch.stack(total) for total in sums]).float() if sums else torch.zeros(0)
-    return made if each or not sums else made.sum(1)
+class Drawn(NamedTuple):
+    """A program, and what it is given.
 
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in DTYPES[:3] else x
-
-
-def compare(
-    sizes: Sequence[int],
-    kinds: Sequence[int],
-    steps: Sequence[tuple[str, tuple[int, ...], float, int]],
-    shift: int,
-    seed: int,
-) -> list[str]:
-    """What differs between a kernel and torch after a random program, which writes each of its columns.
-
-    Args:
+    Attributes:
+        program: to be printed.
+        numbers: of the program.
         sizes: elements of each leaf.
-        kinds: of the columns.
-        steps: operation, which registers it is of, its number, kind of the result.
         shift: how many elements into their storage tensors begin.
-        seed: of the numbers.
+        seed: of the tensors.
+        draws: of random bits; `None` if there are none.
     """
-    from zerofn.kernels import print_triton  # inside: a kernel by itself
-    from zerofn.kernels.program import Program  # inside: as above
 
-    columns = [
-        [interpreted.leaf(n, (DTYPES[kind],) * 4, seed + 7 * i + j, shift)[0] for i, n in enumerate(sizes)]
-        for j, kind in enumerate(kinds)
+    program: Program
+    numbers: list[float]
+    sizes: list[int]
+    shift: int
+    seed: int
+    draws: Draws | None
+
+
+class _Writer:
+    """Writes a random program, step by step; arguments that are no registers are drawn."""
+
+    def __init__(self, draw: Callable[[Any], Any], loads: list[int]):
+        self.draw, self.kinds, self.loads = draw, list(loads), loads
+        self.steps: list[tuple[str, tuple[str, ...], int]] = []
+        self.numbers: list[float] = []
+        self.of_numbers: list[int] = []
+        self.streams: set[int] = set()
+
+    def step(self, name: str, given: Sequence[str], kind: int) -> str:
+        self.steps.append((name, tuple(given), kind))
+        self.kinds.append(kind)
+        return f"x{len(self.kinds) - 1}"
+
+    def register(self, kind: int, exactly: bool = False) -> str:
+        """A register in which a number of this kind is computed, or one of exactly this kind."""
+        i = self.draw(st.integers(0, len(self.kinds) - 1))
+        same = self.kinds[i] == kind or (not exactly and max(self.kinds[i], kind) <= F16)
+        return f"x{i}" if same else self.step("to", [f"x{i}"], kind)
+
+    def number(self, kind: int, low: float = 0.0078125, high: float = 4.0, width: Any = 64) -> str:
+        self.numbers.append(self.draw(st.floats(low, high, width=width)))
+        self.of_numbers.append(kind)
+        return f"n{len(self.numbers) - 1}"
+
+    def either(self, kind: int) -> str:
+        return self.number(kind, width=32) if self.draw(st.booleans()) else self.register(kind)
+
+    def write(self, name: str, kind: int) -> None:
+        if name in FLOATS:
+            registers, numbers = FLOATS[name]
+            given = [self.register(kind) for _ in range(registers)]
+            if name in ("add", "sub", "mul", "div") and self.draw(st.booleans()):
+                given[1] = self.number(kind)
+            # A weight of a half and more is one for the other end. torch compares with a number in the dtype of lists.
+            bounds = {"lerp": (0.0, 0.484375), "lerp_back": (-0.5, 0.0)}.get(name, (0.0078125, 4.0))
+            given += [self.number(kind, *bounds, width=16 if "clamp" in name else 64) for _ in range(numbers)]
+            self.step(name, given, kind)
+        elif name in COMPARED:
+            given = [self.register(kind)] + ([] if name == "isfinite" else [self.either(kind)])
+            self.step(name, given, BOOL)
+        elif name in LOGICAL:
+            self.step(name, [self.register(BOOL) for _ in range(LOGICAL[name])], BOOL)
+        elif name == "where":
+            self.step(name, [self.register(BOOL), self.register(kind), self.either(kind)], kind)
+        elif name == "random":
+            stream, shift = self.draw(st.integers(0, 2)), self.draw(st.sampled_from([0, 16]))
+            self.streams.add(stream)
+            self.step(name, [self.register(F32, True), f"r{stream}", str(shift)], self.draw(st.sampled_from([1, 2])))
+        elif name == "joined":
+            p = self.step("to", [self.register(BF16, True)], F32)
+            residuals = [i for i, kind in enumerate(self.kinds) if kind == I8]
+            residual = f"x{residuals[-1]}" if residuals else self.step("residual", [self.register(F32, True)], I8)
+            self.step(name, [p, residual], F32)
+        else:
+            self.step(name, [self.register(F32, True)], BF16 if name == "upper_half" else I8)
+
+
+@st.composite
+def programs(
+    draw: Any, kinds: Sequence[int] = (F32, BF16, F16), sizes: Sequence[int] = (), more: bool = False
+) -> Drawn:
+    """Random programs of columns of these kinds; with `more` also random bits and masters."""
+    loads = draw(st.lists(st.sampled_from([*kinds, *([BOOL, I8] if more else [])]), min_size=1, max_size=4))
+    names = [*FLOATS, *sorted(COMPARED), *LOGICAL, "where"]
+    names += [*MASTERS, *["random"] * 6] if more else []
+    written = _Writer(draw, loads)
+    for name, kind in draw(
+        st.lists(st.tuples(st.sampled_from(names), st.sampled_from(kinds)), min_size=1, max_size=10)
+    ):
+        written.write(name, F32 if kind == F64 and name in ("sqrt", *FUSED) else kind)
+    stores = []
+    columns = list(loads)
+    for i in [*draw(st.lists(st.integers(0, len(written.kinds) - 1), max_size=3)), len(written.kinds) - 1]:
+        # Into a column that is read, or into one of its own.
+        old = [c for c in range(len(loads)) if loads[c] == written.kinds[i] and c not in dict(stores)]
+        if old and draw(st.booleans()):
+            stores.append((old[0], f"x{i}"))
+        else:
+            columns.append(written.kinds[i])
+            stores.append((len(columns) - 1, f"x{i}"))
+    floats = [f"x{i}" for i, kind in enumerate(written.kinds) if kind <= F16]
+    sums = draw(st.lists(st.sampled_from(floats), max_size=2)) if floats else []
+    form = draw(st.sampled_from([1, 2])) if written.streams else 0
+    program = Program(
+        *(tuple(loads), (), tuple(written.of_numbers), tuple(written.steps), tuple(stores)),
+        *(tuple(columns[c] for c, _ in stores), tuple(sums), tuple(sorted(written.streams)), form),
+    )
+    lengths = draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=4))
+    draws = None
+    if written.streams:
+        word = st.integers(0, 2**63 - 1)
+        keys = draw(st.lists(word, min_size=len(lengths), max_size=len(lengths)))
+        # Bits have another key behind 2**32 elements: within a line, at its end, and behind it.
+        places = st.sampled_from([0, 1, 31, 2**32 - 17, 2**32 - 32, 2**32, 3 * 2**32 - 1, 2**40 + 5])
+        offsets = draw(st.lists(places, min_size=len(lengths), max_size=len(lengths)))
+        draws = Draws(draw(word), draw(st.integers(1, 2**33)), form, keys, offsets)
+    return Drawn(program, written.numbers, lengths, draw(st.integers(0, 3)), draw(st.integers(0, 99)), draws)
+
+
+def each_operation(kind: int, sizes: Sequence[int]) -> Drawn:
+    """Each operation of floats and each comparison, of the first columns, into a column of its own."""
+    steps, numbers, of_numbers = [], [], []
+    for name in (*FLOATS, *sorted(COMPARED)):
+        registers, more = FLOATS.get(name, (1 if name == "isfinite" else 2, 0))
+        if kind == F64 and name in ("sqrt", *FUSED):
+            continue
+        given = [f"x{i}" for i in range(registers)] + [f"n{len(numbers) + i}" for i in range(more)]
+        numbers += [-0.25 if name == "lerp_back" else 0.25] * more
+        of_numbers += [kind] * more
+        steps.append((name, tuple(given), kind if name in FLOATS else BOOL))
+    stores = tuple((3 + i, f"x{3 + i}") for i in range(len(steps)))
+    written = tuple(of for _, _, of in steps)
+    return Drawn(
+        Program((kind,) * 3, (), tuple(of_numbers), tuple(steps), stores, written, ()), numbers, list(sizes), 0, 1, None
+    )
+
+
+def tensors(drawn: Drawn) -> list[list[Tensor]]:
+    """The columns of a program, of numbers at the edges of every format; others are NaN or ones."""
+    return [
+        [
+            _tensor(n, kind, drawn.seed + 7 * i + column, drawn.shift, column < len(drawn.program.loads))
+            for i, n in enumerate(drawn.sizes)
+        ]
+        for column, kind in sorted(drawn.program.kinds.items())
     ]
-    numbers, made = [], []
-    for i, (name, given, number, kind) in enumerate(steps, len(kinds)):
-        args = [f"x{x % i}" for x in given[: TENSORS.get(name, 1)]]
-        if name in ("plus", "addcmul", "addcdiv", "clamp_min", "clamp_max", "lerp", "lerp_back"):
-            args.append(f"n{len(numbers)}")
-            # A weight of a half and more is one for the other end.
-            numbers.append({"lerp": number % 0.5, "lerp_back": number % 0.5 - 0.5}.get(name, number))
-        made.append((name, tuple(args), kind))
-    last = len(kinds) + len(made)
-    stores = tuple((i, f"x{last - 1 - i % len(made)}") for i in range(len(kinds)))
-    zeros = (0,) * len(numbers)
-    program = Program(tuple(kinds), (), zeros, tuple(made), stores, tuple(kinds), (f"x{last - 1}",))
-    theirs = [[x.clone() for x in column] for column in columns]
-    sums = print_triton.run(program, columns, numbers, [])
-    want = by_torch(program, theirs, numbers, [])
-    rows = [f"column {i}: {row}" for i in range(len(kinds)) for row in interpreted.different(columns[i], theirs[i])]
-    good = want.isfinite() & (want.abs() < 1e30)
-    if not torch.allclose(sums[good], want[good], rtol=1e-3, atol=1e30 * torch.finfo(torch.float32).eps):
-        rows.append(f"sums are {sums.tolist()}, not {want.tolist()}")
+
+
+def _tensor(n: int, kind: int, seed: int, shift: int, read: bool) -> Tensor:
+    dtype = DTYPES[kind]
+    if not read:
+        return torch.full((n + shift,), float("nan") if dtype.is_floating_point else 1, dtype=dtype)[shift:]
+    if kind <= F64:
+        return interpreted.leaf(n, (torch.float32 if kind == F64 else dtype,) * 4, seed, shift)[0].to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    low, high = {BOOL: (0, 2), I8: (-128, 128)}.get(kind, (-3, 9))
+    return torch.randint(low, high, (n + shift,), generator=generator).to(dtype)[shift:]
+
+
+def by_torch(drawn: Drawn, columns: Any) -> Tensor:
+    """A program by torch's operations; what is fused is rounded once, as on processors that can."""
+    before = {name: OPERATIONS[name] for name in FUSED}
+    OPERATIONS.update({name: row._replace(torch=_ONCE[name]) for name, row in before.items()})
+    try:
+        return print_torch.run(drawn.program, columns, drawn.numbers, [], True, drawn.draws)
+    finally:
+        OPERATIONS.update(before)
+
+
+def _fma(x: Any, y: Any, z: Tensor) -> Tensor:
+    a, b, c = (x.numpy() if isinstance(x, Tensor) else numpy.full((), x, numpy.float32) for x in (x, y, z))
+    return torch.from_numpy(interpreted._rounded_once(a, b, c).reshape(c.shape))
+
+
+_ONCE: dict[str, Callable[..., Tensor]] = {
+    "plus": lambda x, y, alpha: _fma(alpha, y, x),
+    "addcmul": lambda x, a, b, value: _fma(a * value, b, x),
+    "lerp": lambda x, end, weight: _fma(weight, end - x, x),
+    "lerp_back": lambda x, end, less: _fma(less, end - x, end),
+}
+
+
+def different(mine: Sequence[Sequence[Tensor]], theirs: Sequence[Sequence[Tensor]]) -> list[str]:
+    """Where columns differ in their bits; a NaN equals any NaN."""
+    rows = []
+    for column, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            word = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+            wrong = x.clone().view(word) != y.clone().view(word)
+            wrong = wrong & ~(x.isnan() & y.isnan()) if x.dtype.is_floating_point else wrong
+            if wrong.any():
+                at = int(wrong.nonzero()[0])
+                rows.append(f"column {column}, leaf {i} ({x.dtype}) at {at}: {x[at].item()!r}, not {y[at].item()!r}")
     return rows
+
+
+def different_sums(drawn: Drawn, sums: Tensor, want: Tensor, most: float) -> list[str]:
+    """Where sums differ by more than `most` of what the magnitudes of their addends add up to."""
+    program, steps = drawn.program, list(drawn.program.steps)
+    first = len(program.loads) + len(steps)
+    steps += [("abs", (name,), F32) for name in program.sums]
+    sizes = program._replace(steps=tuple(steps), sums=tuple(f"x{first + i}" for i in range(len(program.sums))))
+    scale = by_torch(drawn._replace(program=sizes), tensors(drawn))
+    # Squares are added up in float64, and in float32 on a GPU.
+    good = scale.isfinite() & (scale < 1e30)
+    off = (sums.double() - want)[good].abs() > most * scale[good] + 1e-30
+    return [f"sums are {sums.tolist()}, not {want.tolist()}"] if off.any() else []
+
+
+def by_triton(drawn: Drawn) -> list[str]:
+    """What differs between a kernel of Triton and torch after a random program."""
+    from zerofn.kernels import print_triton  # inside: a kernel by itself
+
+    mine, theirs = tensors(drawn), tensors(drawn)
+    sums = print_triton.run(drawn.program, mine, drawn.numbers, [])
+    want = by_torch(drawn, theirs)
+    rows = different_sums(drawn, sums, want, 1e-5) if drawn.program.sums else []
+    return rows + different(mine, theirs)
 
 
 def sums(sizes: Sequence[int]) -> list[float]:
     """How far sums of squares are from those in float64, relatively: of each leaf, and of all."""
     from zerofn.kernels import print_triton  # inside: a kernel by itself
-    from zerofn.kernels.program import Program  # inside: as above
 
     xs = [torch.randn(n, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(sizes)]
     program = Program((0,), (), (), (("mul", ("x0", "x0"), 0),), (), (), ("x1",))
@@ -123,7 +273,6 @@ def instructions(kinds: Sequence[int], steps: Sequence[tuple[str, tuple[str, ...
     from triton.compiler import ASTSource
 
     from zerofn.kernels import print_triton  # inside: a kernel by itself, and how it is launched
-    from zerofn.kernels.program import Program  # inside: as above
 
     last = f"x{len(kinds) + len(steps) - 1}"
     program = Program(tuple(kinds), (), (0,), tuple(steps), ((0, last),), (kinds[0],), ())

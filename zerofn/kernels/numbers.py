@@ -110,6 +110,14 @@ class Number:
     def __bool__(self) -> bool:
         return self._asked(operator.ne, 0)
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`torch.lerp(x, y, number)` is a question for the lists among its arguments."""
+        lists = [kind for kind in types if kind is not cls]
+        if not lists:
+            raise NotOnLists(function.__name__)
+        return lists[0].__torch_function__(function, types, args, kwargs)
+
     def _refused(self, *_: Any) -> Any:
         raise NotOnLists("a function of numbers")
 

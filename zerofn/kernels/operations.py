@@ -24,7 +24,7 @@ class Operation(NamedTuple):
     Attributes:
         c: the C expression. `{0}`, `{1}`, ... are the arguments; `FMA`, `ROOT` and `ABS` are the functions of the
             dtype in which it is computed.
-        triton: the expression in Triton, if it is computed in float32.
+        triton: the expression in Triton, if it is computed in float32; empty if it is not printed.
         derivative: from the cotangent of the result, the result and the arguments, to the cotangent of each argument;
             `None` for an argument that has none. `None` if the operation is constant nearly everywhere.
         triton_wide: the expression in Triton in float64, if it is another one.
@@ -122,9 +122,9 @@ OPERATIONS: dict[str, Operation] = {
         lambda d, y, chosen, a, b: (None, torch.where(chosen, d, 0.0), torch.where(chosen, 0.0, d)),
     ),
     # Masters of 24 bits: a bf16 number, in fp32, and an int8 residual (`zerofn.kernels.masters`).
-    "joined": Operation("joined({0}, {1})", "joined({0}, {1})", torch=lambda p, r: master_of(p.to(torch.bfloat16), r)),
-    "upper_half": Operation("upper_half({0})", "upper_half({0})", torch=lambda x: bf16_of_master(x, x)),
-    "residual": Operation("residual({0})", "residual({0})", torch=lambda x: residual_of_master(x, x)),
+    "joined": Operation("joined({0}, {1})", "", torch=lambda p, r: master_of(p.to(torch.bfloat16), r)),
+    "upper_half": Operation("upper_half({0})", "", torch=lambda x: bf16_of_master(x, x)),
+    "residual": Operation("residual({0})", "", torch=lambda x: residual_of_master(x, x)),
     "logical_and": Operation("{0} & {1}", "{0} & {1}"),
     "logical_or": Operation("{0} | {1}", "{0} | {1}"),
     "logical_not": Operation("!{0}", "{0} == 0"),

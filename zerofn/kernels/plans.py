@@ -111,7 +111,13 @@ class Plans:
             return Number(lambda given: given[name], numbers[name], guards)
 
         lists = [TensorList(column) for column in columns]
-        made, sums = self.formula(lists, {name: named(name) for name in numbers}, about)
+        try:
+            made, sums = self.formula(lists, {name: named(name) for name in numbers}, about)
+        except NotOnLists:
+            raise
+        except Exception as error:
+            # A formula that gets lists and such numbers may raise any error. A real one is raised again by a tensor.
+            raise NotOnLists(f"{type(error).__name__}: {error}") from error
         results, stores = [], []
         for i, x in enumerate(made):
             place = None if into is None else into[i]
@@ -163,6 +169,9 @@ def run(
         for place, dtype in zip(plan.results, plan.dtypes, strict=True)
     ]
     used = [columns[i] if i >= 0 else made[-1 - i] for i in plan.columns]
+    if not used:
+        # Every result is an argument unchanged.
+        return made, None
     if printer is None or not printer.can(plan.program) or not alike(used):
         raise NotOnLists("no kernel")
     draws = None

@@ -89,6 +89,7 @@ static void elements({elements_of}) {{
     if (i < to) {{ /* The last elements are copied into a line that is padded with zeros. */
         size_t rest = (size_t)(to - i);
         {rooms}
+        {before}
         line({of_rooms});
         {back}
     }}
@@ -232,6 +233,8 @@ def source(program: Program) -> str:
             + [f"const {kind} {name} = ({kind})j->numbers[{name[1:]}];" for name, kind in constants.items()]
         ),
         partial="\n    ".join(f"double {t}[LINE] = {{0}};" for t in sums) or "(void)totals;",
+        # What a formula makes of the zeros behind the last element is not added up.
+        before=" ".join(f"double before{i}[LINE]; memcpy(before{i}, t{i}, sizeof t{i});" for i in range(len(sums))),
         totals=" ".join(f"totals[{k}] = total({t});" for k, t in enumerate(sums)),
         prefetch=" ".join(f"PREFETCH(p{c} + i, {int(c in written)});" for c in columns),
         at=at("p{0} + i"),
@@ -241,7 +244,10 @@ def source(program: Program) -> str:
             for c, kind in kinds.items()
         ),
         of_rooms=at("e{0}"),
-        back=" ".join(f"memcpy(p{c} + i, e{c}, rest * sizeof *e{c});" for c in sorted(written)),
+        back=" ".join(
+            [f"memcpy(p{c} + i, e{c}, rest * sizeof *e{c});" for c in sorted(written)]
+            + [f"memcpy(t{i} + rest, before{i} + rest, (LINE - rest) * sizeof *t{i});" for i in range(len(sums))]
+        ),
     )
 
 

@@ -40,11 +40,19 @@ def run(
         # All results are there before the first is written: columns may share memory.
         for (column, _), value in zip(program.stores, made, strict=True):
             row[column].copy_(value) if isinstance(value, Tensor) else row[column].fill_(value)
-        sums.append([found[name].double().sum() for name in program.sums])
+        sums.append([_addend(program, found, name).sum() for name in program.sums])
     if not program.sums:
         return torch.empty(0)
     total = torch.stack([torch.stack(of_leaf) for of_leaf in sums], 1)
     return total if each else total.sum(1)
+
+
+def _addend(program: Program, found: dict[str, Any], name: str) -> Tensor:
+    """What is added up, in float64: a square is squared in it, since that of a large number overflows in float32."""
+    i = int(name[1:]) - len(program.loads)
+    operation, given, _ = program.steps[i] if i >= 0 else ("", (), 0)
+    square = operation == "mul" and given[0] == given[1]
+    return found[given[0]].double().square() if square else found[name].double()
 
 
 def _registers(

@@ -317,7 +317,8 @@ def _source(program: Program) -> str:
 
 def can(program: Program) -> bool:
     """Whether a program can be printed."""
-    return not program.streams and KINDS[torch.int8] not in program.kinds.values()
+    known = all(name == "to" or OPERATIONS[name].triton for name, _, _ in program.steps if name != "random")
+    return known and not program.streams and KINDS[torch.int8] not in program.kinds.values()
 
 
 def run(
