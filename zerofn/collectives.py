@@ -26,6 +26,7 @@ from zerofn.ranks.differentiable import reduce_scatter_tree as reduce_scatter_tr
 from zerofn.ranks.differentiable import replicate as replicate
 from zerofn.ranks.differentiable import replicate_tree as replicate_tree
 from zerofn.ranks.group import Group as Group
+from zerofn.ranks.process_groups import bytes_sent as bytes_sent
 from zerofn.ranks.process_groups import mesh_group as mesh_group
 from zerofn.ranks.process_groups import opened as opened
 from zerofn.ranks.process_groups import world_group as world_group

@@ -137,6 +137,8 @@ class AxisExchange:
             if sends_flag:
                 flag = first.new_full((1,), float(isinstance(wholes, Exception)))
                 sent, lengths = [[*parts, flag] for parts in sent], [[*of_rank, 1] for of_rank in lengths]
+                group = self.wire.group
+                group.traffic.of_numbers["all_to_all"] += (group.size - 1) * flag.element_size()
             got, _ = self._exchange(sent, lengths, first, nothing)
             if sends_flag and bool(torch.cat([parts.pop() for parts in got]).any()):
                 raise OwnerFailed(self.failures(wholes))

@@ -95,12 +95,12 @@ def _sent(view: View, leaves: Sequence[Leaf]) -> tuple[int | None, int | None]:
     fulls = [torch.empty(n, device=META) for n in numels]
 
     def gather(silent: Wire) -> None:
-        silent.send_parts(_parts(silent, leaves), leaves)
+        silent.send_parts(parts_of(silent, leaves), leaves)
 
     def sum_up(silent: Wire) -> None:
         silent.send(silent.pack(fulls, few, numels, torch.float32, META))
 
-    return _bytes_of(gather, wire) if wire.cuts else 0, _bytes_of(sum_up, wire)
+    return bytes_of(gather, wire) if wire.cuts else 0, bytes_of(sum_up, wire)
 
 
 def _silent(wire: Wire) -> tuple[Wire, Traffic]:
@@ -109,12 +109,12 @@ def _silent(wire: Wire) -> tuple[Wire, Traffic]:
     return wire.on(replace(wire.group, traffic=traffic, silent=True), wire.reduce_dtype), traffic
 
 
-def _parts(wire: Wire, leaves: Sequence[Leaf]) -> list[Tensor]:
+def parts_of(wire: Wire, leaves: Sequence[Leaf], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """This rank's shards of leaves, without memory, for a wire that shards."""
-    return [torch.empty(high - low, device=META) for low, high in map(wire.span, leaves)]
+    return [torch.empty(high - low, dtype=dtype, device=META) for low, high in map(wire.span, leaves)]
 
 
-def _bytes_of(send: Callable[[Wire], None], wire: Wire) -> int | None:
+def bytes_of(send: Callable[[Wire], object], wire: Wire) -> int | None:
     """The bytes that a wire sends; `None` if it must see numbers, and fails without them."""
     silent, traffic = _silent(wire)
     try:
@@ -130,7 +130,7 @@ def misjoined(view: View, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
         return []
     wire, rank = _silent(view.wire)[0], view.wire.group.ranks[view.wire.group.rank]
     given = [view.given(leaf) for leaf in leaves]
-    parts = _parts(wire, leaves)
+    parts = parts_of(wire, leaves)
     found: dict[str, str] = {}
 
     def compare(name: str, of: Sequence[Leaf], make: Callable[[], Sequence[Any]], shapes: Any) -> None:

@@ -458,6 +458,9 @@ class ResidentParams:
             self.refreshing.append(self.fully_sharded.reshard)
         if self.stored_params.buckets:
             self.refreshing.append(self.stored_params.refresh)
+            if self.units is not None:
+                # This write is no one's from outside, which would make units that are prefetched out of date.
+                self.refreshing.append(self.units.schedule.recount)
         if self.wholes is not None:
             self.refreshing.append(self.wholes.note)
         if not self.pipe.road.exact:

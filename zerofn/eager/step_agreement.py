@@ -73,7 +73,7 @@ class WholeParameters:
         """
         mine = torch.tensor([self.noticed()], dtype=torch.int64, device=control.device)
         every = mine.new_empty(control.size)
-        work = all_gather_into(every, mine, control, async_op=True)
+        work = all_gather_into(every, mine, control, async_op=True, numbers=True)
 
         def keep() -> None:
             work.wait()

@@ -226,11 +226,13 @@ def _fp8_as_bytes(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.view(torch.uint8) if t.is_floating_point() else t for t in tensors)
 
 
-def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = False, what: str = "all_gather") -> Any:
+def all_gather_into(
+    out: Tensor, inp: Tensor, group: Group, async_op: bool = False, what: str = "all_gather", numbers: bool = False
+) -> Any:
     """Concatenate every rank's `inp` (n, ...) along axis 0 into `out` (size * n, ...), both contiguous.
 
-    `inp` may be this rank's own rows of `out`. `what` is its name in traffic, profiles and errors. Returns a work
-    handle if `async_op`.
+    `inp` may be this rank's own rows of `out`. `what` is its name in traffic, profiles and errors, and `numbers` says
+    that ranks agree by it (`Traffic.of_numbers`). Returns a work handle if `async_op`.
     """
     if group.size == 1:
         out.copy_(inp)
@@ -242,6 +244,8 @@ def all_gather_into(out: Tensor, inp: Tensor, group: Group, async_op: bool = Fal
         raw.all_gather_single(out, inp, group=group.pg)
         return DONE if async_op else None
     sent = (group.size - 1) * out.nbytes // group.size
+    if numbers:
+        group.traffic.of_numbers[what] += sent
     if group.size != 2 or group.device.type != "cpu":
         work = Work(what, sent, group, raw.all_gather_single, out, inp)
     else:
@@ -258,7 +262,7 @@ def gather_numbers(numbers: Sequence[int], group: Group, what: str = "all_gather
     """The integers of each rank, in rank order; every rank gives as many."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=group.device)
     every = mine.new_empty(group.size * len(numbers))
-    all_gather_into(every, mine, group, what=what)
+    all_gather_into(every, mine, group, what=what, numbers=True)
     return as_rows(every.view(group.size, len(numbers)), mine)
 
 
@@ -354,8 +358,8 @@ def exchange_into(out: Tensor, inp: Tensor, outs: list[int], ins: list[int], gro
     Work("all_to_all", sent, group, raw.all_to_all_single, out, inp, outs, ins).wait()
 
 
-def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Any:
-    """Reduce `t` over the ranks in place; `op` is "sum", "max" or "min"."""
+def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False, numbers: bool = False) -> Any:
+    """Reduce `t` over the ranks in place; `op` is "sum", "max" or "min". `numbers` as in `all_gather_into`."""
     if op not in raw.REDUCE:
         raise ValueError(f'op={op!r} is not one of "sum", "max", "min" (an average is a division before the sum)')
     if group.size == 1 or not t.numel():
@@ -366,5 +370,7 @@ def all_reduce_(t: Tensor, group: Group, op: str = "sum", async_op: bool = False
         raw.all_reduce(t, raw.REDUCE[op], group=group.pg)
         return DONE if async_op else None
     sent = 2 * (group.size - 1) * t.nbytes // group.size
+    if numbers:
+        group.traffic.of_numbers["all_reduce"] += sent
     work = Work("all_reduce", sent, group, raw.all_reduce, t, raw.REDUCE[op])
     return work if async_op else work.wait() and None

@@ -17,7 +17,7 @@ class Traffic:
 
     Bytes are those of a ring, which is optimal and what backends use for large buffers: (N-1)/N of the full buffer for
     an all-gather and for a reduce-scatter, twice that for an all-reduce. Collectives of objects and barriers count as
-    calls without bytes.
+    calls without bytes. `of_numbers` are those of them with which ranks agree, and of scalars such as norms.
 
     >>> t = Traffic()
     >>> t.sent("all_gather", 3 * 800 // 4)
@@ -25,11 +25,12 @@ class Traffic:
     (600, 1, {'all_gather': 600})
     """
 
-    __slots__ = ("_bytes", "_calls", "begun", "thread")
+    __slots__ = ("_bytes", "_calls", "begun", "of_numbers", "thread")
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
+        self.of_numbers: Counter[str] = Counter()
         # The number of the last collective, by which ranks see whether they are in the same one, and the thread that
         # began it. Never reset.
         self.begun, self.thread = 0, 0
@@ -60,6 +61,7 @@ class Traffic:
     def reset(self) -> None:
         self._bytes.clear()
         self._calls.clear()
+        self.of_numbers.clear()
 
     def __repr__(self) -> str:
         return f"Traffic(bytes={self.bytes}, calls={self.calls_by_op})"

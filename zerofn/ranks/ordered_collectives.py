@@ -366,7 +366,7 @@ class Rounds:
         sent = torch.tensor(mine + [NOTHING] * (WIDTH - len(mine)), dtype=torch.int64, device=self.control.device)
         every = sent.new_empty(WIDTH * self.control.size)
         try:
-            all_gather_into(every, sent, self.control)
+            all_gather_into(every, sent, self.control, numbers=True)
         except (KeyboardInterrupt, SystemExit):
             self.cut = True
             raise

@@ -329,6 +329,25 @@ def opened() -> list[Group]:
     return [g for g in registry.current().values() if g is not None and g.pg is not None]
 
 
+def bytes_sent() -> dict[str, int]:
+    """The bytes of parameters and gradients that this rank has sent since its groups were opened, by collective.
+
+    The difference over an optimizer step is `zf.plan(tx, model, world_size).road.sent`. Nothing is computed in a step
+    for it. As there, scalars (norms, losses) and numbers by which ranks agree are not counted. What a compiled graph
+    sends is not counted either.
+
+    Examples:
+        >>> from zerofn import collectives
+        >>> collectives.bytes_sent()  # one process sends nothing
+        {}
+    """
+    found: Counter[str] = Counter()
+    for group in opened():
+        found.update(group.traffic.by_op)
+        found.subtract(group.traffic.of_numbers)
+    return {op: sent for op, sent in found.items() if sent}
+
+
 def begun() -> dict[str, int]:
     """By channel, the number of the last collective or common call that this process has begun.
 

@@ -141,7 +141,7 @@ def _on_group_device(group: Group, x: Tensor, collective: Any) -> Tensor:
 
 def _reduced(x: Tensor, group: Group, op: str) -> Tensor:
     out = x.to(group.device, copy=True)
-    all_reduce_(out, group, op)
+    all_reduce_(out, group, op, numbers=True)
     return out.to(x.device)
 
 

@@ -102,7 +102,7 @@ def _gather(numbers: list[int], control: Group) -> tuple[Any, Tensor, Tensor]:
     """Begin to gather numbers. Return the work handle, all ranks' numbers (ranks, numbers), and this rank's."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=control.device)
     every = mine.new_empty((control.size, len(mine)))
-    return all_gather_into(every.view(-1), mine, control, async_op=True), every, mine
+    return all_gather_into(every.view(-1), mine, control, async_op=True, numbers=True), every, mine
 
 
 def check_marks(rows: list[list[int]], names: list[str], control: Group) -> None:

@@ -61,6 +61,17 @@ def gathers_first(promise: Iterable[Asked]) -> list[Asked]:
     return found + sums
 
 
+def gathers(units: int) -> list[int]:
+    """How often each of so many units is gathered, by a forward that uses them in order, and its backward.
+
+    The units that forward has used last are still unsharded when backward begins.
+
+    >>> gathers(4)
+    [2, 2, 1, 1]
+    """
+    return [2] * (units - ALIVE) + [1] * min(units, ALIVE)
+
+
 class Flight(NamedTuple):
     """A reduce-scatter under way that backward does not wait for.
 
@@ -243,6 +254,11 @@ class Schedule:
         if self.coming is not None:
             self.finish_prefetched()
         self.updates += 1
+
+    def recount(self) -> None:
+        """Take the shards as they are now: an update has written them."""
+        for unit in self.units:
+            unit.counts = writes(unit.shards)
 
     @contextmanager
     def updating(self, places: Collection[tuple[int, int]]) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -25,23 +26,24 @@ from ..core.layout import (
     make_layout,
     not_a_parameter,
     parameters_of,
-    rows_between,
-    width,
 )
 from ..core.pipeline import Pipeline, first_state, pipeline
-from ..core.rank_agreement import unreduced
+from ..core.rank_agreement import bytes_of, parts_of, unreduced
 from ..core.spec import Spec, Station
 from ..core.state import State
 from ..core.state_entries import Entry, entries
 from ..core.transform import Transform
 from ..core.tree import Tree, flatten, tree_map, tree_paths
 from ..core.uncompiled import kept_out_of_graphs
-from ..core.view import Ranks, View
+from ..core.view import Ranks, View, Wire, cutting_wires
 from ..core.wrapper_names import buffers_in, names_with_wrappers
 from ..eager.optimizer import Optimizer
 from ..module.attach_checks import check_initialised, dtypes_of_buffers
+from ..pure.linearize import units_by_prefix
 from ..ranks.backend import ranks_of
 from ..ranks.group import Group
+from ..sharded.schedule import gathers
+from ..sharded.units import UnitPlans, split
 
 # ----------------------------------------------------------------------------------------------------------------------
 # These functions format tables: bytes, dtypes, paths that differ in numbers only, and aligned columns.
@@ -144,9 +146,11 @@ class StationsTable:
             both are sharded, 3 if parameters are sharded too.
         gradients: bytes of gradients that this rank has between a backward and the step, as `zf.vjp` returns them.
         sent: by collective, the bytes that this rank sends for one optimizer step of an attached model, all micro-steps
-            of its window together: gradients, parameters, whole leaves to their owners. Parameters under `shard`
-            are gathered twice in a micro-step, except those that need not be freed in between. Padding, the number per
-            leaf that says whether it was used, and numbers of the tree are not counted.
+            of its window together: gradients, parameters, whole leaves to their owners. It is the difference of
+            `zf.collectives.bytes_sent()` over the step. A unit of parameters under `shard` is counted twice in a
+            micro-step, except the last two, which backward finds unsharded; of units whose backward needs no parameter,
+            such as a first embedding, less is sent. `zf.make_step` without `shard` gathers parameters once for each
+            micro-step. Scalars, such as norms, are not counted.
         world: the number of ranks.
         meant: whether gradients are reduced over ranks, or the chain says by `zf.local()` that they are not.
     """
@@ -168,8 +172,8 @@ class StationsTable:
         return card(f"a gradient of {first}, behind each transform", road(stops), text=repr(self))
 
 
-def stations_table(pipe: Pipeline, world: int = 1) -> StationsTable:
-    """The stations of a pipeline as a table, in a world of so many ranks."""
+def stations_table(pipe: Pipeline, world: int = 1, units: list[list[Leaf]] | None = None) -> StationsTable:
+    """The stations of a pipeline as a table, in a world of so many ranks, where these leaves are gathered together."""
     rows = [
         StationRow(station.transform, path, spec.dtype, handed.placements, spec.placements, spec.scaled_by, spec.bytes)
         for station in pipe.stations
@@ -180,7 +184,8 @@ def stations_table(pipe: Pipeline, world: int = 1) -> StationsTable:
     specs = pipe.road.specs[len(pipe.road.pulled)]
     dtypes = pipe.road.grad_dtypes
     gradients = sum(specs[p].numel * dtypes[p].itemsize for p in pipe.layout.trained)
-    return StationsTable(tuple(rows), mesh, _zero(pipe), gradients, _sent(pipe), world, not unreduced(pipe))
+    own = units_by_prefix(pipe.layout.leaves) if units is None else units
+    return StationsTable(tuple(rows), mesh, _zero(pipe), gradients, _sent(pipe, own), world, not unreduced(pipe))
 
 
 def _zero(pipe: Pipeline) -> int:
@@ -193,62 +198,77 @@ def _zero(pipe: Pipeline) -> int:
     return 1 if whole else 2
 
 
-def _sent(pipe: Pipeline) -> dict[str, int]:
+def _sent(pipe: Pipeline, units: list[list[Leaf]]) -> dict[str, int]:
     """Bytes by collective for one window. All transforms that accumulate gradients determine its length."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     window = left = math.prod(part.facts.window for part in pipe.parts)
     for part, view, at in zip(pipe.parts, pipe.views, pipe.stations[1:], strict=True):
         if view is not None and view.wire is not None:
             # A reduction behind an accumulation runs once for each window, unless backward makes it.
             reached = window if any(own is view for own in pipe.road.pulled) else left
-            for leaf in pipe.layout.leaves:
-                for op, size in _sent_by_wire(pipe, view, at, leaf, window, reached):
-                    found[op] = found.get(op, 0) + size
+            for op, size in _sent_on_use(pipe, view, units) if not view.resident else ():
+                found[op] += size * window
+            for op, size, times in _sent_at_step(pipe, view, at, reached) if view.resident else ():
+                found[op] += size * times
         for leaf in pipe.layout.trainable:
-            if size := _sent_for_owners(at.handed[leaf.path], at.gives[leaf.path], part.facts.optimizes, pipe):
-                found["all_to_all"] = found.get("all_to_all", 0) + size * left
+            found["all_to_all"] += (
+                _sent_for_owners(at.handed[leaf.path], at.gives[leaf.path], part.facts.optimizes, pipe, leaf) * left
+            )
         left //= part.facts.window
-    return found
+    return {op: size for op, size in found.items() if size}
 
 
-def _sent_by_wire(
-    pipe: Pipeline, view: View, at: Station, leaf: Leaf, window: int, reached: int
-) -> Iterator[tuple[str, int]]:
-    """Bytes of one leaf by collective, for a window of micro-steps in which `reached` gradients come to the wire."""
+def _sent_on_use(pipe: Pipeline, view: View, units: list[list[Leaf]]) -> Iterator[tuple[str, int]]:
+    """Bytes by collective of a micro-step, in which these units are gathered on use and their gradients reduced."""
     assert view.wire is not None
-    size, before, after = view.wire.group.size, at.handed[leaf.path], at.gives[leaf.path]
-    assert after.sum_dtype is not None and after.stored_dtype is not None
-    ring, cut = before.numel * (size - 1) / size, rows_between(before.shape or (), *before.range)
-    row = width((before.numel,) if cut is None else cut, size)
+    plans = UnitPlans(units, pipe.road, view.wire)
+    for plan, times in zip(map(plans.plan_of, units), gathers(len(units)), strict=True):
+        for bucket in plan.buckets:
+            yield "all_gather", times * _gathered(plans.model_wire, bucket, plan.dtypes[bucket[0].path])
+        for leaves, numels, dtype in plan.grad_buckets:
+            yield "reduce_scatter", _summed(view.wire, leaves, numels, dtype)
 
-    def coded(codes: Any) -> int:
-        # Coded leaves are sent in whole blocks.
-        return (size - 1) * -(-row // codes.block) * codes.nbytes(codes.block)
 
-    if leaf.trainable:
-        if after.sent_as is not None:
-            yield "reduce_scatter", coded(after.sent_as) * reached
-        else:
-            times = (1 if view.wire.cuts else 2) * reached
-            yield "reduce_scatter" if view.wire.cuts else "all_reduce", round(ring * after.sum_dtype.itemsize * times)
-    if view.wire.cuts:
+def _sent_at_step(pipe: Pipeline, view: View, at: Station, reached: int) -> Iterator[tuple[str, int, int]]:
+    """Bytes by collective, and how often they are sent in a window in which `reached` gradients come to the wire."""
+    wire = view.wire
+    assert wire is not None
+    for bucket in pipe.road.sums[view.name]:
+        size = _summed(wire, bucket.leaves, bucket.numels, bucket.dtype)
+        yield "reduce_scatter" if wire.cuts else "all_reduce", size, reached
+    if wire.cuts:
         behind = pipe.stages[next(i for i, own in enumerate(pipe.stages) if own is view) :]
         cast = any(own.dtypes is not None for own in behind)
-        dtype, times = pipe.dtypes.seen(leaf) if cast else after.stored_dtype, 1 if view.resident else 2 * window
-        each = ring * dtype.itemsize if after.gathered_as is None else coded(after.gathered_as)
-        yield "all_gather", round(each * times)
+        for leaf in pipe.layout.leaves:
+            dtype = pipe.dtypes.seen(leaf) if cast else at.gives[leaf.path].stored_dtype
+            assert dtype is not None
+            yield "all_gather", _gathered(wire, [leaf], dtype), 1
 
 
-def _sent_for_owners(handed: Spec, gives: Spec, optimizes: bool, pipe: Pipeline) -> int:
+def _gathered(wire: Wire, leaves: Sequence[Leaf], dtype: torch.dtype) -> int:
+    return bytes_of(lambda silent: silent.send_parts(parts_of(silent, leaves, dtype), leaves), wire) or 0
+
+
+def _summed(wire: Wire, leaves: Sequence[Leaf], numels: Sequence[int], dtype: torch.dtype) -> int:
+    fulls = [torch.empty(n, dtype=dtype, device="meta") for n in numels]
+    return bytes_of(lambda silent: silent.send(silent.pack(fulls, leaves, numels, dtype, fulls[0].device)), wire) or 0
+
+
+def _sent_for_owners(handed: Spec, gives: Spec, optimizes: bool, pipe: Pipeline, leaf: Leaf) -> int:
     """Bytes that this rank sends for one leaf: its shards of gradient and parameter; as the owner, the update."""
     owners = [p.rank for p in handed.placements if isinstance(p, Owner)]
     if not owners or handed.dtype is None or gives.stored_dtype is None:
         return 0
-    mine = owners == [group.rank for group in pipe.road.cutting]
-    whole = torch.Size(handed.shape or ()).numel()
     back = gives.stored_dtype if optimizes else handed.dtype
-    piece = handed.numel * (handed.dtype.itemsize + gives.stored_dtype.itemsize)
-    return (whole - handed.numel) * back.itemsize if mine else piece
+    wires = cutting_wires(pipe.road.stages)
+    found, size = 0, handed.numel
+    # Along the last axis first. Who is not at the owner's place there has sent all that it had.
+    for k, (wire, rank) in reversed(list(enumerate(zip(wires, owners, strict=True)))):
+        if wire.group.rank != rank:
+            return found + size * (handed.dtype.itemsize + gives.stored_dtype.itemsize)
+        low, high = wires[k - 1].span(leaf) if k else (0, torch.Size(handed.shape or ()).numel())
+        found, size = found + (high - low - size) * back.itemsize, high - low
+    return found
 
 
 def _cells(row: StationRow) -> tuple[str, str, str]:
@@ -545,7 +565,8 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         except NoNumbers as error:
             why = f"the first state of a transform depends on values ({error}), and a plan has shapes and dtypes only"
             raise ValueError(explain("zf.plan(tx, params)", why, "zf.describe(zf.init(tx, params))")) from error
-        return replace(table_of(state, buffers), road=stations_table(pipe, world_size))
+    units = None if model is None else split(model, layout.leaves, dict(once.values()))[0]
+    return replace(table_of(state, buffers), road=stations_table(pipe, world_size, units))
 
 
 def _stored(pipe: Pipeline, leaves: Leaves) -> Leaves:
