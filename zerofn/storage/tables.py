@@ -565,7 +565,9 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         except NoNumbers as error:
             why = f"the first state of a transform depends on values ({error}), and a plan has shapes and dtypes only"
             raise ValueError(explain("zf.plan(tx, params)", why, "zf.describe(zf.init(tx, params))")) from error
-    units = None if model is None else split(model, layout.leaves, dict(once.values()))[0]
+    units = None
+    if model is not None:
+        units = split(model, layout.leaves, {leaf.path: params[leaf.path] for leaf in layout.leaves})[0]
     return replace(table_of(state, buffers), road=stations_table(pipe, world_size, units))
 
 
