@@ -146,9 +146,9 @@ def test_a_compiler_that_fails_later(fresh_kernels, monkeypatch, required):
     """One kernel was built; of those after it every one is an error where it is required, and once a warning else."""
     monkeypatch.setenv("ZEROFN_NATIVE", "require" if required else "1")
     whole = copier(fresh_kernels)
-    # The first library is of four float32, which is what a compiler is tried with.
+    # The first library is of float32, which is what a compiler is tried with.
     monkeypatch.setenv(
-        "CC", script(fresh_kernels, f'case "$*" in *bf16*) echo no more; exit 3;; esac; exec {whole} "$@"', "cc")
+        "CC", script(fresh_kernels, f'case "$*" in *ZF_KIND=1*) echo no more; exit 3;; esac; exec {whole} "$@"', "cc")
     )
     x = torch.ones(3, dtype=BF16)
     if not required:

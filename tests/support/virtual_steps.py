@@ -446,7 +446,7 @@ def _moved(fn: Callable[..., Any]) -> zf.Transform:
 
 OWN: dict[str, Callable[[], zf.Transform]] = {
     "formula, path": lambda: optimizer("own", 0.1, {}, _by_path),
-    "formula, dtype": lambda: optimizer("own", 0.1, {}, _by_dtype, of_lists=True),
+    "formula, dtype": lambda: optimizer("own", 0.1, {}, _by_dtype),
     "leafwise": lambda: _own_lion(lr=0.1),
     "leafwise, two states": lambda: zf.chain(_two_states(), zf.sgd(0.125)),
     "leafwise, branching": lambda: zf.chain(_branching(), zf.sgd(0.125)),

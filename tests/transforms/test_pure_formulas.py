@@ -50,7 +50,10 @@ LAYOUT = zf.init(zf.sgd(0.1), {"w": torch.zeros(1)}).layout
 WORDS = {
     "put add": (lambda ctx, old, x: ctx.put(torch.add, old, x), lambda old, x: old + x),
     "put div": (lambda ctx, old, x: ctx.put(torch.div, old, 3), lambda old, x: old / 3),
-    "put towards": (lambda ctx, old, x: ctx.put(towards, old, x, 0.25), lambda old, x: old.lerp(x.to(old.dtype), 0.25)),
+    "put towards": (
+        lambda ctx, old, x: ctx.put(towards, old, x, 0.25),
+        lambda old, x: old + (x.to(old.dtype) - old) * 0.25,
+    ),
     "copied": (lambda ctx, old, x: ctx.copied(old, x), lambda old, x: x),
 }
 

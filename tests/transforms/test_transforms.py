@@ -308,27 +308,30 @@ def test_change_of_adam_is_that_of_float64(ours, theirs):
         torch.testing.assert_close(change[k], x.detach() - wide[k], rtol=1e-4, atol=8e-6)
 
 
+# torch fuses the product of `add(alpha=)` with the sum on some processors. Of powers of two the product is exact, and
+# whether it is fused changes no bit.
 SGDS = [
     {},
-    {"momentum": 0.9},
-    {"momentum": 0.9, "dampening": 0.3},
-    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    {"weight_decay": 0.05},
-    {"momentum": 0.5, "dampening": 1.0, "weight_decay": 0.1},
+    {"momentum": 0.5},
+    {"momentum": 0.5, "dampening": 0.75},
+    {"momentum": 0.5, "nesterov": True, "weight_decay": 0.125},
+    {"weight_decay": 0.0625},
+    {"momentum": 0.5, "dampening": 1.0, "weight_decay": 0.125},
 ]
 
 
 @pytest.mark.parametrize("missing", [(), ("b", "big")])
 @pytest.mark.parametrize("options", SGDS)
 def test_sgd_has_the_bits_of_torch(options, missing):
-    state = train(zf.sgd(1e-2, **options), tree(), missing=missing)
-    expected = torch_train(lambda ps: torch.optim.SGD(ps, 1e-2, foreach=False, **options), tree(), missing=missing)[0]
+    lr = 2.0**-7
+    state = train(zf.sgd(lr, **options), tree(), missing=missing)
+    expected = torch_train(lambda ps: torch.optim.SGD(ps, lr, foreach=False, **options), tree(), missing=missing)[0]
     assert_trees_equal(state.params, expected)
 
 
-def test_sgd_is_near_torch_foreach_and_fused():
+def test_sgd_is_near_torch_with_any_numbers():
     expected = train(zf.sgd(1e-2, momentum=0.9, weight_decay=0.1), tree()).params
-    for how in ({"foreach": True}, {"fused": True}):
+    for how in ({"foreach": False}, {"foreach": True}, {"fused": True}):
         make = functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, weight_decay=0.1, **how)
         # One rounding per operation against a fused one: two in an update, 40 updates, |p| <= 4.
         assert_trees_close(torch_train(make, tree())[0], expected, ulps=80, floor=1.0)

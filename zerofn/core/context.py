@@ -264,7 +264,7 @@ class Context:
         """`operation(old, *given)` in the dtype of `old`; in the memory of `old` if it is donated.
 
         Args:
-            operation: a function of torch that takes `out=`, such as `torch.add`, or a term such as `plus`.
+            operation: a function of torch that takes `out=`, such as `torch.add`, or the word `towards`.
             old: its first argument, which the result replaces.
             given: its other arguments.
         """

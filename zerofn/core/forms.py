@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .._errors import kind_of
+from ..kernels.rounding import FORMAT_ENTRY
 from .tree import Tree, flatten, named, tensors_of
 
 _SHAPE, _DTYPE, _DEVICE = map(attrgetter, ("shape", "dtype", "device"))
@@ -75,7 +76,9 @@ class Form:
         for name in dict.fromkeys([*ours, *theirs]):
             slot = "/".join(filter(None, (owner, name.slot, name.below)))
             if name not in ours or name not in theirs:
-                if not grows:
+                # States of older versions lack this entry, and go on by the first format.
+                old = name in ours and name.path is None and name.slot.split("/")[-1] == FORMAT_ENTRY
+                if not grows and not old:
                     why = "is missing" if name in ours else "is unexpected"
                     rows.append((name.path or slot, f"{slot} {why}" if name.path else why))
                 continue

@@ -197,7 +197,7 @@ def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
             return False
         if not all(map(_IS_CPU, column)) or not all(map(Tensor.is_contiguous, column)):
             return False
-    return gives_bits(decoupled, beta1 > 0.5, columns[1][0].dtype)
+    return native.quiet_compiler() is not None and gives_bits(decoupled, beta1 > 0.5, columns[1][0].dtype)
 
 
 def can_masters(decoupled: bool, dtype: torch.dtype) -> bool:
@@ -207,7 +207,9 @@ def can_masters(decoupled: bool, dtype: torch.dtype) -> bool:
         decoupled: whether the weight decay is decoupled from the gradient.
         dtype: of gradients, fp32 or bf16.
     """
-    return all([gives_bits(decoupled, near, dtype, True) for near in (True, False)])
+    return native.quiet_compiler() is not None and all(
+        [gives_bits(decoupled, near, dtype, True) for near in (True, False)]
+    )
 
 
 def run(
@@ -276,8 +278,6 @@ def gives_bits(decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = 
         dtype: of gradients, fp32 or bf16.
         masters: whether parameters are masters of 24 bits.
     """
-    if native.quiet_compiler() is None:
-        return False
     mine, torchs = _sample(), _sample()
     mine[1] = [x.to(dtype) for x in mine[1]]
     torchs[1] = [x.to(torch.float32) for x in mine[1]]

@@ -119,6 +119,7 @@ class Plans:
             # A formula that gets lists and such numbers may raise any error. A real one is raised again by a tensor.
             raise NotOnLists(f"{type(error).__name__}: {error}") from error
         results, stores = [], []
+        fresh: dict[int, list[Tensor]] = {}
         for i, x in enumerate(made):
             place = None if into is None else into[i]
             if place is not None:
@@ -128,8 +129,9 @@ class Plans:
                     stores[-1].memory = lists[place].like
                 results.append(place)
             elif x.pending:
-                x.memory = [torch.empty(0, dtype=x.dtype, device=columns[0][0].device)]
-                stores.append(x)
+                # A formula may return one value twice: each has memory of its own.
+                stores.append(TensorList(x.like, x.term))
+                stores[-1].memory = fresh[i] = [torch.empty(0, dtype=x.dtype, device=columns[0][0].device)]
                 results.append(None)
             else:
                 results.append(next(i for i, given in enumerate(lists) if given.like is x.memory))
@@ -140,7 +142,7 @@ class Plans:
         for column in found.columns:
             place = next((i for i, given in enumerate(lists) if given.like is column), None)
             if place is None:
-                place = -1 - next(i for i, x in enumerate(made) if x.memory is column)
+                place = -1 - next(i for i, memory in fresh.items() if memory is column)
             places.append(place)
         draws = found.draws
         return Plan(

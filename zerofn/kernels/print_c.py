@@ -337,7 +337,8 @@ def formula_kernel(program: Program, command: native.Command) -> Any:
     except (OSError, AttributeError) as error:
         native.give_up(f"the C kernel of a formula could not be built or loaded ({shlex.join(command)}: {error})")
         return None
-    if gives_bits(program, function):
+    unfused = program == _UNFUSED or formula_kernel(_UNFUSED, command) is not None
+    if unfused and gives_bits(program, function):
         return function
     native.give_up("the C kernel of a formula, as this compiler builds it, gives other bits than eager torch")
     return None
@@ -345,6 +346,10 @@ def formula_kernel(program: Program, command: native.Command) -> Any:
 
 # torch fuses the product in these on some processors, and not in the last elements of a tensor: there is no reference.
 _FUSED = {"plus", "addcmul", "lerp", "lerp_back"}
+
+
+# A product and a sum, which a compiler may fuse against its orders: that hides behind the rounding to 16 bits.
+_UNFUSED = Program((0, 0), (), (0,), (("mul", ("x0", "n0"), 0), ("add", ("x2", "x1"), 0)), ((0, "x3"),), (0,), ())
 
 
 def gives_bits(program: Program, function: Any) -> bool:

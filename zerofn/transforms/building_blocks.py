@@ -94,7 +94,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         tensor([-2.5000])
 
     Notes:
-        `chain(trace(0.9), scale_by_lr(lr))` is `sgd(lr, momentum=0.9)` to the last bit.
+        In fp32 and fp64 `chain(trace(0.9), scale_by_lr(lr))` is `sgd(lr, momentum=0.9)` to the last bit.
     """
     check_number("trace", "decay", decay, high=1.0)
     check_flag("trace", "nesterov", nesterov)

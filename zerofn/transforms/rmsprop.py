@@ -62,7 +62,9 @@ def rmsprop(
         -0.2
 
     Notes:
-        In fp32 on a CPU the bits are torch's, except with `centered`. On a GPU a root is rounded to nearest.
+        Each operation rounds once, and roots in fp32 are the nearest numbers: a shard has the bits of the full leaf, on
+        every processor. `torch.optim.RMSprop` fuses products with sums on some processors, and its roots on a CPU are
+        not always the nearest numbers, so that an update differs from it by a rounding of each product and root.
     """
     check_lr("rmsprop", lr)
     check_number("rmsprop", "alpha", alpha, high=1.0)

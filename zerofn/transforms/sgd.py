@@ -55,8 +55,10 @@ def sgd(
         {'w': tensor([-0.5000])}
 
     Notes:
-        The bits are torch's. In fp32 and fp64 a shard has the bits of the full leaf. In bf16 and fp16 the last elements
-        of a shard may differ, because torch's vectorized `add` rounds the last elements of a tensor once more.
+        Each operation rounds once: a shard has the bits of the full leaf, on every processor. `torch.optim.SGD` fuses
+        products with sums on some processors, so that an update in fp32 or fp64 differs from it by one rounding of each
+        product. Where products are exact, as with rates and decays that are powers of two, the bits are torch's. In
+        bf16 and fp16 the formula is computed in fp32, and each result is rounded once.
     """
     check_lr("sgd", lr)
     check_number("sgd", "momentum", momentum, high=1.0)
