@@ -29,7 +29,8 @@ from virtual_steps import formulas_by_torch
 import zerofn as zf
 from zerofn.core import executor, offload  # inside: how large a bucket is, a step that raises between two of them
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
-from zerofn.kernels import adam, coded_adam, formulas  # inside: Triton's kernels are no operators
+from zerofn.kernels import adam, coded_adam  # inside: Triton's kernels are no operators
+from zerofn.kernels import program as program_module  # inside: as above
 
 HOST = "host"
 # Operators that read and write no elements, besides those that launch nothing.
@@ -375,7 +376,7 @@ def offloaded(chain: str, program: str, within: bool, broken: bool = False) -> t
         patch.setattr(in_backward, "TOGETHER", 64)
         patch.setattr(adam, "triton_kernel", lambda *_: False)
         patch.setattr(coded_adam, "triton_kernel", lambda *_: False)
-        patch.setattr(formulas, "triton_for", lambda device: None)
+        patch.setattr(program_module, "triton_for", lambda device: None)
         patch.setattr(offload.CopyQueue, "copy", copy)
         if broken:
             patch.setattr(offload.PendingCopy, "release", lambda self: None)
