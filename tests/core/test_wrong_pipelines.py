@@ -255,7 +255,6 @@ class Layer:
 
 for bad, error, *words in (
     ({"i": torch.arange(3), "j": torch.ones(2).bool()}, TypeError, "i: torch.int64", "j: torch.bool", "outside"),
-    ({"c": torch.ones(2, dtype=torch.complex64)}, TypeError, "c: torch.complex64", "view_as_real"),
     ({"q": torch.ones(2).to(torch.float8_e4m3fn)}, TypeError, "q: torch.float8_e4m3fn", "16 bits"),
     ({"s": torch.ones(2, 2).to_sparse()}, TypeError, "s: layout torch.sparse_coo"),
     ({"n": 3.0, "t": "text"}, TypeError, "n: float is no tensor", "t: str is no tensor"),

@@ -364,7 +364,8 @@ def _plans(mode: Mode, form: int) -> Plans:
 
 def _call(leaves: Leaves, settings: Settings, norms: bool = False) -> list[float]:
     plans = _plans(settings.mode(leaves.dtypes(0)), settings.form)
-    numbers: Any = {"seed": settings.seed, "step": settings.step, **settings.scalars._asdict()}
+    numbers: Any = dict(zip(Scalars._fields, settings.scalars, strict=True))
+    numbers |= {"seed": settings.seed, "step": settings.step}
     columns: Any = list(map(list, leaves.tensors))
     into = [0, 2, 3, 4][: len(columns) - 1]
     _, sums = plans.run(columns, numbers, into, norms, leaves.keys, leaves.offsets)

@@ -1,8 +1,8 @@
 """Adam on masters of 24 bits: one pass, with the bits of joining them, updating and taking them apart.
 
-On a CPU it is a kernel in C (`fused_adam.formula`, printed), on a GPU one of Triton's (`triton_masters.py`). Masters are numbers in
-registers alone: with a bf16 gradient 13 bytes of an element are read and 11 written, where three passes read 25 and
-write 19. `coded_adam.py` does the same where moments are codes.
+On a CPU it is a kernel in C (`fused_adam.formula`, printed), on a GPU one of Triton's (`triton_masters.py`). Masters
+are numbers in registers alone: with a bf16 gradient 13 bytes of an element are read and 11 written, where three passes
+read 25 and write 19. `coded_adam.py` does the same where moments are codes.
 """
 
 from __future__ import annotations

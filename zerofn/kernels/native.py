@@ -535,10 +535,10 @@ def squares(x: Tensor) -> float | None:
 
 def check_memory(tensors: Sequence[Sequence[Tensor]], addresses: Sequence[Sequence[int]]) -> None:
     """Raise for tensors that C would read at address 0 or on another device, which would end the process."""
-    for place, (ts, row) in enumerate(zip(tensors, addresses, strict=True)):
+    for ts, row in zip(tensors, addresses, strict=True):
         for i, (t, address) in enumerate(zip(ts, row, strict=True)):
             if t.numel() and not (t.is_cpu and address):
-                wrong = f"the C kernel on entry {i} of list {place}, a {t.dtype} tensor of shape {tuple(t.shape)}"
+                wrong = f"the C kernel on entry {i} of a list, a {t.dtype} tensor of shape {tuple(t.shape)}"
                 why = f"it is on {t.device}{'' if address else ', without memory'}, where C cannot read it"
                 raise ValueError(explain(wrong, why, "tensors on the CPU"))
 

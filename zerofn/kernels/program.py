@@ -761,8 +761,8 @@ def gives_bits(check: Callable[[], bool], kernel: str, instead: str) -> bool:
 def printer_for(device: torch.device) -> Any:
     """The module that prints and runs kernels for this device, `print_c` or `print_triton`; `None` without one."""
     if device.type == "cpu":
-        from . import print_c
-
+        # By its name, since it imports this module.
+        print_c = importlib.import_module(".print_c", __package__)
         return print_c if print_c.works() else None
     return triton_for(device)
 
