@@ -52,6 +52,9 @@ from zerofn.core.chain import wrapped as wrapped
 from zerofn.core.chain import wrapped_optimizer as wrapped_optimizer
 from zerofn.core.context import Context as Context
 from zerofn.core.context import Prepared as Prepared
+from zerofn.core.context import Rounding as Rounding
+from zerofn.core.context import check_format as check_format
+from zerofn.core.context import format_of as format_of
 from zerofn.core.executor import buckets as buckets
 from zerofn.core.facts import AVERAGE as AVERAGE
 from zerofn.core.facts import COUNT as COUNT

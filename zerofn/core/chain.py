@@ -18,7 +18,7 @@ from .guest import GradientTransformation, check_guest, complete, guest
 from .layout import Layout, Leaves, prefix_values
 from .leafwise import transform
 from .survey import check_order, effect
-from .transform import Transform, TransformState, nothing_to_prepare
+from .transform import Transform, TransformState, gives_parameters, nothing_to_prepare
 from .view import no_view
 
 
@@ -92,7 +92,7 @@ def in_turn(parts: tuple[Transform, ...]) -> Transform:
         "chain",
         Scope.LEAF if alone else Scope.WHOLE,
         most(p.needs for p in parts),
-        Facts(capturable=_capturable(parts)),
+        Facts(capturable=_capturable(parts), rounds=_round(parts)),
         init_fn=init,
         prepare_fn=prepare if alone else nothing_to_prepare,
         update_fn=update,
@@ -488,6 +488,11 @@ def _outcome(t: Transform) -> tuple[str, Facts]:
     return "gradient to gradient", Facts(directs=any(f.directs for f in facts))
 
 
+def _round(parts: Iterable[Transform]) -> bool:
+    """Whether all that make new parameters round them as the context says."""
+    return all([t.facts.rounds or not gives_parameters(t) for t in parts])
+
+
 def _capturable(parts: Iterable[Transform]) -> bool:
     return all(part.facts.capturable for part in parts)
 
@@ -513,7 +518,7 @@ def _by_label(
     # A member that looks at its whole group cannot be run bucket by bucket, nor leaf by leaf.
     alone = all(t.scope is Scope.LEAF for t in members.values())
     facts = _outcome(next(iter(members.values())))[1] if members else Facts(optimizes=True)
-    facts = replace(facts, capturable=_capturable(members.values()))
+    facts = replace(facts, capturable=_capturable(members.values()), rounds=_round(members.values()))
 
     def groups(layout: Layout, paths: Set[str]) -> dict[str, set[str]]:
         given = labels(layout, paths)

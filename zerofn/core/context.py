@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import is_
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..kernels.lists import at_once, in_place
 from ..kernels.norms import leaf_norms
 from ..kernels.program import TensorList, write_where
 from ..kernels.recording import concrete, number
+from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY, known_formats
 from .layout import Layout, Leaves
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -51,6 +52,45 @@ class Norms:
             self.found.update(leaf_norms(self.requests))
             self.requests = {}
         return self.found
+
+
+class Rounding(NamedTuple):
+    """How results are rounded at random where they are stored in 16 bits (`precision(rounding="stochastic")`).
+
+    Attributes:
+        seed: of the random bits.
+        form: the format of the draws, a number; a tensor under `vmap`.
+        step: the number of this update, for a transform that does not count the updates of each leaf; else `None`.
+    """
+
+    seed: int
+    form: Any
+    step: Any = None
+
+
+def format_of(state: Mapping[str, Any]) -> Any:
+    """The format of the random bits of a transform's state: a number, or a tensor under `torch.func.vmap`.
+
+    A state without one has the first format: it was pickled before there was another.
+    """
+    return number(state[FORMAT_ENTRY]) if FORMAT_ENTRY in state else FIRST_FORMAT
+
+
+def check_format(name: str, state: Mapping[str, Any], ctx: Context) -> None:
+    """Refuse the state of a transform of this name with a format of random bits that this version does not know."""
+    if FORMAT_ENTRY in state:
+        form = state[FORMAT_ENTRY]
+        ctx.check(form, lambda x: x in known_formats(), lambda: _unknown_format(name, form))
+
+
+def _unknown_format(name: str, form: Tensor) -> Exception:
+    return ValueError(
+        explain(
+            f"a state of {name} with {FORMAT_ENTRY} {form.item()}",
+            f"this zerofn knows the formats {known_formats()}: a newer one made the state, or it is damaged",
+            "an update of zerofn; or start with new moments: zf.init(tx, zf.full_params(tx, state))",
+        )
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,6 +239,7 @@ class Context:
         written: prefixes of the transforms that have begun to write into donated memory. If an error is raised after
             that, the state is neither the old one nor the new. Filled by `own` and `into`.
         prefix: the place of a nested transform, for instance ``"partition.decay."``.
+        rounding: how a transform that says `Facts.rounds` rounds what it stores in 16 bits; by default to nearest.
     """
 
     layout: Layout
@@ -226,6 +267,7 @@ class Context:
     under_way: list[UnderWay] = field(default_factory=list)
     written: set[str] = field(default_factory=set)
     prefix: str = ""
+    rounding: Rounding | None = None
 
     @property
     def loss(self) -> Tensor:

@@ -84,6 +84,8 @@ class Facts:
         shadows: slots of its state, with a tensor for each leaf, that follow from the parameter: copies of it, and what
             its dtype has lost of it. Elements that somebody writes into an attached model's parameter are taken anew
             there, as a new state would have them. Without this the old values would win at the next update.
+        rounds: it rounds new parameters, and tensors of its state that start as zeros like them, as `Context.rounding`
+            says where they are stored in 16 bits. `precision(rounding="stochastic")` refuses an optimizer without it.
         holds: it keeps gradients for a later micro-step.
     """
 
@@ -112,6 +114,7 @@ class Facts:
     wants_largest: tuple[tuple[str, tuple[int, ...]], ...] = ()
     owes: bool = False
     shadows: tuple[Shadow, ...] = ()
+    rounds: bool = False
     holds: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec
 
@@ -19,6 +19,7 @@ from .arguments import check_flag, check_needs, learning_rate, made_outside_of_g
 from .context import Context, Prepared
 from .facts import Facts
 from .layout import Layout, Leaves
+from .optimizer import SHORT, LeafStep
 from .returned_values import misfit
 from .state import counter
 from .transform import Transform, TransformState
@@ -236,6 +237,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
                 optimizes=optimizer,
                 rate=config.get("lr") if optimizer else None,
                 starts_wide=True,
+                rounds=True,
                 # A function that gets `step` may read it in Python, which a captured graph does not run again.
                 capturable=not made.counts,
             ),
@@ -309,7 +311,7 @@ class _OnLeaves:
     def update(self, grads: Leaves, state: TransformState, params: Leaves, options: Any, ctx: Context) -> Any:
         out: Leaves = {}
         stateful, kept, wrong = self.start is not None, dict(state.get("value", {})), []
-        together = self.on_lists(grads, params, kept, options) if self.of_lists and not ctx.recorded else {}
+        together = self.on_lists(grads, params, kept, options, ctx) if self.of_lists and not ctx.recorded else {}
         for path, g in grads.items():
             p = params[path]
             if path in together:
@@ -318,24 +320,28 @@ class _OnLeaves:
                     kept[path] = own
                 continue
             given = (g, p, kept[path]) if stateful else (g, p)
+            given = given if ctx.rounding is None else tree_map(_wide, given)
             of_leaf = {PATH: path, OFFSET: ctx.offsets.get(path, 0)}
             options = {**options, **{name: x for name, x in of_leaf.items() if name in self.provided}}
             returned = self.function(*given, **options) if stateful else (self.function(*given, **options), None)
-            if reason := _misreturned(returned, p) or (stateful and _other_state(kept[path], returned[1])):
+            if reason := _misreturned(returned, p) or (stateful and _other_state(given[2], returned[1])):
                 wrong.append((path, reason))
                 continue
-            out[path] = returned[0].to(p.dtype) if self.optimizes else returned[0]
+            at = _step(ctx, path, of_leaf[OFFSET])
+            out[path] = at.stored(returned[0], p.dtype, 0) if self.optimizes else returned[0]
             if stateful:
-                kept[path] = _stored(kept[path], returned[1])
+                kept[path] = _stored(kept[path], returned[1], at)
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
         return out, {"value": kept} if stateful else {}
 
-    def on_lists(self, grads: Leaves, params: Leaves, kept: Mapping[str, Any], options: Any) -> dict[str, Any]:
+    def on_lists(
+        self, grads: Leaves, params: Leaves, kept: Mapping[str, Any], options: Any, ctx: Context
+    ) -> dict[str, Any]:
         """Result and state, by path, of leaves that a GPU computes together; not of those that run leaf by leaf."""
         paths, stateful = list(grads), self.start is not None
         columns = [[*grads.values()], [params[path] for path in paths]]
-        if not on_lists(columns):
+        if not on_lists(columns) or (ctx.rounding is not None and isinstance(ctx.rounding.step, Tensor)):
             return {}
         trees = [flatten(kept[path] if stateful else {}) for path in paths]
         form = trees[0][1]
@@ -346,7 +352,8 @@ class _OnLeaves:
             return {}
         found: dict[str, Any] = {}
         for batch, (g, p, *olds) in batches(*columns):
-            given = (g, p, unflatten(form, olds)) if stateful else (g, p)
+            lists = [g, p, *olds] if ctx.rounding is None else list(map(_wide, (g, p, *olds)))
+            given = (*lists[:2], unflatten(form, lists[2:])) if stateful else lists
             try:
                 returned = self.function(*given, **options)
                 first, own = returned if stateful else (returned, {})
@@ -356,13 +363,26 @@ class _OnLeaves:
                 # too, the error is about one leaf.
                 continue
             fits = now == form and all(type(x) is TensorList for x in (first, *news))
-            if fits and all(_holds(old.dtype, new.dtype) for old, new in zip(olds, news, strict=True)):
-                made = [first.to(p.dtype) if self.optimizes else first]
-                made += [new.to(old.dtype) for old, new in zip(olds, news, strict=True)]
+            if fits and all(_holds(old.dtype, new.dtype) for old, new in zip(lists[2:], news, strict=True)):
+                own_paths = [paths[i] for i in batch]
+                at = _step(ctx, "", 0, own_paths, [ctx.offsets.get(path, 0) for path in own_paths])
+                made = [at.stored(first, p.dtype, 0) if self.optimizes else first]
+                made += [at.stored(new, old.dtype, i) for i, (old, new) in enumerate(zip(olds, news, strict=True), 1)]
                 computed(*made)
                 rows = zip(*(x.tensors for x in made), strict=True)
                 found |= {paths[i]: (x, unflatten(form, values)) for i, (x, *values) in zip(batch, rows, strict=True)}
         return found
+
+
+def _wide(x: Any) -> Any:
+    """A tensor of 16 bits, or a list of these, in fp32; anything else as it is."""
+    return x.to(torch.float32) if isinstance(x, Tensor | TensorList) and x.dtype in SHORT else x
+
+
+def _step(ctx: Context, path: str, offset: int, paths: Sequence[str] = (), offsets: Sequence[int] = ()) -> LeafStep:
+    """What decides how results are stored."""
+    step = ctx.rounding and ctx.rounding.step
+    return LeafStep(step, None, path, offset, paths=paths, offsets=offsets, rounding=ctx.rounding)
 
 
 def _misreturned(returned: Any, param: Tensor) -> str | None:
@@ -409,11 +429,13 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     )
 
 
-def _stored(old: Any, new: Any) -> Any:
-    """A new state cast to the old dtypes, if these can represent its numbers."""
+def _stored(old: Any, new: Any, at: LeafStep) -> Any:
+    """A new state in the old dtypes, rounded at random if the step says so."""
     if type(new) is Tensor:
-        return new.to(old.dtype)
-    return tree_map(lambda a, b: b.to(a.dtype) if isinstance(b, Tensor) else b, old, new)
+        return at.stored(new, old.dtype, 1)
+    (olds, form), (news, _) = flatten(old), flatten(new)
+    pairs = enumerate(zip(olds, news, strict=True), 1)
+    return unflatten(form, [at.stored(b, a.dtype, i) if isinstance(b, Tensor) else b for i, (a, b) in pairs])
 
 
 def _misreturned_message(name: str, wrong: list[tuple[str, str]], pair: bool, optimizer: bool) -> str:

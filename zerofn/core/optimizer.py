@@ -27,7 +27,7 @@ from ..kernels.program import Bits, Draws, TensorList, computed
 from ..kernels.recording import concrete, differentiated, number, only_compiled, root, straight_through
 from ..kernels.rounding import leaf_key, random_bits, stochastic_round
 from .arguments import LARGEST, learning_rate
-from .context import Context, Prepared
+from .context import Context, Prepared, Rounding
 from .facts import Facts, Scope
 from .layout import Layout, Leaves
 from .returned_values import CheckedUpdate
@@ -40,6 +40,22 @@ from .transform import OfTensors, ScalarOrSchedule, Transform, TransformState
 
 
 Numbers = Mapping[str, Any]
+# The dtypes that are rounded to at random.
+SHORT = (torch.bfloat16, torch.float16)
+
+
+def stream_of(place: int) -> tuple[int, int]:
+    """The stream of the random bits of a stored tensor, and the bit of its words from which they are taken.
+
+    The parameter has place 0, and the slots those from 1 on. The parameter and the second slot share the words of
+    stream 0, as in `low_precision_adam`.
+
+    Examples:
+        >>> [stream_of(place) for place in range(6)]
+        [(0, 0), (1, 0), (0, 16), (1, 16), (2, 0), (2, 16)]
+    """
+    half = (0, 2, 1)[place] if place < 3 else place
+    return half // 2, half % 2 * 16
 
 
 @dataclass(frozen=True)
@@ -55,6 +71,8 @@ class LeafStep:
         shared: state that all leaves share, by name; only read.
         derived: the results of the optimizer's `derived` for count, rate and hyperparameters; numbers, or 0-d tensors.
         paths, offsets: of each leaf, where one call updates a list of leaves.
+        rounding: how results are rounded where they are stored in 16 bits; by default to nearest.
+        dtype: of the stored parameter, where the formula is given it in a wider one; else `None`.
     """
 
     count: Any
@@ -66,6 +84,8 @@ class LeafStep:
     derived: Numbers = field(default_factory=dict)
     paths: Sequence[str] = ()
     offsets: Sequence[int] = ()
+    rounding: Rounding | None = None
+    dtype: torch.dtype | None = None
 
     def at_random(self, x: Any, dtype: torch.dtype, seed: int, form: Any, stream: int, shift: int = 0) -> Any:
         """`x` rounded at random to a dtype of 16 bits; its derivative is that of the identity.
@@ -88,6 +108,19 @@ class LeafStep:
         if not differentiated(x):
             return stochastic_round(x, dtype, bits=bits)
         return straight_through(x, stochastic_round(x.detach(), dtype, bits=bits).float()).to(dtype)
+
+    def stored(self, x: Any, dtype: torch.dtype, place: int, copy: bool = False) -> Any:
+        """A result in the dtype in which it is stored: rounded as `rounding` says if that has 16 bits, else to nearest.
+
+        Args:
+            x: the result.
+            dtype: in which it is stored.
+            place: 0 of the parameter, then the slots from 1 on, in their order.
+            copy: whether the result must not be `x` itself.
+        """
+        if self.rounding is None or dtype not in SHORT or x.dtype is not torch.float32:
+            return x.to(dtype, copy=copy)
+        return self.at_random(x, dtype, self.rounding.seed, self.rounding.form, *stream_of(place))
 
     def scalar(self, value: Any, like: Tensor) -> Any:
         """A number to compute with beside the tensor `like`.
@@ -529,22 +562,24 @@ def wide_formula(formula: Any, slots: Slots, rounds_grads: bool, directs: bool) 
         rounds_grads: whether gradients are rounded to the parameter's dtype first.
         directs: whether its result is a direction, which stays in fp32.
     """
-    alike = {name for name, start in slots.items() if start is like}
+    places = {name: place for place, (name, start) in enumerate(slots.items(), 1) if start is like}
 
     def wide(p: Tensor, g: Tensor, olds: dict[str, Tensor], at: LeafStep) -> Any:
         dtype, given = torch.promote_types(p.dtype, torch.float32), (p, g, *olds.values())
         x, seen = p.to(dtype), (g.to(p.dtype) if rounds_grads else g).to(dtype)
+        wide_at = at.beside(x) if p.dtype is dtype else replace(at.beside(x), dtype=p.dtype)
 
-        def stored(y: Tensor, dtype: torch.dtype) -> Tensor:
+        def stored(y: Tensor, place: int | None) -> Tensor:
             # A formula may return a tensor of the old state unchanged. Then the new state gets a copy.
-            return y.to(dtype, copy=any([y is old for old in given]))
+            copy = any([y is old for old in given])
+            return y.to(y.dtype, copy=copy) if place is None else at.stored(y, p.dtype, place, copy)
 
         def narrow(new: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-            kept = {name: stored(y, p.dtype if name in alike else y.dtype) for name, y in own.items()}
-            return new if directs else stored(new, p.dtype), kept
+            kept = {name: stored(y, places.get(name)) for name, y in own.items()}
+            return new if directs else stored(new, 0), kept
 
-        old = {name: y.to(dtype) if name in alike else y for name, y in olds.items()}
-        made: tuple[Any, Any] = formula(x, seen, old, at.beside(x))
+        old = {name: y.to(dtype) if name in places else y for name, y in olds.items()}
+        made: tuple[Any, Any] = formula(x, seen, old, wide_at)
         if isinstance(made[1], dict):
             return narrow(*made)
         measured, then = made
@@ -619,7 +654,8 @@ def optimizer(
             returns a bool for each leaf. `kernel` updates, in place, leaves for which it is `True`, and must compute
             the same bits as if the leaves were decoded to tensors, updated by the argument `kernel`, and encoded again.
         in_fp32: whether the formula is given the parameter, the gradient and slots made by `like` in fp32 at least, and
-            its numbers in that dtype too. Its results are converted back to the parameter's dtype.
+            its numbers in that dtype too. Its results are converted back to the parameter's dtype. Only such results
+            can be rounded at random (`precision(rounding="stochastic")`); then no kernel by hand runs.
         rounds_grads: whether gradients are rounded to the parameter's dtype first, as torch's kernels do. Without
             `in_fp32` the formula computes in that dtype, and is given its numbers in it.
 
@@ -661,6 +697,7 @@ def optimizer(
         fixed=tuple([slot for slot, start in slots.items() if start is without_elements]),
         capturable=True,
         constant=tuple(shared),
+        rounds=in_fp32,
     )
     return Transform(
         name,
@@ -720,7 +757,9 @@ class _OptimizerUpdate:
         return Prepared((rate, numbers), {"step": step + 1})
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        kernel, derived = self.kernel, self.derived
+        # Kernels by hand round to nearest.
+        derived, by_hand = self.derived, ctx.rounding is None
+        kernel, in_graph = (self.kernel, self.in_graph) if by_hand else (None, None)
         runs = not ctx.recorded and not ctx.unread and not self.of_norms
         counts = {} if runs else one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
@@ -744,9 +783,9 @@ class _OptimizerUpdate:
                 counts = dict(zip(grads, apart(torch.tensor(before, dtype=torch.int64).add_(1)), strict=True))
         elif ctx.unread:
             new, own = self._on_device(given)
-        elif self.in_graph is not None and (groups := _groups(self.in_graph[0], given)) is not None:
+        elif in_graph is not None and (groups := _groups(in_graph[0], given)) is not None:
             in_kernels = given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels))
-            new, own = _in_place(self.in_graph[1], groups, in_kernels)
+            new, own = _in_place(in_graph[1], groups, in_kernels)
         elif kernel is not None and _reversible(given):
             new, own = _with_derivative(kernel, self.formula, self.backwards, derived, given)
         elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
@@ -757,7 +796,7 @@ class _OptimizerUpdate:
 
     def on_stored(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
         """As `update`, of leaves as they are stored: of those that `stored_kernel` takes."""
-        if self.stored_kernel is None or ctx.recorded or ctx.unread or not grads:
+        if self.stored_kernel is None or ctx.rounding is not None or ctx.recorded or ctx.unread or not grads:
             return {}, {}
         common = {key: state[key] for key in self.shared if key in state}
         slots = {name: state[name] for name in self.slots}
@@ -773,13 +812,13 @@ class _OptimizerUpdate:
 
     def _on_device(self, given: Given) -> tuple[Leaves, TransformState]:
         """The update in a step that reads no count and no rate in Python."""
-        ctx = given.ctx
-        if self.device_kernel is None or not given.grads or any(isinstance(x, Tensor) for x in given.numbers.values()):
+        ctx, kernel = given.ctx, None if given.ctx.rounding is not None else self.device_kernel
+        if kernel is None or not given.grads or any(isinstance(x, Tensor) for x in given.numbers.values()):
             return _by_formula(self.formula, self.derived, given, self.of_norms)
         each = list(given.counts.values())
         together = whole(each)
         counts = torch.stack(each) if together is None else together
-        return _in_place(self.device_kernel, [(counts, list(given.grads))], given, ctx.choosing)
+        return _in_place(kernel, [(counts, list(given.grads))], given, ctx.choosing)
 
 
 def _groups(operator: Operator, given: Given) -> list[tuple[Any, list[str]]] | None:
@@ -919,13 +958,14 @@ def backwards_of(formula: Any, slots: Sequence[str]) -> Plans:
 def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
     """The programs of an optimizer's formula."""
 
-    def traced(lists: list[Any], numbers: Mapping[Any, Any], about: tuple[Any, bool]) -> Any:
-        (p, g, *olds), (shared, wants_norms) = lists, about
+    def traced(lists: list[Any], numbers: Mapping[Any, Any], about: tuple[Any, bool, Rounding | None]) -> Any:
+        (p, g, *olds), (shared, wants_norms, rounding) = lists, about
         named: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for (of, name), x in numbers.items():
             if of < 2:
                 named[of][name] = x
-        at = LeafStep(numbers[2, "count"], numbers.get((2, "lr")), "", 0, named[0], dict(shared), named[1])
+        rate = numbers.get((2, "lr"))
+        at = LeafStep(numbers[2, "count"], rate, "", 0, named[0], dict(shared), named[1], rounding=rounding)
         x, after = formula(p, g, dict(zip(slots, olds, strict=True)), at)
         return [x, *map(after.__getitem__, slots)], [g.to(torch.float32).square()] if wants_norms else []
 
@@ -942,7 +982,7 @@ def _read(
     wide = {k: _wide(x) for k, x in numbers.items()}
     for count, group in groups.items():
         made = derived(count, _wide(lr), wide) if derived else {}
-        step = LeafStep(count, lr, "", 0, numbers, common, made)
+        step = LeafStep(count, lr, "", 0, numbers, common, made, rounding=ctx.rounding)
         rest = _by_plans(plans, step, group, given, new, own)
         rest = _on_lists(formula, step, rest, given, new, own) if rest else rest
         if not rest and ctx.donate and lr is not None and len(group) == len(params):
@@ -982,7 +1022,7 @@ def _by_plans(
     for batch, lists in batches(*columns):
         paths = group if len(batch) == len(group) else [group[i] for i in batch]
         rows = [x.like for x in lists]
-        about = shared, ctx.wants_norms(paths, grads)
+        about = shared, ctx.wants_norms(paths, grads), step.rounding and step.rounding._replace(step=None)
         keys, offsets = (
             list(map(leaf_key, paths)),
             [ctx.offsets.get(path, 0) for path in paths] if ctx.offsets else [0] * len(paths),
@@ -1047,7 +1087,8 @@ def _by_formula(
     own: TransformState = {slot: {} for slot in slots}
     dtypes = (x.dtype for p, g in grads.items() for x in (g, params[p]))
     rows = list(each(counts, lr, numbers, derived, ctx, dtypes))
-    steps = {p: LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made) for p, count, made in rows}
+    more: Any = dict(numbers=numbers, shared=common, rounding=ctx.rounding)
+    steps = {p: LeafStep(count, lr, p, ctx.offsets.get(p, 0), derived=made, **more) for p, count, made in rows}
     if of_norms:
         for path, (x, after) in zip(steps, _of_norms(formula, rows, given), strict=True):
             new[path] = x if lr is None else ctx.into(params[path], x)
@@ -1055,7 +1096,7 @@ def _by_formula(
                 own[slot][path] = ctx.into(old[path], after[slot])
         return new, own
     rest = list(steps)
-    if steps and ctx.unread and not derived:
+    if steps and ctx.unread and not derived and ctx.rounding is None:
         # Nobody reads the counts, and nothing is derived from them: leaves with different ones are one list.
         rest = _on_lists(formula, replace(steps[rest[0]], path="", offset=0), rest, given, new, own)
     for path in rest:
@@ -1084,7 +1125,7 @@ def _of_norms(
             continue
         rest, squares = [], {}
         for p, count, made in together:
-            step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made)
+            step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made, rounding=ctx.rounding)
             measured, then = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
             squares[p] = torch.stack([squared_norm({p: x}) for x in measured])
             rest.append(then)
@@ -1154,7 +1195,7 @@ def direction(
         name,
         Scope.WHOLE if of_norms else Scope.LEAF,
         "number" if of_norms else "element",
-        Facts(directs=True, keeps=False, capturable=True),
+        Facts(directs=True, keeps=False, capturable=True, rounds=in_fp32),
         init_fn=init,
         prepare_fn=prepare,
         update_fn=update,

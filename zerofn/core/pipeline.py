@@ -566,7 +566,7 @@ def pipeline(
     found = [_resolved(part, layout, opened) for part in parts]
     parts = tuple([_sending(part, view, layout, checked) for part, view in zip(parts, found, strict=True)])
     for around in [view.around for view in found if view is not None and view.around is not None]:
-        parts = tuple([replace_innermost(part, partial(_kept_by, around), layout) for part in parts])
+        parts = tuple([replace_innermost(part, partial(_within, around), layout) for part in parts])
     check_views(found, layout)
     talking = frozenset([view.name for view in found if view is not None and view.wire is not None])
     factors = tuple([(view.name, view.factor) for view in found if view is not None and view.factor is not None])
@@ -607,9 +607,9 @@ def _sending(part: Transform, view: View | None, layout: Layout, checked: bool) 
     return guard(replace(part, update_fn=view.update), len(layout.leaves), checked)
 
 
-def _kept_by(around: Callable[..., Transform], t: Transform, paths: Set[str], where: str) -> Transform:
-    """An optimizer that keeps what a view does not store; any other transform as it is."""
-    return around(t, paths) if t.facts.optimizes else t
+def _within(around: Callable[..., Transform], t: Transform, paths: Set[str], where: str) -> Transform:
+    """A transform as `View.around` has it."""
+    return around(t, paths)
 
 
 def _check_second(parts: Sequence[Transform], road: Road) -> None:

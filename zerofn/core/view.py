@@ -221,9 +221,9 @@ class View:
             a learned number a parameter.
         update: a function that zerofn calls in place of the transform's `update_fn`. An update that sends tensors over
             ranks needs it, because only `view_fn` gets the group of ranks.
-        around: a function `(optimizer, paths) -> optimizer`, for a view that stores fewer bits of a parameter than the
-            optimizer updates (`precision(store_dtype="bf16+8")`). The optimizer that it returns keeps the other bits of
-            the leaves `paths` in its state.
+        around: a function `(transform, paths) -> transform` of every other transform of the chain and the leaves that
+            it gets, for a view that decides how updates are stored: an optimizer keeps bits of its parameters in its
+            state (`precision(store_dtype="bf16+8")`), or results are rounded at random.
         traceable: whether a compiler can make a graph of the wire: `unpack` then returns a gradient for every leaf,
             since a graph cannot branch on a number.
     """

@@ -149,6 +149,10 @@ def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) 
     check_number(function, "weight_decay", weight_decay)
 
 
+class RoundedToNearest(UserWarning):
+    """Moments of an optimizer that rounds to nearest are stored in bf16."""
+
+
 def with_moment_check(built: Transform) -> Transform:
     """`built` with a check of its first state: moments in fp16 are refused, and moments in bf16 get a warning."""
 
@@ -175,11 +179,12 @@ def _check_moments(name: str, leaves: Leaves) -> None:
             "is lost, and with betas[1] above 0.998 a second moment grows, but never falls"
         )
         right = (
-            'zf.low_precision_adam(...), which rounds stochastically, or with rounding="kahan"; or, of fp32 masters,\n'
-            "zf.precision(store_dtype=torch.float32, param_dtype=torch.bfloat16) before it"
+            'zf.low_precision_adam(...), which rounds stochastically, or with rounding="kahan"; or before it\n'
+            'zf.precision(store_dtype=torch.bfloat16, rounding="stochastic"), or with fp32 masters\n'
+            "zf.precision(store_dtype=torch.float32, param_dtype=torch.bfloat16)"
         )
         what = f"{name}: {rounded[0] or '<root>'}{more} stored in bf16, and so are the moments"
-        warnings.warn(explain(what, why, right), UserWarning, stacklevel=users_line())
+        warnings.warn(explain(what, why, right), RoundedToNearest, stacklevel=users_line())
 
 
 def _corrections(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:

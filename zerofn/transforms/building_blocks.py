@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..extend import (
@@ -75,7 +74,8 @@ def scale_by_adam(betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) 
 def trace(decay: float, nesterov: bool = False) -> Transform:
     """Momentum: `m = decay * m + g`, starting from zeros; with `nesterov`, `g + decay * m` (Sutskever et al., 2013).
 
-    The momentum is kept in the stored dtype of the parameters.
+    The momentum is kept in the stored dtype of the parameters, to which it is rounded once; the direction is in fp32 at
+    least.
 
     Args:
         decay: in [0, 1).
@@ -104,7 +104,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         m = slots["momentum"] * beta + g
         return plus(g, beta, m) if nesterov else m, {"momentum": m}
 
-    return direction("trace", {"momentum": like}, formula, {"decay": decay}, rounds_grads=True)
+    return direction("trace", {"momentum": like}, formula, {"decay": decay}, in_fp32=True, rounds_grads=True)
 
 
 @transform
@@ -138,7 +138,7 @@ def add_decayed_weights(weight_decay: float) -> Transform:
 
 @transform
 def scale_by_lr(lr: ScalarOrSchedule) -> Transform:
-    """End a chain of directions: `p - lr * u`, rounded once to the stored dtype.
+    """End a chain of directions: `p - lr * u`, in fp32 at least, rounded once to the stored dtype.
 
     It is the chain's optimizer: `opt.param_groups`, torch's schedulers and the metric `lr` show its rate.
 
@@ -158,7 +158,6 @@ def scale_by_lr(lr: ScalarOrSchedule) -> Transform:
     check_lr("scale_by_lr", lr)
 
     def formula(p: Tensor, u: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        dtype = torch.promote_types(p.dtype, u.dtype)
-        return plus(p.to(dtype), -at.scalar(at.lr, u), u.to(dtype)).to(p.dtype), {}
+        return plus(p, -at.lr, u), {}
 
-    return optimizer("scale_by_lr", lr, {}, formula)
+    return optimizer("scale_by_lr", lr, {}, formula, in_fp32=True)

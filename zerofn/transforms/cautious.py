@@ -78,7 +78,8 @@ def cautious(transform: Transform) -> Transform:
         return {path: _masked(x, kept[path], params[path], inner.facts.optimizes) for path, x in out.items()}, new
 
     needs = "number" if not whole else "leaf" if inner.needs == "row" else inner.needs
-    facts = replace(inner.facts, copies=True)
+    # The mask scales an optimizer's stored parameters, which are rounded to nearest here.
+    facts = replace(inner.facts, copies=True, rounds=inner.facts.rounds and not inner.facts.optimizes)
     return replace(inner, scope=Scope.WHOLE, needs=needs, facts=facts, update_fn=update, parts=(inner,))
 
 

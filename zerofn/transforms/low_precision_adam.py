@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain
 from ..extend import (
-    FIRST_FORMAT,
     FORMAT,
     FORMAT_ENTRY,
     CodedAdam,
@@ -29,13 +28,13 @@ from ..extend import (
     adam_operator,
     adam_update,
     check_dtype,
+    check_format,
     check_seed,
     counter,
+    format_of,
     has_kernel,
-    known_formats,
     leaf_key,
     like,
-    number,
     optimizer,
     transform,
 )
@@ -149,7 +148,7 @@ class _Rounded:
 
     def takes_stored(self, group: LeafList) -> list[bool]:
         coded = CodedAdam(False, rounding=self.rounding)
-        more: Any = dict(form=_format(group.shared), offsets=group.offsets)
+        more: Any = dict(form=format_of(group.shared), offsets=group.offsets)
         return coded.takes(group.params, group.grads, *group.slots.values(), **more)
 
     def stored_kernel(self, group: LeafList) -> None:
@@ -162,14 +161,14 @@ class _Rounded:
 
     def draws(self, group: LeafList) -> dict[str, Any]:
         """The arguments that determine the random bits of these leaves."""
-        keys, form = [leaf_key(path) for path in group.paths], _format(group.shared)
+        keys, form = [leaf_key(path) for path in group.paths], format_of(group.shared)
         return dict(rounding=self.rounding, seed=self.seed, form=form, offsets=group.offsets, keys=keys)
 
     def operator(self, group: LeafList) -> bool:
         return has_kernel(group.params, group.grads, group.slots["exp_avg"], self.rounding)
 
     def formula(self, p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        where: Any = dict(key=leaf_key(at.path), offset=at.offset, form=_format(at.shared))
+        where: Any = dict(key=leaf_key(at.path), offset=at.offset, form=format_of(at.shared))
         how: Any = dict(rounding=self.rounding, seed=self.seed, **where)
         x, *made = adam_update(p, g, *slots.values(), step=at.count, lr=at.lr, **at.numbers, **how)
         return x, dict(zip(slots, made, strict=True))
@@ -183,30 +182,10 @@ def _checked(built: Transform, how: _Rounded) -> Transform:
         return built.init_fn(leaves, layout)
 
     def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
-        if FORMAT_ENTRY in state:
-            form = state[FORMAT_ENTRY]
-            ctx.check(form, lambda x: x in known_formats(), lambda: _unknown_format(form))
+        check_format("low_precision_adam", state, ctx)
         return built.prepare_fn(state, grads, params, ctx)
 
     return replace(built, init_fn=init, prepare_fn=prepare)
-
-
-def _format(shared: TransformState) -> Any:
-    """The format of the state's random bits: a number, or a tensor under `torch.func.vmap`.
-
-    A state without one has the first format: it was pickled before there was another.
-    """
-    return number(shared[FORMAT_ENTRY]) if FORMAT_ENTRY in shared else FIRST_FORMAT
-
-
-def _unknown_format(form: Tensor) -> Exception:
-    return ValueError(
-        explain(
-            f"a state of low_precision_adam with {FORMAT_ENTRY} {form.item()}",
-            f"this zerofn knows the formats {known_formats()}: a newer one made the state, or it is damaged",
-            "an update of zerofn; or start with new moments: zf.init(tx, zf.full_params(tx, state))",
-        )
-    )
 
 
 def _check_arguments(state_dtype: torch.dtype, rounding: str, seed: int) -> None:

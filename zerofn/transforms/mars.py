@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..extend import LeafStep, Transform, check_number, direction, like, plus, transform, where
@@ -18,7 +17,7 @@ def mars(gamma: float = 0.025, beta1: float = 0.95) -> Transform:
     `c = g + gamma * beta1 / (1 - beta1) * (g - g_before)`, where `g_before` is the gradient of the previous update (in
     the first update `g`); `c /= max(1, norm(c))`, by the norm of the whole leaf. MARS-AdamW is `chain(mars(),
     adamw(3e-3, betas=(0.95, 0.99)))`. Where leaves are sharded, ranks send one number for each leaf. The previous
-    gradient is kept in the stored dtype of the parameters.
+    gradient is kept in the stored dtype of the parameters; the result is in fp32 at least.
 
     Args:
         gamma: how much of the change is added.
@@ -46,15 +45,8 @@ def mars(gamma: float = 0.025, beta1: float = 0.95) -> Transform:
         return {"share": numbers["gamma"] * numbers["beta1"] / (1 - numbers["beta1"])}
 
     def formula(p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep):
-        wide = g.to(torch.promote_types(g.dtype, torch.float32))
-        before = slots["previous_grad"].to(wide.dtype)
-        c = where(at.count == 1, lambda: wide, lambda: plus(wide, at.derived["share"], wide - before))
-
-        def clipped(norm: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            out = c / norm.clamp(min=1.0)
-            return out.to(g.dtype), {"previous_grad": g.to(slots["previous_grad"].dtype, copy=True)}
-
-        return (c,), clipped
+        c = where(at.count == 1, lambda: g, lambda: plus(g, at.derived["share"], g - slots["previous_grad"]))
+        return (c,), lambda norm: (c / norm.clamp(min=1.0), {"previous_grad": g})
 
     numbers = {"gamma": gamma, "beta1": beta1}
-    return direction("mars", {"previous_grad": like}, formula, numbers, share, of_norms=True)
+    return direction("mars", {"previous_grad": like}, formula, numbers, share, of_norms=True, in_fp32=True)

@@ -62,7 +62,8 @@ def muon(
     `muon` updates matrices, and stacks of matrices such as the experts of a layer, (experts, rows, columns). Each
     matrix of a stack is treated as a leaf of its own. Give other leaves another optimizer by `zf.partition`. It needs
     whole leaves (`needs="leaf"`): a sharded leaf is gathered on one rank, its owner, and computed once. Under
-    `all_reduce` every rank computes all leaves.
+    `all_reduce` every rank computes all leaves. All but the iteration is in fp32 at least, and each stored number is
+    rounded once.
 
     Args:
         lr: a non-negative number, or a function of the optimizer step (0 before the first update).
@@ -70,7 +71,8 @@ def muon(
         nesterov: whether to add the gradient once more.
         steps: iterations.
         weight_decay: decoupled from the gradient, multiplied by `lr`.
-        dtype: of the iteration; by default the gradient's. The paper and torch use bfloat16, which is fast on a GPU.
+        dtype: of the iteration; by default that of the stored parameter. The paper and torch use bfloat16, which is
+            fast on a GPU.
         ns_coefficients: (a, b, c).
         adjust_lr_fn: `"original"`, or `"match_rms_adamw"`, which makes an update as large as an update of AdamW.
 
@@ -100,7 +102,7 @@ def muon(
         m = slots["momentum"]
         # This is `lerp`, written out since torch.func.vmap has no rule for it.
         m = m + (g - m) * (1 - beta)
-        kept, inner = p.dtype, dtype or g.dtype
+        kept, inner = p.dtype, dtype or at.dtype or g.dtype
 
         def direction(u: Tensor) -> Tensor:
             return orthogonal(u, steps, inner, ns_coefficients).to(kept)
@@ -113,7 +115,7 @@ def muon(
 
     numbers, decays = {"momentum": momentum, "weight_decay": weight_decay}, {"weight_decay": weight_decay}
     torch_form: Any = dict(counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
-    more: Any = dict(settable=decays, rounds_grads=True, **torch_form)
+    more: Any = dict(settable=decays, in_fp32=True, rounds_grads=True, **torch_form)
     built = optimizer("muon", lr, {"momentum": like}, formula, numbers=numbers, **more)
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain
 from ..extend import (
+    FORMAT,
+    FORMAT_ENTRY,
     MASTERS,
     Context,
     Dtypes,
@@ -23,6 +26,7 @@ from ..extend import (
     Prepared,
     Ranks,
     Room,
+    Rounding,
     Scope,
     Shadow,
     Spec,
@@ -33,8 +37,13 @@ from ..extend import (
     bf16_of_master,
     buckets,
     check_dtype,
+    check_format,
+    check_seed,
+    counter,
+    format_of,
     labels_by_path,
     laid_out,
+    leaf_key,
     master_of,
     rebuild,
     residual_of_master,
@@ -43,17 +52,23 @@ from ..extend import (
     together,
     transform,
 )
+from .adam import RoundedToNearest
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The `store_dtype` of parameters in bf16 with a residual of 8 bits in the optimizer's state.
 SPLIT = "bf16+8"
 RESIDUAL = "master_residual"
+# The number of updates of a transform that does not count them, by which it rounds at random.
+STEP = "step"
+ROUNDINGS = ("nearest", "stochastic")
+SHORT = (torch.bfloat16, torch.float16)
 
 
-def _cast(dtypes: Dtypes, kept: Set[str]) -> View:
+def _cast(dtypes: Dtypes, kept: Set[str], seed: int | None) -> View:
     """The view: cast to the dtype that the model computes in; its transpose casts the gradient back.
 
-    `kept` are the paths of complex leaves, which are not cast.
+    `kept` are the paths of complex leaves, which are not cast, and `seed` is that of the stochastic rounding, if asked
+    for.
     """
 
     def view(x: Tensor, leaf: Leaf) -> Tensor:
@@ -72,15 +87,64 @@ def _cast(dtypes: Dtypes, kept: Set[str]) -> View:
         return own.param_dtype not in (None, stored) or dtypes.gradient(leaf) != stored
 
     split = any([own.residual for own in (dtypes, *dtypes.by_path.values())])
-    return View(
-        view, pull, store, changes, dtypes=dtypes, around=partial(_with_residuals, dtypes, kept) if split else None
-    )
+    around = partial(_with_residuals, dtypes, kept) if split else None
+    around = around if seed is None else partial(_rounded_at_random, seed)
+    return View(view, pull, store, changes, dtypes=dtypes, around=around)
+
+
+def _rounded_at_random(seed: int, inner: Transform, paths: Set[str]) -> Transform:
+    """A transform that rounds at random what it stores in 16 bits; the format of the draws is in its state."""
+    if not inner.facts.rounds:
+        if inner.facts.optimizes:
+            raise ValueError(_rounds_itself(inner))
+        return inner
+    # Transforms of a chain round by other bits each, but an optimizer has those of `low_precision_adam`.
+    own_seed = seed if inner.facts.optimizes else (seed ^ leaf_key(inner.name)) & ((1 << 64) - 1)
+
+    def init(leaves: Leaves, layout: Layout) -> TransformState:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RoundedToNearest)
+            made = inner.init_fn(leaves, layout)
+        if MASTERS in made:
+            raise ValueError(_rounded_masters(inner.name))
+        counted = {} if made.keys() & {STEP, "count"} else {STEP: counter()}
+        return {**made, **counted, FORMAT_ENTRY: counter(FORMAT)}
+
+    def prepare(state: TransformState, grads: Leaves | None, params: Leaves, ctx: Context) -> Prepared:
+        check_format(inner.name, state, ctx)
+        prepared = inner.prepare_fn(state, grads, params, ctx)
+        step = state[STEP] + 1 if STEP in state and "count" not in state else None
+        kept = prepared.state if step is None or STEP in prepared.state else {**prepared.state, STEP: step}
+        rounding = Rounding(own_seed, format_of(state), step if step is None else ctx.read(step))
+        return replace(prepared, carry=(prepared.carry, rounding), state=kept)
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Rounding], ctx: Context):
+        own, rounding = carry
+        return inner.update_fn(grads, state, params, own, replace(ctx, rounding=rounding))
+
+    plain = replace(inner.facts, constant=(*inner.facts.constant, FORMAT_ENTRY))
+    return replace(inner, facts=plain, init_fn=init, prepare_fn=prepare, update_fn=update, parts=(inner,))
+
+
+def _rounds_itself(t: Transform) -> str:
+    # A wrapper has the name of what it wraps.
+    name = t.name if t.factory is None else t.factory.__name__
+    why = f"{name} rounds its results itself, so that rounding= would have no effect on them"
+    right = f"precision(store_dtype=torch.bfloat16), {name}(...) without rounding= of precision; or another:\n"
+    right += "zf.adamw, a function of zf.leafwise, and zerofn.extend.optimizer(in_fp32=True) round as asked"
+    return explain(f'chain(precision(..., rounding="stochastic"), ..., {name}(...))', why, right)
+
+
+def _rounded_masters(name: str) -> str:
+    wrong = f'precision(rounding="stochastic") with offload({name}(...), compute="host", master_dtype=...)'
+    why = "parameters are copies of masters that lose nothing, so rounding= would have no effect"
+    return explain(wrong, why, f'offload({name}(...), compute="host", master_dtype=...) without rounding=')
 
 
 def _with_residuals(dtypes: Dtypes, kept: Set[str], inner: Transform, paths: Set[str]) -> Transform:
     """An optimizer that updates fp32 masters: stored bf16 parameters, and residuals that it keeps in its state."""
     split = [path for path in paths - kept if dtypes.by_path.get(path, dtypes).residual]
-    if not split:
+    if not split or not inner.facts.optimizes:
         return inner
     # With `copies` the executor runs bucket by bucket, so that only one bucket has its fp32 masters in memory. A kernel
     # that makes none gets all leaves at once, since each bucket costs half a millisecond; the leaves that it does not
@@ -207,13 +271,15 @@ def precision(
     output_dtype: torch.dtype | None = None,
     labels: Any = None,
     buffer_dtype: Dtype = None,
+    rounding: str = "nearest",
+    seed: int = 0,
 ) -> Transform:
     """Choose dtypes. The names are those of FSDP2's `MixedPrecisionPolicy`; `None` leaves a dtype as it is.
 
     `precision(store_dtype=torch.float32, param_dtype=torch.bfloat16)` keeps fp32 master weights and computes in bf16.
-    `precision(store_dtype=torch.bfloat16)` keeps bf16 parameters only; use `low_precision_adam` then, which does not
-    lose small updates. An attached model also casts its floating-point *inputs*, as FSDP2 does. In the pure route cast
-    the inputs yourself.
+    `precision(store_dtype=torch.bfloat16, rounding="stochastic")` keeps bf16 parameters only, and on average loses no
+    small updates. An attached model also casts its floating-point *inputs*, as FSDP2 does. In the pure route cast the
+    inputs yourself.
 
     `param_dtype`, `store_dtype` and `grad_dtype` may be dicts from label to dtype, for the leaves that `labels` names
     (docs/precision.md). If parameters then have several compute dtypes, zerofn does not cast inputs: the model must
@@ -237,12 +303,21 @@ def precision(
             with all bits of elements that have not changed; until then both copies are in memory. Complex and integer
             buffers stay. May be a dict by label, if `labels` is a function; it is called with names of buffers too.
             Running statistics in bf16 do not change if a change is smaller than 2 ** -9 of their value.
+        rounding: how an optimizer's results are rounded where they are stored in 16 bits: `"nearest"`, or
+            `"stochastic"`, up or down with the probabilities that make the mean right. This is for parameters, and for
+            the tensors of an optimizer's state that are stored in the parameter's dtype. Arithmetic is in fp32, also
+            that of a `leafwise` function, which gets fp32 tensors. Random bits depend on seed, update, path and global
+            element index, not on sharding, buckets or resuming. Derivatives pass through a rounding as through the
+            identity.
+        seed: of the stochastic rounding, an int of 64 bits.
 
     Raises:
         TypeError: a buffer's label cannot be hashed.
         ValueError: a dtype is not a floating-point one of 16 to 64 bits; `labels` without a dict of dtypes, or the
             reverse; when a state is made, a leaf or buffer whose label has no dtype, a label that no leaf has, or
-            `buffer_dtype` in `zf.init`, since a tree of parameters has no buffers.
+            `buffer_dtype` in `zf.init`, since a tree of parameters has no buffers; an unknown `rounding`, a `seed`
+            without it; stochastic rounding where no parameter is stored in 16 bits, or of an optimizer that rounds its
+            results itself.
 
     Examples:
         >>> import torch, zerofn as zf
@@ -265,7 +340,8 @@ def precision(
     buffers = None if buffer_dtype is None else partial(_of_buffers, buffer_dtype, labels)
     one = _fields({**given, **dict.fromkeys(several)})
     dtypes = Dtypes(**one, reduce_dtype=reduce_dtype, output_dtype=output_dtype, buffers=buffers)
-    view = partial(_view, dtypes, several, labels)
+    _check_rounding(rounding, seed, store_dtype)
+    view = partial(_view, dtypes, several, labels, seed if rounding == "stochastic" else None)
     split = SPLIT in (store_dtype.values() if isinstance(store_dtype, Mapping) else (store_dtype,))
     return Transform("precision", needs="element", view_fn=view, through=partial(_through, split))
 
@@ -277,7 +353,46 @@ def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return dict(given)
 
 
-def _view(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any, layout: Layout, ranks: Ranks) -> View:
+def _check_rounding(rounding: Any, seed: Any, store_dtype: Any) -> None:
+    if rounding == "kahan":
+        why = "Kahan's sum keeps a second tensor for each parameter, which an optimizer must know"
+        right = 'zf.low_precision_adam(lr, rounding="kahan"); precision(rounding="stochastic"), or store_dtype="bf16+8"'
+        raise ValueError(explain("precision(rounding='kahan')", why, f"{right}, for any optimizer"))
+    if rounding not in ROUNDINGS:
+        why = f"rounding is {' or '.join(map(repr, ROUNDINGS))}"
+        raise ValueError(explain(f"precision(rounding={rounding!r})", why, 'rounding="stochastic"'))
+    check_seed("precision", seed)
+    if rounding == "nearest":
+        if seed != 0:
+            why, right = "rounding to nearest draws nothing", f'precision(..., rounding="stochastic", seed={seed})'
+            raise ValueError(explain(f"precision(seed={seed}) without rounding=", why, right))
+        return
+    given = store_dtype.values() if isinstance(store_dtype, Mapping) else (store_dtype,)
+    if not any([dtype is None or dtype in SHORT for dtype in given]):
+        raise ValueError(explain(f'precision(store_dtype={store_dtype}, rounding="stochastic")', *_NOTHING))
+
+
+_NOTHING = (
+    "parameters are not stored in 16 bits, so there is nothing to round at random",
+    'precision(store_dtype=torch.bfloat16, rounding="stochastic"), or no rounding=',
+)
+
+
+def _check_something_to_round(dtypes: Dtypes, layout: Layout) -> None:
+    stored = {leaf.path: dtypes.stored(leaf) for leaf in layout.leaves}
+    if stored and not any([dtype in SHORT for dtype in stored.values()]):
+        rows = [(path, f"stored in {dtype}") for path, dtype in stored.items()]
+        raise ValueError(bad_leaves('precision(rounding="stochastic") has nothing to round', rows, _NOTHING[1]))
+
+
+def _view(
+    dtypes: Dtypes,
+    several: Mapping[str, Mapping[str, Any]],
+    labels: Any,
+    seed: int | None,
+    layout: Layout,
+    ranks: Ranks,
+) -> View:
     """The cast of each leaf to its dtypes; `several` has the arguments that are dicts by label."""
     if several:
         of = labels_by_path(labels, layout, {label for x in several.values() for label in x})
@@ -287,7 +402,9 @@ def _view(dtypes: Dtypes, several: Mapping[str, Mapping[str, Any]], labels: Any,
             for label in set(of.values())
         }
         dtypes = replace(dtypes, by_path={path: own[label] for path, label in of.items()})
-    return _cast(dtypes, frozenset([leaf.path for leaf in layout.complexes]))
+    if seed is not None:
+        _check_something_to_round(dtypes, layout)
+    return _cast(dtypes, frozenset([leaf.path for leaf in layout.complexes]), seed)
 
 
 def _check_given(given: Mapping[str, Dtype], labels: Any) -> None:

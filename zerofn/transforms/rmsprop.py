@@ -40,8 +40,9 @@ def rmsprop(
     `g += weight_decay * p`; `v = alpha v + (1 - alpha) g^2`; `u = g / (sqrt(v) + eps)`; `m = momentum * m + u`;
     `p -= lr * m`. With `centered`, `a = alpha a + (1 - alpha) g` and `sqrt(v - a^2)` takes the place of `sqrt(v)`.
 
-    States have the stored dtype of the parameters. In 16 bits `v` hardly moves, since `(1 - alpha) g^2` is below half a
-    unit in its last place.
+    States have the stored dtype of the parameters. Arithmetic is in fp32 at least, and each stored number is rounded
+    once. In 16 bits `v` hardly moves, since `(1 - alpha) g^2` is below half a unit in its last place, unless
+    `precision(rounding="stochastic")` comes before it.
 
     Args:
         lr: a non-negative number, a 0-d tensor, or a function of the optimizer step (0 before the first update).
@@ -96,5 +97,5 @@ def rmsprop(
     # `momentum` can be set later only if the state has a buffer for it.
     settable = {"weight_decay": weight_decay, **({"momentum": momentum} if given(momentum) else {})}
     torch_form: Any = dict(counterpart=torch.optim.RMSprop, torch_names={"momentum": "momentum_buffer"})
-    more: Any = dict(settable=settable, rounds_grads=True, **torch_form)
+    more: Any = dict(settable=settable, in_fp32=True, rounds_grads=True, **torch_form)
     return optimizer("rmsprop", lr, slots, formula, numbers=numbers, **more)

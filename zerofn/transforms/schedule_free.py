@@ -203,4 +203,5 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
         return inner.init_fn({path: wide_copy(x) for path, x in leaves.items()}, layout)
 
     shadows = (*inner.facts.shadows, Shadow("z"), Shadow(AVERAGE))
-    return wrapped(replace(inner, init_fn=init_wide), init, update, prepare, shadows=shadows)
+    # Parameters are made anew of fp32 tensors in every update, so that nothing is lost.
+    return wrapped(replace(inner, init_fn=init_wide), init, update, prepare, shadows=shadows, rounds=False)
