@@ -319,7 +319,7 @@ class _OnLeaves:
                 if stateful:
                     kept[path] = own
                 continue
-            given = (g, p, kept[path]) if stateful else (g, p)
+            given: Any = (g, p, kept[path]) if stateful else (g, p)
             given = given if ctx.rounding is None else tree_map(_wide, given)
             of_leaf = {PATH: path, OFFSET: ctx.offsets.get(path, 0)}
             options = {**options, **{name: x for name, x in of_leaf.items() if name in self.provided}}

@@ -931,7 +931,7 @@ def _by_program(
     if not on_lists(columns):
         return None
     try:
-        return backwards.run(columns, numbers, None, ((), False))[0]
+        return backwards.run(columns, numbers, None, ((), False, None))[0]
     except NotOnLists:
         return None
 
@@ -948,7 +948,7 @@ def backwards_of(formula: Any, slots: Sequence[str]) -> Plans:
     forwards = plans_of(formula, slots).formula
     several = 1 + len(slots)
 
-    def traced(lists: list[Any], numbers: Mapping[Any, Any], about: tuple[Any, bool]) -> Any:
+    def traced(lists: list[Any], numbers: Mapping[Any, Any], about: Any) -> Any:
         results, _ = forwards(lists[several:], numbers, about)
         return reverse(results, lists[:several], lists[several:]), []
 
