@@ -258,7 +258,7 @@ def test_public_signatures():
         return [p.name for p in inspect.signature(f).parameters.values()]
 
     dtypes = ["param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype"]
-    assert arguments(zf.precision) == [*dtypes, "labels", "buffer_dtype"]
+    assert arguments(zf.precision) == [*dtypes, "labels", "buffer_dtype", "rounding", "seed"]
     scale = {p.name: p.default for p in inspect.signature(zf.scale_loss).parameters.values()}
     assert scale == {
         "scale": "dynamic",

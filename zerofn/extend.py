@@ -52,6 +52,7 @@ from zerofn.core.chain import wrapped as wrapped
 from zerofn.core.chain import wrapped_optimizer as wrapped_optimizer
 from zerofn.core.context import Context as Context
 from zerofn.core.context import Prepared as Prepared
+from zerofn.core.context import RoundedToNearest as RoundedToNearest
 from zerofn.core.context import Rounding as Rounding
 from zerofn.core.context import check_format as check_format
 from zerofn.core.context import format_of as format_of

@@ -68,6 +68,10 @@ class Rounding(NamedTuple):
     step: Any = None
 
 
+class RoundedToNearest(UserWarning):
+    """Moments of an optimizer that rounds to nearest are stored in bf16."""
+
+
 def format_of(state: Mapping[str, Any]) -> Any:
     """The format of the random bits of a transform's state: a number, or a tensor under `torch.func.vmap`.
 

@@ -566,7 +566,9 @@ def wide_formula(formula: Any, slots: Slots, rounds_grads: bool, directs: bool) 
 
     def wide(p: Tensor, g: Tensor, olds: dict[str, Tensor], at: LeafStep) -> Any:
         dtype, given = torch.promote_types(p.dtype, torch.float32), (p, g, *olds.values())
-        x, seen = p.to(dtype), (g.to(p.dtype) if rounds_grads else g).to(dtype)
+        # torch's kernels have no stochastic rounding to be like.
+        rounds = rounds_grads and at.rounding is None
+        x, seen = p.to(dtype), (g.to(p.dtype) if rounds else g).to(dtype)
         wide_at = at.beside(x) if p.dtype is dtype else replace(at.beside(x), dtype=p.dtype)
 
         def stored(y: Tensor, place: int | None) -> Tensor:
@@ -656,8 +658,8 @@ def optimizer(
         in_fp32: whether the formula is given the parameter, the gradient and slots made by `like` in fp32 at least, and
             its numbers in that dtype too. Its results are converted back to the parameter's dtype. Only such results
             can be rounded at random (`precision(rounding="stochastic")`); then no kernel by hand runs.
-        rounds_grads: whether gradients are rounded to the parameter's dtype first, as torch's kernels do. Without
-            `in_fp32` the formula computes in that dtype, and is given its numbers in it.
+        rounds_grads: whether gradients are rounded to the parameter's dtype first, as torch's kernels do; not if results
+            are rounded at random. Without `in_fp32` the formula computes in that dtype, and is given its numbers in it.
 
     Examples:
         >>> import torch, zerofn as zf

@@ -18,6 +18,7 @@ from ..extend import (
     LeafList,
     LeafStep,
     Leaves,
+    RoundedToNearest,
     ScalarOrSchedule,
     Transform,
     TransformState,
@@ -147,10 +148,6 @@ def check_adam(function: str, lr: Any, betas: Any, eps: Any, weight_decay: Any) 
     check_betas(function, betas)
     check_number(function, "eps", eps)
     check_number(function, "weight_decay", weight_decay)
-
-
-class RoundedToNearest(UserWarning):
-    """Moments of an optimizer that rounds to nearest are stored in bf16."""
 
 
 def with_moment_check(built: Transform) -> Transform:

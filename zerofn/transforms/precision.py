@@ -26,6 +26,7 @@ from ..extend import (
     Prepared,
     Ranks,
     Room,
+    RoundedToNearest,
     Rounding,
     Scope,
     Shadow,
@@ -52,7 +53,6 @@ from ..extend import (
     together,
     transform,
 )
-from .adam import RoundedToNearest
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # The `store_dtype` of parameters in bf16 with a residual of 8 bits in the optimizer's state.
