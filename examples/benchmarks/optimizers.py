@@ -86,8 +86,11 @@ class Row:
     only: str | None = None
 
     def stored(self, dtype: str) -> zf.Transform:
-        """The optimizer with parameters in `dtype`."""
-        return zf.chain(zf.precision(store_dtype=DTYPES[dtype]), self.make()) if dtype != "fp32" else self.make()
+        """The optimizer with parameters in `dtype`, rounded stochastically if it has 16 bits."""
+        made = self.make()
+        # `low_precision_adam` and `schedule_free` round by themselves.
+        rounding = "stochastic" if made.facts.rounds else "nearest"
+        return made if dtype == "fp32" else zf.chain(zf.precision(store_dtype=DTYPES[dtype], rounding=rounding), made)
 
 
 # Rates with which a step changes parameters of size 0.01 by some 0.001, which bf16 sees.

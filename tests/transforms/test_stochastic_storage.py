@@ -1,5 +1,7 @@
-"""`precision(rounding="stochastic")` in front of any optimizer: what is stored in 16 bits is rounded at random, with the
-same bits on any ranks, in any kernel, after a resume, and inside of torch.func."""
+"""`precision(rounding="stochastic")` in front of any optimizer: what is stored in 16 bits is rounded at random.
+
+The bits are the same on any ranks, in any kernel, after a resume, and inside of torch.func.
+"""
 
 import functools
 

@@ -658,8 +658,9 @@ def optimizer(
         in_fp32: whether the formula is given the parameter, the gradient and slots made by `like` in fp32 at least, and
             its numbers in that dtype too. Its results are converted back to the parameter's dtype. Only such results
             can be rounded at random (`precision(rounding="stochastic")`); then no kernel by hand runs.
-        rounds_grads: whether gradients are rounded to the parameter's dtype first, as torch's kernels do; not if results
-            are rounded at random. Without `in_fp32` the formula computes in that dtype, and is given its numbers in it.
+        rounds_grads: whether gradients are rounded to the parameter's dtype first, as torch's kernels do; not if
+            results are rounded at random. Without `in_fp32` the formula computes in that dtype, and is given its
+            numbers in it.
 
     Examples:
         >>> import torch, zerofn as zf
