@@ -317,6 +317,24 @@ ROWS: dict[str, Row] = {
         )
         for how in ("stochastic", "nearest", "kahan")
     },
+    # On a GPU leaf by leaf: Triton prints no random bits yet.
+    "stochastic storage, sgd": Row(
+        lambda at: _low(zf.sgd(at.rate, momentum=0.9), rounding="stochastic"), cut=True, often="laws pieces capture"
+    ),
+    "stochastic storage, fp16": Row(
+        lambda at: _low(zf.lion(at.rate), dtype=F16, rounding="stochastic", seed=3), cut=True, often="laws pieces"
+    ),
+    "stochastic storage, adan": Row(
+        lambda at: _low(zf.adan(at.rate), rounding="stochastic"), cut=True, often="pieces capture"
+    ),
+    "stochastic storage, building blocks": Row(
+        lambda at: _low(zf.trace(0.9), zf.scale_by_adam(), zf.scale_by_lr(_down(at)), rounding="stochastic"),
+        cut=True,
+        often="laws pieces",
+    ),
+    "stochastic storage, user's own": Row(
+        lambda at: _low(smooth(keep=0.5), descend(lr=0.5), rounding="stochastic"), cut=True, often="laws pieces"
+    ),
     "clip, low precision": Row(
         lambda at: _low(zf.clip_by_global_norm(1.0), zf.low_precision_adam(_down(at))),
         launches=6,

@@ -328,7 +328,7 @@ class _OnLeaves:
                 wrong.append((path, reason))
                 continue
             at = _step(ctx, path, of_leaf[OFFSET])
-            out[path] = at.stored(returned[0], p.dtype, 0) if self.optimizes else returned[0]
+            out[path] = at.stored(returned[0], p.dtype, 0) if self.optimizes else _as_given(returned[0], g, ctx)
             if stateful:
                 kept[path] = _stored(kept[path], returned[1], at)
         if wrong:
@@ -366,7 +366,7 @@ class _OnLeaves:
             if fits and all(_holds(old.dtype, new.dtype) for old, new in zip(lists[2:], news, strict=True)):
                 own_paths = [paths[i] for i in batch]
                 at = _step(ctx, "", 0, own_paths, [ctx.offsets.get(path, 0) for path in own_paths])
-                made = [at.stored(first, p.dtype, 0) if self.optimizes else first]
+                made = [at.stored(first, p.dtype, 0) if self.optimizes else _as_given(first, g, ctx)]
                 made += [at.stored(new, old.dtype, i) for i, (old, new) in enumerate(zip(olds, news, strict=True), 1)]
                 computed(*made)
                 rows = zip(*(x.tensors for x in made), strict=True)
@@ -377,6 +377,11 @@ class _OnLeaves:
 def _wide(x: Any) -> Any:
     """A tensor of 16 bits, or a list of these, in fp32; anything else as it is."""
     return x.to(torch.float32) if isinstance(x, Tensor | TensorList) and x.dtype in SHORT else x
+
+
+def _as_given(x: Any, g: Any, ctx: Context) -> Any:
+    """A new gradient in the dtype of the old one, where the function was given that in fp32."""
+    return x if ctx.rounding is None else x.to(g.dtype)
 
 
 def _step(ctx: Context, path: str, offset: int, paths: Sequence[str] = (), offsets: Sequence[int] = ()) -> LeafStep:

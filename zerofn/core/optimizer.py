@@ -31,6 +31,7 @@ from .context import Context, Prepared, Rounding
 from .facts import Facts, Scope
 from .layout import Layout, Leaves
 from .returned_values import CheckedUpdate
+from .spec import Spec, changes_gradients
 from .state import counter
 from .transform import OfTensors, ScalarOrSchedule, Transform, TransformState
 
@@ -1199,10 +1200,17 @@ def direction(
         Scope.WHOLE if of_norms else Scope.LEAF,
         "number" if of_norms else "element",
         Facts(directs=True, keeps=False, capturable=True, rounds=in_fp32),
+        through=_in_fp32 if in_fp32 else None,
         init_fn=init,
         prepare_fn=prepare,
         update_fn=update,
     )
+
+
+def _in_fp32(spec: Spec) -> Spec:
+    """The spec behind a direction that is computed in fp32 at least, whatever the dtype of the gradient."""
+    wide = spec.stored_dtype and torch.promote_types(spec.stored_dtype, torch.float32)
+    return changes_gradients(spec).to(wide)
 
 
 def rate_of(inner: Transform, state: TransformState, ctx: Context) -> Any:

@@ -87,9 +87,11 @@ class Loading:
         updates += [1.0 for path, x in by_path.items() if counts[path] is None and _states(x)]
         self.most = max(updates, default=0.0)
         self.given_numbers = self._given_numbers()
-        # Other libraries count under the name `step` only. Without such counts, older versions wrote 0 updates.
+        # Other libraries count under the name `step` only. Where no leaf has a count, 0 updates are written.
         by_step = any(_states(x) and self.names.counts.get(path, STEP) == STEP for path, x in by_path.items())
-        self.stale = by_step and UPDATES in self.given_numbers and int(self.given_numbers[UPDATES]) != int(self.most)
+        noted = self.given_numbers.get(UPDATES)
+        told = noted is not None and (int(noted) > 0 or any(map(_is_number, counts.values())))
+        self.stale = by_step and told and int(noted) != int(self.most)
         self.absent = self._absent()
         self.made_anew = tuple([path for path, own in self.names.leaves.items() if own and not _states(by_path[path])])
         for path, own in self.names.leaves.items():
