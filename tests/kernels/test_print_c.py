@@ -8,7 +8,9 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from zerofn.kernels import native, print_c  # inside: kernels by themselves
+import zerofn as zf
+from zerofn.kernels import lists, native, print_c  # inside: kernels by themselves
+from zerofn.kernels.program import Draws, Program  # inside: as above
 
 pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
 
@@ -56,7 +58,7 @@ def check(drawn, shares=False):
         assert list_programs.different_sums(drawn, sums[0], want, 1e-12) == [], drawn
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [15, pytest.param(600, marks=pytest.mark.slow)])
 def test_bits_are_those_of_torch_for_any_program(examples):
     # A smaller program would take the compiler again: a failure is shown as it is found.
     @settings(max_examples=examples, phases=[Phase.generate])
@@ -67,6 +69,56 @@ def test_bits_are_those_of_torch_for_any_program(examples):
     holds()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [KINDS[0], *[pytest.param(k, marks=pytest.mark.slow) for k in KINDS[1:]]])
 def test_each_operation_has_the_bits_of_torch(kind):
     check(list_programs.each_operation(kind, SIZES))
+
+
+def test_masters_and_random_bits_have_the_bits_of_torch():
+    """A residual of each value beside each kind of number; bits of two streams, behind 2**32 elements."""
+    steps = (
+        ("to", ("x0",), 0),
+        ("joined", ("x2", "x1"), 0),
+        ("mul", ("x3", "n0"), 0),
+        ("upper_half", ("x4",), 1),
+        ("residual", ("x4",), 6),
+        ("random", ("x4", "r0", "16"), 1),
+        ("random", ("x4", "r2", "0"), 2),
+    )
+    made = Program(
+        (1, 6), (), (0,), steps, ((0, "x5"), (1, "x6"), (2, "x7"), (3, "x8")), (1, 6, 1, 2), ("x4",), (0, 2), 2
+    )
+    draws = Draws(2**62 + 5, 7, 2, [3, 2**40], [2**32 - 700, 5])
+    check(list_programs.Drawn(made, [1.25], [70_001, 33], 1, 3, draws))
+
+
+def test_sums_have_the_same_bits_on_any_number_of_threads():
+    """Of numbers whose sums are rounded in float64."""
+    generator = torch.Generator().manual_seed(0)
+    xs = [torch.randn(n, generator=generator) for n in (16_384 * 5 + 3, 0, 70_001, 1)]
+    xs = [x * torch.randint(-40, 9, x.shape, generator=generator).float().exp2() for x in xs]
+    made = Program((0,), (), (), (("mul", ("x0", "x0"), 0),), (), (), ("x0", "x1"))
+    drawn = list_programs.Drawn(made, [], [], 0, 0, None)
+    found = [by_c(drawn, [xs], threads) for threads in (1, 2, 3)]
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
+    want = torch.stack([torch.stack([y.double().sum() for y in (x, x.double() ** 2)]) for x in xs], 1)
+    torch.testing.assert_close(found[0], want, rtol=1e-11, atol=1e-11)
+
+
+def test_padding_of_the_last_line_is_not_added_up(monkeypatch):
+    monkeypatch.setattr(lists, "LARGE", 1)
+    leaves = {"w": torch.full((33,), 2.0), "v": torch.ones(3)}
+    found = zf.extend.sums_over_leaves(lambda x: [(x + 1).sum(), (x == x).to(x.dtype).sum()], leaves)
+    assert {path: x.tolist() for path, x in found.items()} == {"w": [99.0, 33.0], "v": [6.0, 3.0]}
+
+
+@pytest.mark.parametrize("kind", [list_programs.F32, list_programs.BOOL])
+def test_a_result_in_the_memory_of_another_column_does_not_change_what_is_read(kind):
+    """Plain copies, which a compiler moves: the first column becomes the second, whose memory gets the first."""
+    made = Program((kind, kind), (), (), (), ((2, "x0"), (0, "x1")), (kind, kind), ())
+    for size in (3, 100):
+        x, y = (torch.arange(size) % 2 == i for i in (0, 1))
+        x, y = x.to(list_programs.DTYPES[kind]), y.to(list_programs.DTYPES[kind])
+        first, second = x.clone(), y.clone()
+        assert print_c.run(made, [[first], [second], [second]], [], []) is not None
+        assert torch.equal(first, y) and torch.equal(second, x)

@@ -72,7 +72,7 @@ def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
     if not set(map(type, tensors)) <= _PLAIN:
         return False
     if first[0].is_cpu:
-        if sum(map(Tensor.numel, first)) < LARGE or not all(map(_IS_CPU, tensors)):
+        if (sum(map(Tensor.numel, first)) < LARGE and not program.INSTEAD) or not all(map(_IS_CPU, tensors)):
             return False
         if program.printer_for(first[0].device) is None:
             return False

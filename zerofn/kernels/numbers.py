@@ -6,9 +6,17 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+# Functions that are told of each `NotOnLists`, at the line that was the reason (`zerofn.testing.kernel_source`).
+TOLD: list[Callable[[str], None]] = []
+
 
 class NotOnLists(Exception):
     """A formula asked for something that a list of tensors does not have; it runs leaf by leaf."""
+
+    def __init__(self, why: str):
+        super().__init__(why)
+        for told in TOLD:
+            told(why)
 
 
 Values = Mapping[str, float]

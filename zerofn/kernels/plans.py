@@ -175,7 +175,7 @@ def run(
         # Every result is an argument unchanged.
         return made, None
     if printer is None or not printer.can(plan.program) or not alike(used):
-        raise NotOnLists("no kernel")
+        raise NotOnLists("an operation without a kernel, or tensors in another order in memory")
     draws = None
     if plan.drawn is not None:
         seed, step = (of(numbers) for of in plan.drawn)

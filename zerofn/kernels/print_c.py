@@ -63,7 +63,7 @@ typedef struct {{
     double numbers[{numbers}];
 }} job;
 
-/* Two neighbours. Both are read before either is stored: columns may share memory. */
+/* Two neighbours. */
 INLINE void pair({parameters}, int32_t i) {{
     {body}
 }}
@@ -417,6 +417,19 @@ def run(
     return _call(function, program, columns, numbers, draws, each)
 
 
+def _apart(program: Program, columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
+    """Columns of which those that are only read share no memory with those that are written: there they are copies.
+
+    The compiler may read a column behind a store into another one.
+    """
+    written = {column for column, _ in program.stores}
+    taken = {x.data_ptr() for column in written for x in columns[column]}
+    return [
+        column if i in written else [x.clone() if x.data_ptr() in taken else x for x in column]
+        for i, column in enumerate(columns)
+    ]
+
+
 def _call(
     function: Any,
     program: Program,
@@ -430,6 +443,9 @@ def _call(
     job.entries = count
     # The arrays must live until the call returns.
     addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
+    if len({x for column in addresses for x in column}) < count * len(columns):
+        columns = _apart(program, columns)
+        addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
     if not all(all(map(_IS_CPU, column)) for column in columns) or not all(map(all, addresses)):
         native.check_memory(columns, addresses)
     rows = [(ctypes.c_void_p * count)(*row) for row in addresses]

@@ -50,8 +50,8 @@ def run(
 def _addend(program: Program, found: dict[str, Any], name: str) -> Tensor:
     """What is added up, in float64: a square is squared in it, since that of a large number overflows in float32."""
     i = int(name[1:]) - len(program.loads)
-    operation, given, _ = program.steps[i] if i >= 0 else ("", (), 0)
-    square = operation == "mul" and given[0] == given[1]
+    operation, given, _ = program.steps[i] if i >= 0 else ("", (name,), 0)
+    square = operation == "mul" and given[0] == given[-1]
     return found[given[0]].double().square() if square else found[name].double()
 
 

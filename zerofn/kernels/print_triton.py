@@ -252,7 +252,7 @@ def _scalars(program: Program) -> list[str]:
 def formula_kernel(program: Program) -> Any:
     """The kernel of a program."""
     memory = ["starts", "table", "numbers", "partials", *_memory(program)]
-    return _made(_source(program), program, memory, ["rows", "chunks"])
+    return _made(source(program), program, memory, ["rows", "chunks"])
 
 
 @cache
@@ -288,7 +288,7 @@ def _body(program: Program, kinds: dict[int, int], place: str, mask: str) -> lis
     return lines
 
 
-def _source(program: Program) -> str:
+def source(program: Program) -> str:
     kinds, sums = program.kinds, program.sums
     columns = sorted(kinds)
     first = [

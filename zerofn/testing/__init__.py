@@ -1,4 +1,4 @@
-"""The laws of a transform as one check, and assertions over trees that report every bad leaf.
+"""The laws of a transform as one check, its kernels to read, and assertions over trees that report every bad leaf.
 
 Examples:
     >>> import zerofn as zf
@@ -8,6 +8,7 @@ Examples:
 
 from ..core.tree import clone
 from .laws import check_transform
+from .sources import kernel_source
 from .trees import assert_trees_close, assert_trees_equal, random_like, sample_params
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "assert_trees_equal",
     "check_transform",
     "clone",
+    "kernel_source",
     "random_like",
     "sample_params",
 ]

@@ -1,0 +1,64 @@
+"""The kernels of a step, as people read them, and why a function is none."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import zerofn as zf
+from zerofn.kernels import native, program  # inside: whether kernels are printed
+from zerofn.testing import kernel_source
+
+pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
+
+
+@zf.leafwise(init=torch.zeros_like, needs="element")
+def momentum(grad, param, state, *, beta=0.9):
+    state = beta * state + grad
+    return state, state
+
+
+@zf.leafwise(needs="element")
+def squashed(grad, param):
+    return grad.tanh()
+
+
+def test_a_kernel_reads_each_tensor_once_and_writes_it_once():
+    first, second = kernel_source(zf.chain(momentum(), zf.sgd(lr=0.1))).split("INLINE void ")[1:]
+    for text, read, written in ((first, 2, 1), (second, 2, 1)):
+        assert text.count("a = p") == read and text.count("[i + 0] = ") == written, text
+    assert kernel_source(zf.chain(momentum(), zf.sgd(lr=0.5))) == kernel_source(zf.chain(momentum(), zf.sgd(lr=0.1)))
+
+
+def test_dtypes_are_those_of_the_parameters():
+    text = kernel_source(zf.lion(lr=0.1), {"w": torch.ones(3, dtype=torch.bfloat16), "v": torch.ones(2)})
+    assert text.count("uint16_t *restrict p0") == text.count("float *restrict p0") == 1
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_triton_has_the_same_operations():
+    text = kernel_source(zf.chain(momentum(), zf.sgd(lr=0.1)), target="triton")
+    assert text.count("def formula_kernel(") == 2 and "x2 = x0 * n0\n" in text
+
+
+def test_what_is_no_kernel_is_named_with_its_line():
+    tx = zf.chain(squashed(), zf.sgd(lr=0.1))
+    reason, *_ = kernel_source(tx).splitlines()
+    assert reason.startswith("// Not one kernel: tanh, in squashed, line ") and reason.endswith("return grad.tanh()")
+    with pytest.raises(ValueError, match=r"kernel_source of chain(.|\n)*tanh, in squashed, line"):
+        kernel_source(zf.chain(squashed(), zf.adamw(lr=0.1)))
+
+
+def test_arguments_that_are_refused():
+    with pytest.raises(ValueError, match="target='ptx'"):
+        kernel_source(zf.sgd(lr=0.1), target="ptx")
+
+
+def test_nothing_stays_behind():
+    x = torch.ones(4, requires_grad=True)
+    before = [x.detach().clone(), program.printer_for(x.device)]
+    with pytest.raises(ValueError):
+        kernel_source(zf.chain(squashed(), zf.adamw(lr=0.1)), {"w": x})
+    assert torch.equal(x, before[0]) and x.grad is None and program.printer_for(x.device) is before[1]

@@ -1,0 +1,125 @@
+"""Shows people the kernels that a chain's step runs, and why a function is none."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .._errors import explain
+from ..core.chain import as_transform
+from ..core.tree import flatten, tree_map
+from ..kernels import print_c, print_torch
+from ..kernels.numbers import TOLD
+from ..kernels.program import INSTEAD, Program, triton_module
+from ..pure.api import init
+from ..pure.step import make_step
+
+
+def kernel_source(tx: Any, params: Any = None, target: str = "c") -> str:
+    """The kernels that a step of a chain runs on large leaves, for you to read.
+
+    zerofn prints the formula of an optimizer, and a function of `leafwise(needs="element")`, as one kernel that reads
+    each number once and writes it once. In the source `p0`, `p1`, ... are the tensors of a leaf, `x0`, `x1`, ... are
+    what was read and computed, and `n0`, `n1`, ... are numbers such as the learning rate, which each step passes. In C
+    `a` and `b` are two neighbours, and `i` is the number of the first. `u0`, `u1`, ... (in Triton `t0`, ...) are added
+    up over a leaf, for norms. What all kernels have in common is left out.
+
+    The step is run once, with gradients of the size of the parameters. A function that is no kernel runs by torch's
+    operations: the source then begins with a comment that names the operation and the line that were the reason.
+
+    Args:
+        tx: a chain with an optimizer, on one process.
+        params: a tree of parameters, whose dtypes the kernels are for; by default one fp32 tensor.
+        target: `"c"`, for a CPU, or `"triton"`, for a GPU, which needs triton.
+
+    Raises:
+        ValueError: no part of the step is a kernel, or `target` is unknown or cannot express it.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> @zf.leafwise(needs="element")
+        ... def halved(grad, param):
+        ...     return 0.5 * grad
+        >>> tx = zf.chain(halved(), zf.scale_by_lr(0.1))
+        >>> print(kernel_source(tx).partition("INLINE void pair(float")[0])
+        INLINE void pair(const float *restrict p0, float *restrict p1, const float n0, int32_t i) {
+            const float x0a = p0[i + 0];
+            const float x0b = p0[i + 1];
+            const float x1a = x0a * n0;
+            const float x1b = x0b * n0;
+            p1[i + 0] = x1a;
+            p1[i + 1] = x1b;
+        }
+        <BLANKLINE>
+        <BLANKLINE>
+    """
+    tx = as_transform(tx)
+    if target not in ("c", "triton"):
+        raise ValueError(explain(f"kernel_source(target={target!r})", 'kernels are in "c" or "triton"', 'target="c"'))
+    printer = print_c if target == "c" else triton_module("print_triton")
+    if printer is None:
+        raise ValueError(explain('kernel_source(target="triton")', "triton is not installed", 'target="c"'))
+    params = {"w": torch.ones(4)} if params is None else params
+    state = init(tx, tree_map(lambda x: x.detach().clone(), params))
+    step = make_step(_summed, tx, donate=True)
+    found = _Found(printer)
+    with found.watching():
+        step(state)
+    sign = "//" if target == "c" else "#"
+    reasons = [f"{sign} Not one kernel: {why}" for why in found.reasons]
+    if not found.programs:
+        why = "\n".join(reason.partition(": ")[2] for reason in reasons) or "its kernels are written by hand"
+        right = "arithmetic of tensors, numbers and torch.where: docs/your-formula-is-a-kernel.md"
+        raise ValueError(explain(f"kernel_source of {tx.name}", f"no part of its step is printed: {why}", right))
+    return "\n".join([*reasons, *map(_in_c if target == "c" else printer.source, found.programs)])
+
+
+class _Found:
+    """A printer that keeps the programs of a step, which run by torch's operations; and why others are none."""
+
+    def __init__(self, printer: Any):
+        self.printer = printer
+        self.programs: dict[Program, None] = {}
+        self.reasons: dict[str, None] = {}
+
+    def can(self, program: Program) -> bool:
+        return self.printer.can(program)
+
+    def run(self, program: Program, *given: Any) -> Any:
+        self.programs[program] = None
+        return print_torch.run(program, *given)
+
+    def told(self, why: str) -> None:
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zerofn", "torch"):
+            frame = frame.f_back
+        if frame is not None and frame.f_code.co_name != "<module>":
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            why += f", in {frame.f_code.co_name}, line {frame.f_lineno}: {line}"
+        self.reasons[why] = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        INSTEAD.append(self)
+        TOLD.append(self.told)
+        try:
+            yield
+        finally:
+            INSTEAD.remove(self)
+            TOLD.remove(self.told)
+
+
+def _summed(params: Any) -> torch.Tensor:
+    """A loss whose gradients have memory of their own."""
+    return torch.stack([x.float().square().sum() for x in flatten(params)[0] if x.is_floating_point()]).sum()
+
+
+def _in_c(program: Program) -> str:
+    """The function of a program that computes two neighbours."""
+    text = print_c.source(program)
+    return text[text.index("INLINE void pair(") : text.index("INLINE void line(")].rstrip() + "\n"
