@@ -129,7 +129,9 @@ def test_schedulers_that_cycle_betas_or_momentum_have_an_effect(name: str):
             opt.zero_grad()
             schedule.step()
         found.append([p.detach() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    # torch fuses the products of SGD on some processors: two roundings in each of six steps, of |p| < 1.
+    bound = 12 * torch.finfo(torch.float32).eps if name == "sgd" else 0.0
+    torch.testing.assert_close(*found, rtol=0.0, atol=bound)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
  *
  * zerofn/kernels/coded_adam.py builds this file on first use, with the macros of native_codes.h and these:
  *   -DZF_P=, -DZF_G=        The dtypes of parameter and gradient: f32 or bf16.
- *   -DZF_FUSED=             1: the arithmetic of fused.c. 0: that of native.c, with fp32 moments.
+ *   -DZF_FUSED=             1: the arithmetic of fused_adam.py. 0: that of adam.py, with fp32 moments.
  *   -DZF_RANDOM_P=          1: parameters are rounded at random.
- *   -DZF_MASTERS=           1: parameters are masters of 24 bits, ZF_P is bf16, and the arithmetic is that of fused.c.
+ *   -DZF_MASTERS=           1: parameters are masters of 24 bits, ZF_P is bf16; the arithmetic is of fused_adam.py.
  */
 #define ZF_M f32
 #define ZF_V f32
