@@ -72,7 +72,7 @@ def test_an_sdist_and_the_wheel_that_is_built_from_it(tmp_path):
         # What a wheel is when it is installed: its files.
         files.extractall(tmp_path / "site")
     own = {str(p.relative_to(ROOT)) for p in (ROOT / "zerofn").rglob("*.py")}
-    assert own | {"zerofn/py.typed", "zerofn/kernels/squares.c", "zerofn/kernels/native_numbers.h"} <= names
+    assert own | {"zerofn/py.typed", "zerofn/kernels/squares.c", "zerofn/kernels/native_codes.h"} <= names
     assert f"Version: {zf.__version__}\n" in text and "License-Expression: Apache-2.0" in text
     for field in ("Keywords: ", "Classifier: Operating System :: ", "Classifier: Development Status"):
         assert field in text, field

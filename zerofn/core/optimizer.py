@@ -17,12 +17,14 @@ from torch.autograd import Function
 from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
 from .._compat.tensors import foreach, foreach_add, viewed
 from .._errors import explain
+from ..kernels.codes import Coded
 from ..kernels.derivative import reverse
 from ..kernels.formulas import beside, once
-from ..kernels.lists import batches, on_lists
+from ..kernels.lists import batches, enough, on_lists
+from ..kernels.masters import Master
 from ..kernels.norms import squared_norm
 from ..kernels.numbers import NotOnLists
-from ..kernels.plans import Plans
+from ..kernels.plans import Plans, in_blocks
 from ..kernels.program import Bits, Draws, TensorList, computed
 from ..kernels.recording import concrete, differentiated, number, only_compiled, root, straight_through
 from ..kernels.rounding import leaf_key, random_bits, stochastic_round
@@ -710,7 +712,7 @@ def optimizer(
         facts,
         init_fn=update.init,
         prepare_fn=update.prepare,
-        update_fn=update.update if stored_kernel is None else UpdateOfStored(update.update, update.on_stored),
+        update_fn=update.update if of_norms else UpdateOfStored(update.update, update.on_stored),
     )
 
 
@@ -799,12 +801,14 @@ class _OptimizerUpdate:
         return new, {**own, "count": counts}
 
     def on_stored(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        """As `update`, of leaves as they are stored: of those that `stored_kernel` takes."""
-        if self.stored_kernel is None or ctx.rounding is not None or ctx.recorded or ctx.unread or not grads:
+        """As `update`, of leaves as they are stored: of those that `stored_kernel` or a program takes."""
+        if ctx.rounding is not None or ctx.recorded or ctx.unread or not grads:
             return {}, {}
         common = {key: state[key] for key in self.shared if key in state}
         slots = {name: state[name] for name in self.slots}
         given = Given(grads, params, slots, {}, *carry, common, ctx)
+        if self.stored_kernel is None:
+            return _on_stored(self.plans, self.derived, state["count"], given)
         takes, kernel = self.stored_kernel
         every = _listed(list(grads), None, given._replace(ctx=replace(ctx, donate=True)))
         paths = [path for path, taken in zip(every.paths, takes(every), strict=True) if taken]
@@ -962,8 +966,10 @@ def backwards_of(formula: Any, slots: Sequence[str]) -> Plans:
 def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
     """The programs of an optimizer's formula."""
 
-    def traced(lists: list[Any], numbers: Mapping[Any, Any], about: tuple[Any, bool, Rounding | None]) -> Any:
-        (p, g, *olds), (shared, wants_norms, rounding) = lists, about
+    def traced(lists: list[Any], numbers: Mapping[Any, Any], about: tuple[Any, ...]) -> Any:
+        (p, g, *olds), (shared, wants_norms, rounding, *masters) = lists, about
+        residual = olds.pop() if masters else None
+        p = p if residual is None else p.joined(residual)
         named: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for (of, name), x in numbers.items():
             if of < 2:
@@ -971,7 +977,9 @@ def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
         rate = numbers.get((2, "lr"))
         at = LeafStep(numbers[2, "count"], rate, "", 0, named[0], dict(shared), named[1], rounding=rounding)
         x, after = formula(p, g, dict(zip(slots, olds, strict=True)), at)
-        return [x, *map(after.__getitem__, slots)], [g.to(torch.float32).square()] if wants_norms else []
+        made = [x if residual is None else x.upper_half(), *map(after.__getitem__, slots)]
+        made += [] if residual is None else [x.residual()]
+        return made, [g.to(torch.float32).square()] if wants_norms else []
 
     return Plans(traced)
 
@@ -1047,6 +1055,67 @@ def _by_plans(
 def _numbers_of(x: Tensor) -> Any:
     """The elements of a tensor: numbers, or 0-d tensors of a GPU, which are not read."""
     return x.tolist() if x.is_cpu else x.unbind()
+
+
+def _on_stored(
+    plans: Plans, derived: Derived | None, known: Leaves, given: Given
+) -> tuple[dict[str, Any], TransformState]:
+    """New parameters, or directions, and slots of leaves as they are stored: of those that a program takes on a CPU.
+
+    Args:
+        known: the number of updates of each leaf.
+        given: its slots are tensors or each a `Coded`; its parameters tensors, or each a `Master`.
+    """
+    grads, params, slots, _, lr, numbers, common, ctx = given
+    rows = {path: [*_parts(params[path]), g, *(x[path] for x in slots.values())] for path, g in grads.items()}
+    stored = {path: type(params[path]) is Master or any([type(x) is Coded for x in row]) for path, row in rows.items()}
+    rows = {path: row for path, row in rows.items() if stored[path] and in_blocks(row, ctx.offsets.get(path, 0))}
+    if not rows or not enough(sum([x[0].numel() for x in rows.values()])):
+        return {}, {}
+    new: dict[str, Any] = {}
+    own: TransformState = {slot: {} for slot in slots}
+    wide = {k: _wide(x) for k, x in numbers.items()}
+    groups, before, _ = next_counts(known, rows)
+    shared = tuple([(name, number(x)) for name, x in common.items()])
+    for count, group in groups.items():
+        values: dict[Any, Any] = {(0, name): x for name, x in numbers.items()} | {(2, "count"): count}
+        values |= {(1, name): x for name, x in (derived(count, _wide(lr), wide) if derived else {}).items()}
+        values |= {} if lr is None else {(2, "lr"): lr}
+        if not set(map(type, values.values())) <= {int, float, bool}:
+            return {}, {}
+        kinds: dict[Any, list[str]] = {}
+        for path in group:
+            kind = tuple([(type(x) is Coded, x.dtype) for x in rows[path]])
+            kinds.setdefault((type(params[path]) is Master, kind), []).append(path)
+        for (masters, _), paths in kinds.items():
+            columns: list[list[Any]] = [list(x) for x in zip(*map(rows.__getitem__, paths), strict=True)]
+            # The residuals are the last column.
+            columns = [columns[0], *columns[2:], columns[1]] if masters else columns
+            written = [*([0] if lr is not None else []), *range(2, len(columns))]
+            for i in () if ctx.donate else written:
+                columns[i] = [x.clone() for x in columns[i]]
+            about = shared, ctx.wants_norms(paths, grads), None, *([True] if masters else [])
+            keys, offsets = list(map(leaf_key, paths)), [ctx.offsets.get(path, 0) for path in paths]
+            into = written if lr is not None else [None, *written]
+            try:
+                (x, *made), sums = plans.run(columns, values, into, about, keys, offsets)
+            except NotOnLists:
+                continue
+            if ctx.donate:
+                ctx.written.add(ctx.prefix)
+            if sums is not None and ctx.norms is not None:
+                ctx.norms.add(paths, sums[0].sqrt().tolist())
+            new.update(zip(paths, list(map(Master, x, made.pop())) if masters else x, strict=True))
+            for slot, tensors in zip(slots, made, strict=True):
+                own[slot].update(zip(paths, tensors, strict=True))
+    done = {path: n + 1 for path, n in zip(rows, before, strict=True) if path in new}
+    counts = dict(zip(done, apart(torch.tensor(list(done.values()), dtype=torch.int64)), strict=True))
+    return ({path: new[path] for path in done}, {**own, "count": counts}) if done else ({}, {})
+
+
+def _parts(x: Any) -> list[Tensor]:
+    """A parameter as it is stored: a tensor, or the two of a master."""
+    return [x.p, x.residual] if type(x) is Master else [x]
 
 
 def _on_lists(
@@ -1195,6 +1264,12 @@ def direction(
             counts = dict(zip(grads, apart(torch.tensor(before, dtype=torch.int64).add_(1)), strict=True))
         return out, {**own, "count": counts}
 
+    def on_stored(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
+        if ctx.rounding is not None or ctx.recorded or ctx.unread or not grads:
+            return {}, {}
+        given = Given(grads, params, {slot: state[slot] for slot in slots}, {}, None, found, {}, ctx)
+        return _on_stored(plans, derived, state["count"], given)
+
     return Transform(
         name,
         Scope.WHOLE if of_norms else Scope.LEAF,
@@ -1203,7 +1278,7 @@ def direction(
         through=_in_fp32 if in_fp32 else None,
         init_fn=init,
         prepare_fn=prepare,
-        update_fn=update,
+        update_fn=update if of_norms else UpdateOfStored(update, on_stored),
     )
 
 

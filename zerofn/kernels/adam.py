@@ -320,7 +320,7 @@ def run_native(leaves: Leaves, settings: Settings, norms: list[Any] | None = Non
     found: dict[int, Any] = {}
     for _, entries, part in _by_kind(leaves, leaves.all_dtypes()):
         try:
-            found |= zip(entries, _call(part, settings, norms is not None), strict=False)
+            found |= zip(entries, run_program(part, settings, norms is not None), strict=False)
         except NotOnLists:
             run_chunked(part, settings)
     _append(norms, found, leaves)
@@ -362,7 +362,7 @@ def _plans(mode: Mode, form: int) -> Plans:
     return Plans(traced)
 
 
-def _call(leaves: Leaves, settings: Settings, norms: bool = False) -> list[float]:
+def run_program(leaves: Leaves, settings: Settings, norms: bool = False) -> list[float]:
     plans = _plans(settings.mode(leaves.dtypes(0)), settings.form)
     numbers: Any = dict(zip(Scalars._fields, settings.scalars, strict=True))
     numbers |= {"seed": settings.seed, "step": settings.step}

@@ -1,62 +1,35 @@
 """Adam on moments that are kept as codes: one pass, with the bits of decoding, updating and encoding.
 
-A CPU has a kernel in C, a GPU one of Triton (`triton_coded.py`). It decodes one block of the moments after the other,
-in the cache or in registers. Without a kernel the decoded moments are written to memory, read, and encoded again.
+A CPU runs the formula as a program in C (`print_c.py`), a GPU a kernel of Triton (`triton_coded.py`). It decodes one
+block of the moments after the other, in the cache or in registers. Without a kernel the decoded moments are written to
+memory, read, and encoded again.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import native
+from . import adam, fused_adam, native
 from .adam import adam_, scalars
-from .codes import HEADERS, LARGE, Coded, Codes, Draws, defines_of
+from .codes import LARGE, MOST, Coded, Codes, Draws
 from .fused_adam import fused_update
 from .masters import Master, master_of
+from .numbers import NotOnLists
+from .plans import in_blocks
 from .program import gives_bits, triton_module
 from .rounding import FORMAT, stride_of
 
-# Elements of the largest block that the kernel has room for.
-MOST = 1024
-# torch's kernel rounds the last elements of a leaf, fewer than these, in another way: `fused_adam.LINE`.
-_LINE = 16
-_FILES = [
-    Path(__file__).with_name(name)
-    for name in ("coded_adam.c", "native_masters.h", "native_numbers.h", "native_prefetch.h", "native_sums.h")
-]
-_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# torch's kernel rounds the last elements of a leaf in another way: fewer than these, by the bytes of a parameter.
+_LINES = {4: 16, 2: 32}
+_DTYPES = (torch.float32, torch.bfloat16)
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class _Job(ctypes.Structure):
-    """``job`` of ``coded_adam.c``."""
-
-    _fields_ = [
-        ("entries", ctypes.c_int64),
-        *(
-            (name, ctypes.POINTER(ctypes.c_void_p))
-            for name in ("p", "g", "m", "v", "m_scales", "v_scales", "residuals")
-        ),
-        *((name, ctypes.POINTER(ctypes.c_int64)) for name in ("numel", "row")),
-        *(
-            (name, ctypes.POINTER(ctypes.c_uint64))
-            for name in ("p_key", "m_key", "v_key", "offset", "m_step", "v_step")
-        ),
-        ("block", ctypes.c_int64),
-        *((name, ctypes.c_uint64) for name in ("seed", "codes_seed", "step")),
-        *((name, ctypes.c_int) for name in ("random", "decoupled")),
-        ("scalars", ctypes.c_float * 8),
-        ("squares", ctypes.POINTER(ctypes.c_double)),
-    ]
 
 
 class Kind(NamedTuple):
@@ -101,6 +74,7 @@ class CodedAdam:
         *slots: Sequence[Any],
         form: int = FORMAT,
         offsets: Sequence[int] = (),
+        beta1: float = 0.9,
     ) -> list[bool]:
         """For each leaf, whether a kernel can update it with the same bits as without a kernel.
 
@@ -111,38 +85,60 @@ class CodedAdam:
             form: the format of the random bits by which parameters are rounded.
             offsets: for each parameter the index of its first element within the leaf. It is needed if parameters are
                 rounded at random.
+            beta1: the decay of the first moment, on which the kernel in C depends.
         """
         if form != FORMAT or len(slots) != 2 or self.rounding == "kahan":
             return [False] * len(params)
         stored = list(map(_stored, params))
-        found = [self._takes(*row) for row in zip(params, grads, zip(*slots, strict=True), strict=True)]
+        # Without enough of them no kernel is built.
+        on_cpu = [p.numel() for p, m in zip(stored, slots[0], strict=True) if p.is_cpu and type(m) is Coded]
+        asked = [p.is_cuda or sum(on_cpu) >= LARGE for p in stored]
+        rows: list[Any] = list(zip(params, grads, zip(*slots, strict=True), strict=True))
+        found = [ask and self._takes(beta1, *row) for ask, row in zip(asked, rows, strict=True)]
         # Random bits have another key after 2**32 elements.
         ends = [start >> 32 == (start + p.numel() - 1) >> 32 for start, p in zip(offsets, stored, strict=False)]
-        found = [taken and one_key for taken, one_key in zip(found, ends, strict=True)] if ends else found
-        enough = sum([p.numel() for p, taken in zip(stored, found, strict=True) if taken and p.is_cpu]) >= LARGE
-        return found if enough else [taken and p.is_cuda for p, taken in zip(stored, found, strict=True)]
+        return [taken and one_key for taken, one_key in zip(found, ends, strict=True)] if ends else found
 
-    def _takes(self, param: Any, g: Tensor, moments: Sequence[Any]) -> bool:
+    def _takes(self, beta1: float, param: Any, g: Tensor, moments: Sequence[Any]) -> bool:
         if not all(type(x) is Coded for x in moments):
             return False
         m, v = moments
         p, masters = _stored(param), type(param) is Master
+        if p.dtype not in _DTYPES or g.dtype not in _DTYPES or g.shape != p.shape or masters > self.fused:
+            return False
+        if p.is_cpu:
+            # Here the first elements do not matter: `takes` compares them.
+            tensors = (p, param.residual) if masters else (p,)
+            start = 0 if m.draws is None else m.draws.offset
+            return in_blocks([*tensors, g, m, v], start) and self._has_program(beta1, p, masters, g, m)
         how, draws, tensors = m.how, (m.draws, v.draws), (p, g, m.codes, v.codes, m.scales, v.scales)
         if masters:
             tensors = (*tensors, param.residual)
         if v.how != how or how.signed or how.block > MOST or (how.bits == 4 and how.block % 2):
             return False
-        if m.scales.dtype is not torch.float32 or p.dtype not in _NAMES or g.dtype not in _NAMES or g.shape != p.shape:
+        if m.dtype is not torch.float32 or (self.fused and not masters and p.dtype is not torch.float32):
             return False
         if not all(type(x) in _PLAIN and x.is_contiguous() and x.get_device() == p.get_device() for x in tensors):
             return False
-        if masters > self.fused or (self.fused and not masters and p.dtype is not torch.float32):
-            return False
-        if self.fused and p.is_cpu and p.numel() % _LINE:
-            return False
         if None not in draws and not all(x.of_one_key(p.numel()) and x.seed == draws[0].seed for x in draws):
             return False
-        return p.numel() > 0 and self._function(param, g, m) is not None
+        if not p.is_cuda or not p.numel() or how.code == "dynamic":
+            return False
+        return triton_kernel(self._kind(param, g), how, m.draws is not None, g.get_device())
+
+    def _has_program(self, beta1: float, p: Tensor, masters: bool, g: Tensor, m: Coded) -> bool:
+        """Whether there is a program in C with the bits of torch's fused kernel, or of `adam_`."""
+        if self.fused and not masters and (m.dtype is not p.dtype or p.numel() % _LINES[p.itemsize]):
+            return False
+        if self.fused and (p.numel() % _LINES[4] or (masters and m.dtype is not torch.float32)):
+            return False
+        # Gradients are rounded to the dtype of parameters before an update in bf16.
+        if self.fused and not masters and p.dtype is torch.bfloat16 and g.dtype is not p.dtype:
+            return False
+        of = p.dtype, m.dtype, m.how.bits, m.how.code
+        # `torch.lerp` starts from the nearer end, and `adam_` rounds first moments to nearest up to a beta1.
+        like = next(x for x in (0.25, 0.9, 0.99) if beta1 <= {0.25: 0.5, 0.9: 0.98}.get(x, beta1))
+        return _has_program(self, masters, g.dtype, like, *of)
 
     def run(
         self,
@@ -173,12 +169,12 @@ class CodedAdam:
         found: list[Any] = [0.0] * len(params)
         kinds: dict[Any, list[int]] = {}
         for i, (p, g, m) in enumerate(zip(params, grads, exp_avgs, strict=True)):
-            kinds.setdefault((self._kind(p, g), m.how, m.draws is not None, g.get_device()), []).append(i)
-        for (_, how, random, _), places in kinds.items():
+            kinds.setdefault((self._kind(p, g), m.how, m.draws is not None, g.get_device(), m.dtype), []).append(i)
+        for (kind, how, random, device, _), places in kinds.items():
             columns = [[column[i] for i in places] for column in (params, grads, exp_avgs, exp_avg_sqs)]
             named = [[column[i] for i in places] if column else [0] * len(places) for column in (keys, offsets)]
-            call = self._function(*(column[0] for column in columns[:3]))
-            own = call(columns, named, given, (seed, step), how.block, random, no_sum, norms is not None)
+            rest = named, given, (seed, step), how.block, random, no_sum, norms is not None
+            own = _call(kind, columns, *rest, beta1, self.rounding) if device < 0 else _launch(kind, columns, *rest)
             for i, x in zip(places, own, strict=False):
                 found[i] = x
         if norms is not None:
@@ -191,17 +187,6 @@ class CodedAdam:
         random = self.rounding == "stochastic" and p.dtype is not torch.float32
         return Kind(self.fused, random, type(param) is Master, p.dtype, g.dtype)
 
-    def _function(self, param: Any, g: Tensor, m: Any) -> Any:
-        """The function that updates leaves like this one: `_call` of a C function, `_launch`, or ``None``."""
-        kind = self._kind(param, g)
-        if g.is_cpu:
-            function = _library(kind, m.how.bits, m.how.code)
-            return None if function is None else functools.partial(_call, function)
-        known = (
-            g.is_cuda and m.how.code != "dynamic" and triton_kernel(kind, m.how, m.draws is not None, g.get_device())
-        )
-        return functools.partial(_launch, kind) if known else None
-
 
 def _stored(param: Any) -> Tensor:
     """A parameter without its residual."""
@@ -212,7 +197,7 @@ Columns = Sequence[Sequence[Any]]
 
 
 def _call(
-    function: Any,
+    kind: Kind,
     columns: Columns,
     named: Sequence[Sequence[int]],
     given: Sequence[float],
@@ -221,35 +206,24 @@ def _call(
     random: bool,
     decoupled: bool,
     norms: bool,
+    beta1: float = 0.9,
+    rounding: str | None = None,
 ) -> Sequence[float]:
-    """Call the C function; the norms of the gradients if `norms`."""
-    params, grads, exp_avgs, exp_avg_sqs = list(map(_stored, columns[0])), *columns[1:]
-    count, moments = len(params), (exp_avgs, exp_avg_sqs)
-    lists = params, grads, *([x.codes for x in ms] for ms in moments), *([x.scales for x in ms] for ms in moments)
-    residuals = [x.residual for x in columns[0] if type(x) is Master]
-    pointers = [(ctypes.c_void_p * count)(*map(Tensor.data_ptr, xs)) if xs else None for xs in (*lists, residuals)]
-    lengths = list(map(Tensor.numel, params))
-    rows = [n // len(p) for n, p in zip(lengths, params, strict=True)]
-    keys, offsets, draws = _drawn(moments, named, random)
-    words = *keys, offsets, *([int(x.step) for x in one] for one in draws)
-    squares = (ctypes.c_double * count)() if norms else None
-    job = _Job(
-        count,
-        *pointers,
-        *((ctypes.c_int64 * count)(*xs) for xs in (lengths, rows)),
-        *((ctypes.c_uint64 * count)(*xs) for xs in words),
-        block,
-        of_params[0],
-        draws[0][0].seed,
-        of_params[1],
-        random,
-        decoupled,
-        (ctypes.c_float * 8)(*given),
-        squares,
-    )
-    if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
-        raise MemoryError("no memory for the sums of squares of gradients")
-    return [x**0.5 for x in squares or ()]
+    """Run the program in C; the norms of the gradients if `norms`.
+
+    Raises:
+        NotOnLists: there is none.
+    """
+    seed, step = of_params
+    lists = [list(map(_stored, columns[0])), *map(list, columns[1:])]
+    if kind.fused:
+        lists += [[x.residual for x in columns[0]]] if kind.masters else []
+        beta2, weight, rest, rate, eps, keep, decay, spread = given
+        return fused_adam.run_program(lists, (beta2, weight, rest, rate, spread, eps, keep, decay), decoupled, norms)
+    rounding = rounding or ("stochastic" if kind.random else "nearest")
+    settings = adam.Settings(step, adam.Scalars(*given[:7]), rounding, beta1, seed, FORMAT)
+    p, g, m, v = lists
+    return adam.run_program(adam.Leaves(p, g, m, v, None, *named), settings, norms)
 
 
 def _drawn(moments: Columns, named: Sequence[Sequence[int]], random: bool) -> tuple[Columns, Sequence[int], Columns]:
@@ -263,23 +237,30 @@ _NONE = Draws(0, torch.tensor(0), 0)
 
 
 @functools.cache
-def _library(kind: Kind, bits: int, code: str) -> Any:
-    """The C function, after a check that it gives the bits of torch on a sample; else ``None``."""
-    command = native.quiet_compiler()
-    if command is None:
-        return None
-    defines = [f"-DZF_P={_NAMES[kind.dtype]}", f"-DZF_G={_NAMES[kind.grad]}", f"-DZF_FUSED={int(kind.fused)}"]
-    defines += [f"-DZF_MASTERS={int(kind.masters)}", f"-DZF_RANDOM_P={int(kind.random)}"]
-    defines += defines_of(Codes(bits, 128, code))
+def _has_program(
+    how: CodedAdam,
+    masters: bool,
+    grad: torch.dtype,
+    beta1: float,
+    param: torch.dtype,
+    moment: torch.dtype,
+    bits: int,
+    code: str,
+) -> bool:
+    """Whether a program in C has the bits of torch's fused kernel, or of `adam_`, and runs in these codes."""
+    near = beta1 > 0.5
+    if how.fused and not fused_adam.gives_bits(how.decoupled, near, grad, masters, torch.float32 if masters else param):
+        return False
+    x, codes = torch.ones(1, 32, dtype=param), Codes(bits, 32, code)
+    p: Any = Master(x, torch.zeros_like(x, dtype=torch.int8)) if masters else x
+    moments = [[Coded(codes, *codes.encode(torch.ones(1, 32, dtype=moment)), None)] for _ in range(2)]
+    kind, given = how._kind(p, x.to(grad)), (0.9, 1 - beta1, 0.1, -0.1, 0.1, 0.9, 0.1, 0.5)
     try:
-        function = native.library(command, [*_FILES, *HEADERS], defines, _declared).zerofn_coded_adam
-    except (OSError, AttributeError):
-        return None
-    call, how = functools.partial(_call, function), Codes(bits, 100, code)
-    for at, beta1 in ((None, 0.9), (2**31, 0.9), (None, 0.4)):
-        if not _has_bits_of_torch(call, kind, how, (4, 180), at, beta1):
-            return None
-    return function
+        columns = [p], [x.to(grad)], *moments
+        _call(kind, columns, [[0], [0]], given, (0, 1), 32, False, how.decoupled, False, beta1, how.rounding)
+    except NotOnLists:
+        return False
+    return True
 
 
 def _has_bits_of_torch(
@@ -329,12 +310,6 @@ def _has_bits_of_torch(
     same += [torch.equal(x.codes.cpu(), codes) for x, (codes, _) in zip(mine, again, strict=True)]
     same += [native.same_bits([[x.scales.cpu()]], [[scales]]) for x, (_, scales) in zip(mine, again, strict=True)]
     return all(same)
-
-
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    function = library.zerofn_coded_adam
-    function.argtypes, function.restype = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_void_p], ctypes.c_int
-    return library
 
 
 # ----------------------------------------------------------------------------------------------------------------------

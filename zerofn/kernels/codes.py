@@ -52,6 +52,8 @@ LARGEST = 448.0
 MAPS = ("linear", "companded", "dynamic")
 # Elements that are coded at once, so that temporary tensors stay in a CPU's cache.
 AT_ONCE = 1 << 17
+# Elements of the largest block that a printed kernel has room for.
+MOST = 1024
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,12 @@ class Codes:
         if (kernel := self._kernel(x)) is not None and (not isinstance(draws, Draws) or draws.of_one_key(x.numel())):
             codes, scales = _encode(kernel, rows.contiguous(), self, draws)
             return codes.reshape(x.shape) if self.bits == 8 else codes, scales
+        return self.encode_by_torch(x, draws)
+
+    def encode_by_torch(self, x: Tensor, draws: Draws | BlockDraws | None = None) -> tuple[Tensor, Tensor]:
+        """`encode` by torch's operations: the reference, with which kernels are compared."""
+        row = prod(x.shape[1:])
+        rows = x.reshape(x.shape[0], row)
         each = max(1, AT_ONCE // max(row, 1)) if x.is_cpu and concrete(x) else max(1, len(rows))
         # Not `split`, which torch 2.11 cannot do of no rows at all in the mode that computes shapes alone.
         slices = [slice(low, low + each) for low in range(0, max(1, len(rows)), each)]
@@ -188,6 +196,11 @@ class Codes:
         row = prod(shape[1:])
         if scales.dtype == torch.float32 and (kernel := self._kernel(scales, shape)) is not None:
             return _decode(kernel, codes.contiguous(), scales.contiguous(), self, row).reshape(tuple(shape))
+        return self.decode_by_torch(codes, scales, shape)
+
+    def decode_by_torch(self, codes: Tensor, scales: Tensor, shape: Sequence[int]) -> Tensor:
+        """`decode` by torch's operations."""
+        row = prod(shape[1:])
         codes = codes.reshape(shape[0], row) if self.bits == 8 else _apart(codes, row)
         each = max(1, AT_ONCE // max(row, 1)) if codes.is_cpu and concrete(codes) else max(1, len(codes))
         slices = [slice(low, low + each) for low in range(0, max(1, len(codes)), each)]
@@ -430,6 +443,15 @@ class Coded:
     codes: Tensor
     scales: Tensor
     draws: Draws | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its numbers."""
+        return self.scales.dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.codes, self.scales
 
     def clone(self) -> Coded:
         return Coded(self.how, self.codes.clone(), self.scales.clone(), self.draws)

@@ -166,8 +166,8 @@ def formula(
     """
     x, g = p.to(torch.float32) if masters is None else p.joined(masters), g.to(torch.float32)
     x, g = (x * n["keep"], g) if decoupled else (x, g.add(x, alpha=n["decay"]))
-    m = m.lerp(g, n["weight"])
-    v = (v * n["beta2"]).addcmul(g, g, value=n["rest"])
+    m = m.to(torch.float32).lerp(g, n["weight"])
+    v = (v.to(torch.float32) * n["beta2"]).addcmul(g, g, value=n["rest"])
     return x.addcdiv(m, v.sqrt() / n["spread"] + n["eps"], value=n["rate"]), m, v
 
 
@@ -227,7 +227,7 @@ def run(
     """One update in place, of all elements except `ends`; with `norms` it returns the gradients' norms."""
     # Without a decay the kernel adds no term: 0 * p would be NaN for an infinite parameter.
     no_sum = decoupled or weight_decay == 0
-    return _call(columns, scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
+    return run_program(columns, scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
 
 
 def ends(columns: Columns) -> Columns:
@@ -255,7 +255,7 @@ def scalars(step: int, lr: float, beta1: float, beta2: float, eps: float, weight
 NAMES = ("beta2", "weight", "rest", "rate", "spread", "eps", "keep", "decay")
 
 
-def _call(columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False) -> list[float]:
+def run_program(columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False) -> list[float]:
     whole = all(n % LINE == 0 for n in map(Tensor.numel, columns[0]))
     lists = [list(column) if whole else list(map(_without_end, column)) for column in columns]
     # These are read before the update, since a gradient may share memory with a tensor that is written.
@@ -267,7 +267,9 @@ def _call(columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bo
 
 
 @functools.cache
-def gives_bits(decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = False) -> bool:
+def gives_bits(
+    decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = False, param: torch.dtype = torch.float32
+) -> bool:
     """Whether `formula` runs as a program in C and gives the bits of torch's kernel on a sample.
 
     Which products torch's kernel fuses with sums depends on torch's compiler and on the processor.
@@ -277,16 +279,17 @@ def gives_bits(decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = 
         near: whether ``1 - beta1`` is below a half: `torch.lerp` has a formula for either case.
         dtype: of gradients, fp32 or bf16.
         masters: whether parameters are masters of 24 bits.
+        param: the dtype of parameters and moments, fp32 or bf16.
     """
-    mine, torchs = _sample(), _sample()
+    mine, torchs = ([[x.to(param)] for (x,) in _sample()] for _ in range(2))
     mine[1] = [x.to(dtype) for x in mine[1]]
-    torchs[1] = [x.to(torch.float32) for x in mine[1]]
+    torchs[1] = [x.to(param) for x in mine[1]]
     if masters:
         own = Master.of(mine[0][0])
         mine, torchs[0] = [[own.p], *mine[1:], [own.residual]], [master_of(own.p, own.residual)]
     beta1 = 0.9 if near else 0.25
     try:
-        _call(mine, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
+        run_program(mine, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
     except NotOnLists:
         return False
     fused: Any = fused_adamw_ if decoupled else fused_adam_
@@ -300,9 +303,9 @@ def gives_bits(decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = 
 
 def _sample() -> list[list[Tensor]]:
     """One leaf whose length is a multiple of `LINE`: `sample`, followed by ordinary numbers."""
-    i = torch.arange(1, 251 * LINE + 1)
+    i = torch.arange(1, 252 * LINE + 1)
     p, g, m, v = (torch.sin(i * k) for k in (1.0, 2.1, 3.7, 5.3))
-    return [[torch.cat([*x, y])] for x, y in zip(sample(251 * LINE), (p, g, m, v.abs()), strict=True)]
+    return [[torch.cat([*x, y])] for x, y in zip(sample(252 * LINE), (p, g, m, v.abs()), strict=True)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

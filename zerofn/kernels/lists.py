@@ -81,6 +81,11 @@ def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
     return not recorded(tensors) and not (functorch_active() and any(map(is_wrapped, tensors)))
 
 
+def enough(numel: int) -> bool:
+    """Whether so many elements on a CPU are computed as lists."""
+    return numel >= LARGE
+
+
 def batches(*columns: Sequence[Any]) -> Iterator[tuple[list[int], list[Any]]]:
     """Leaves in batches: their places, and each column as a `TensorList`.
 

@@ -1,16 +1,33 @@
 /* Encodes a block of floats as codes of 8 or 4 bits, and decodes it, with the bits of zerofn/kernels/codes.py.
  *
- * codes.c and coded_adam.c include this file. The macros:
+ * codes.c and printed programs (print_c.py) include this file. The macros:
  *   -DZF_BITS=              8 or 4.
  *   -DZF_MAP=               0: linear. 1: companded. 2: dynamic, with -DZF_TABLE= and -DZF_POSITIVE_TABLE=.
  *   -DZF_SIGNED=            1: every block is signed. 0: a block is signed if it has a negative number.
  *   -DZF_STRIDE=            The difference between the counters of neighbouring elements (rounding.py).
+ *   -DZF_NARROW=            1: numbers are bfloat16, and so are scales. By default they are float.
  */
 #pragma once
 #include <math.h>
 #include <string.h>
 
 #include "native_draws.h"
+
+#ifndef ZF_NARROW
+#define ZF_NARROW 0
+#endif
+#if ZF_NARROW
+#include "native_lines.h"
+typedef uint16_t stored_as;
+INLINE float narrowed(float x) { return from_bits(bf16_code(x) & 0xffff0000u); }
+INLINE float loaded_scale(stored_as x) { return from_bits((uint32_t)x << 16); }
+INLINE stored_as scale_code(float x) { return (stored_as)(bf16_code(x) >> 16); }
+#else
+typedef float stored_as;
+INLINE float narrowed(float x) { return x; }
+INLINE float loaded_scale(stored_as x) { return x; }
+INLINE stored_as scale_code(float x) { return x; }
+#endif
 
 enum { STRIP = 64, LAST_SIGNED = (1 << (ZF_BITS - 1)) - 1, LAST = (1 << ZF_BITS) - 1, TWICE = 2 * LAST_SIGNED };
 
@@ -25,13 +42,13 @@ static const float of_signed[LAST + 1] = {ZF_TABLE}, of_positive[LAST + 1] = {ZF
 INLINE float number(float code, float scale, int is_signed) {
     const float n = TWICE, one = (float)(1.0 / LAST_SIGNED), all = (float)(1.0 / LAST);
     const float square = (float)(1.0 / ((double)LAST * LAST));
-    if (ZF_MAP == 1) return (is_signed ? code / (n - fabsf(code)) : code * code * square) * scale;
-    return code * (is_signed ? one : all) * scale;
+    if (ZF_MAP == 1) return narrowed((is_signed ? code / (n - fabsf(code)) : code * code * square) * scale);
+    return narrowed(code * (is_signed ? one : all) * scale);
 }
 
 INLINE float decoded(uint8_t code, float scale, int is_signed) {
 #if ZF_MAP == 2
-    return TABLE(is_signed)[code] * scale;
+    return narrowed(TABLE(is_signed)[code] * scale);
 #endif
     float c = (float)code;
     return number(is_signed ? -(LAST_SIGNED - c) : c, scale, is_signed);
@@ -45,7 +62,8 @@ INLINE of_block block_of(uint32_t most, uint32_t signs) {
     float scale, lift;
     memcpy(&scale, &most, 4);
     lift = scale < 0x1p-64f ? 0x1p64f : scale > 0x1p64f ? 0x1p-64f : 1;
-    return (of_block){scale, lift, 1.0f / (scale * lift), ZF_SIGNED || signs >> 31, most < 0x7f800000u, lift == 1};
+    return (of_block){scale, lift, 1.0f / (scale * lift), ZF_SIGNED || signs >> 31, most < 0x7f800000u,
+                      lift == 1 && !ZF_NARROW};
 }
 
 INLINE void see(uint32_t *restrict most, uint32_t *restrict signs, const float *restrict x, int64_t n) {
@@ -99,14 +117,14 @@ INLINE float from_table(float x, of_block b, int is_signed, int random, uint32_t
     if (random) {
         float u = (float)(int32_t)((draw(counter, k1) >> 16 & 0xfff0u) | 8u) * 0x1p-16f;
         int found = u * (above - below) < y - below ? high : low;
-        code = table[code] * b.scale == x ? code : found;
+        code = narrowed(table[code] * b.scale) == x ? code : found;
     }
     return (float)(!is_signed && x > 0.0f && code < 1 ? 1 : code);
 }
 #endif
 
-/* The code of `x`. In a `common` block `lift` is 1. There random rounding cannot change a number that a code represents
- * exactly, so the code need not be decoded to test for that. */
+/* The code of `x`. In a `common` block `lift` is 1, and numbers are float. There random rounding cannot change a number
+ * that a code represents exactly, so the code need not be decoded to test for that. */
 INLINE float coded(float x, of_block b, int is_signed, int random, int common, uint32_t counter, uint32_t k1) {
 #if ZF_MAP == 2
     (void)common;

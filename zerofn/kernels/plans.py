@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from .codes import MOST as MOST_OF_BLOCK
+from .codes import Coded
 from .numbers import Guard, NotOnLists, Number, Values
 from .program import Draws, Program, TensorList, Traced, alike, as_dtype, printer_for
+from .recording import concrete
+from .rounding import FORMAT
 
 # The plans of one formula for one kind of columns.
 MOST = 16
@@ -68,7 +72,7 @@ class Plans:
 
     def run(
         self,
-        columns: Sequence[list[Tensor]],
+        columns: Sequence[list[Any]],
         numbers: Values,
         into: Sequence[int | None] | None = None,
         about: Any = None,
@@ -78,7 +82,8 @@ class Plans:
         """Run the formula on lists of leaves; every element is read before it is written.
 
         Args:
-            columns: each of one dtype, all on one device, for which there is a printer.
+            columns: each of one dtype, all on one device, for which there is a printer. The first one is of tensors.
+                Others may be of `Coded` that `in_blocks` allows; then `into` has their places.
             numbers: by name.
             into: for each result the place of the column whose memory it is written into; by default, and where it is
                 `None`, into new memory.
@@ -91,7 +96,8 @@ class Plans:
         Raises:
             NotOnLists: it is no program of operations that printers know, or there is no kernel.
         """
-        kind = about, None if into is None else tuple(into), tuple([column[0].dtype for column in columns])
+        kinds = tuple([(column[0].dtype, type(column[0]) is Coded) for column in columns])
+        kind = about, None if into is None else tuple(into), kinds
         plans = self.known.setdefault(kind, [])
         plan = next((x for x in plans if all([guard.of(numbers) == guard.answer for guard in x.guards])), None)
         if plan is None:
@@ -103,7 +109,7 @@ class Plans:
         return run(plan, columns, numbers, keys, offsets)
 
     def _traced(
-        self, columns: Sequence[list[Tensor]], numbers: Values, into: Sequence[int | None] | None, about: Any
+        self, columns: Sequence[list[Any]], numbers: Values, into: Sequence[int | None] | None, about: Any
     ) -> Plan:
         guards: list[Guard] = []
 
@@ -123,8 +129,8 @@ class Plans:
         for i, x in enumerate(made):
             place = None if into is None else into[i]
             if place is not None:
-                # A formula may return its argument unchanged: there is nothing to write.
-                if x is not lists[place]:
+                # A formula may return its argument unchanged: there is nothing to write. Codes are made anew.
+                if x is not lists[place] or type(lists[place].like[0]) is Coded:
                     stores.append(TensorList(lists[place].like, as_dtype(x.term, lists[place].dtype)))
                     stores[-1].memory = lists[place].like
                 results.append(place)
@@ -135,7 +141,7 @@ class Plans:
                 results.append(None)
             else:
                 results.append(next(i for i, given in enumerate(lists) if given.like is x.memory))
-        pending = [x for x in stores if x.pending]
+        pending = [x for x in stores if x.pending or type(x.memory[0]) is Coded]
         found = Traced([*pending, *sums])
         program = found.program(pending, sums)
         places = []
@@ -157,12 +163,48 @@ class Plans:
         )
 
 
+def in_blocks(row: Sequence[Any], offset: int) -> bool:
+    """Whether a program runs on a leaf as it is stored: on a CPU, block by block of tensors that are each a `Coded`.
+
+    Args:
+        row: tensors of one shape, the first one no `Coded`.
+        offset: the global index of the first element.
+    """
+    coded = [x for x in row if type(x) is Coded]
+    plain = [x for x in row if type(x) is not Coded]
+    first, numel = plain[0], plain[0].numel()
+    tensors = [*plain, *(y for x in coded for y in x.tensors)]
+    if not numel or not all([type(x) in _PLAIN and x.is_cpu and x.is_contiguous() for x in tensors]):
+        return False
+    # A slot of an unused option has no elements.
+    if any([x.shape != first.shape and x.numel() for x in plain[1:]]):
+        return False
+    if not coded:
+        return True
+    how, dtype, draws = coded[0].how, coded[0].dtype, [x.draws for x in coded]
+    # A byte of two codes of 4 bits belongs to one block.
+    if how.signed or how.block > MOST_OF_BLOCK or (how.bits == 4 and how.block % 2) or not first.ndim:
+        return False
+    if dtype not in (torch.float32, torch.bfloat16) or any([x.how != how or x.dtype != dtype for x in coded]):
+        return False
+    # Random bits have another key after 2**32 elements.
+    if offset >> 32 != (offset + numel - 1) >> 32:
+        return False
+    known = [x for x in draws if x is not None]
+    if len(known) not in (0, len(draws)):
+        return False
+    return all([concrete(x.step) and x.seed == known[0].seed and x.offset == offset for x in known])
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def _of(x: Any) -> Callable[[Values], Any]:
     return x.of if isinstance(x, Number) else lambda given: x
 
 
 def run(
-    plan: Plan, columns: Sequence[list[Tensor]], numbers: Values, keys: Sequence[int], offsets: Sequence[int]
+    plan: Plan, columns: Sequence[list[Any]], numbers: Values, keys: Sequence[int], offsets: Sequence[int]
 ) -> tuple[list[list[Tensor]], Tensor | None]:
     """Run a plan on leaves: `Plans.run`."""
     printer = printer_for(columns[0][0].device)
@@ -174,8 +216,11 @@ def run(
     if not used:
         # Every result is an argument unchanged.
         return made, None
-    if printer is None or not printer.can(plan.program) or not alike(used):
+    plain = [column for column in used if type(column[0]) is not Coded]
+    if printer is None or not printer.can(plan.program) or not alike(plain):
         raise NotOnLists("an operation without a kernel, or tensors in another order in memory")
+    if len(plain) < len(used) and plan.program.form not in (0, FORMAT):
+        raise NotOnLists("random bits of an older format beside codes")
     draws = None
     if plan.drawn is not None:
         seed, step = (of(numbers) for of in plan.drawn)
@@ -183,5 +228,6 @@ def run(
     found = printer.run(plan.program, used, [of(numbers) for of in plan.numbers], [], True, draws)
     if found is None:
         raise NotOnLists("no kernel")
-    increment_version([x for i in plan.written for x in columns[i]])
+    written = [x for i in plan.written for x in columns[i]]
+    increment_version([y for x in written for y in (x.tensors if type(x) is Coded else (x,))])
     return made, found if plan.program.sums else None

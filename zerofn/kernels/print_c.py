@@ -14,15 +14,17 @@ import shlex
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import native, print_torch
+from .codes import MOST, Coded, Codes, defines_of
+from .codes import Draws as CodeDraws
 from .operations import OPERATIONS
 from .program import KINDS, Draws, Program
-from .rounding import stride_of
+from .rounding import FORMAT, stride_of
 
 _IS_CPU = attrgetter("is_cpu")
 
@@ -43,6 +45,8 @@ _HEADERS = [
     )
 ]
 
+_CODES = Path(__file__).with_name("native_codes.h")
+
 _SOURCE = """\
 #include <math.h>
 enum {{ NAN_SURVIVES = {nan_survives} }};
@@ -52,6 +56,7 @@ enum {{ NAN_SURVIVES = {nan_survives} }};
 #include "native_masters.h"
 #include "native_prefetch.h"
 #include "native_entries.h"
+{codes}
 
 typedef struct {{
     int64_t entries;
@@ -61,6 +66,7 @@ typedef struct {{
     const uint64_t *key, *offset;
     uint64_t seed, step;
     double numbers[{numbers}];
+    {of_codes}
 }} job;
 
 /* Two neighbours. */
@@ -80,7 +86,7 @@ static void elements({elements_of}) {{
     {named}
     {partial}
     {keys}
-    int64_t i = from;
+    {opened_block}
     for (; i + LINE <= to; i += LINE) {{
         {prefetch}
         line({at});
@@ -93,6 +99,7 @@ static void elements({elements_of}) {{
         line({of_rooms});
         {back}
     }}
+    {closed_block}
     {totals}
 }}
 
@@ -121,28 +128,85 @@ static void piece(const void *what, int64_t e, int64_t from, int64_t to, double 
 """
 
 
+_ROWS = """\
+const int64_t row = j->row[e], block = j->block, in_row = (row + block - 1) / block, end = to;
+    int64_t r = from / row, b = (from - r * row + block - 1) / block;
+    ROOMS
+    for (;; b++) { /* A block is decoded, computed and encoded in the cache. */
+    if (b == in_row) b = 0, r++;
+    const int64_t at = b * block, begin = r * row + at, to = least_of(block, row - at), bytes = bytes_of(row);
+    if (begin >= end) break;
+    const int64_t scale = r * in_row + b;
+    OPENED
+    int64_t i = 0;"""
+_DECODED = """\
+for (int64_t k = 0; k < to * ZF_BITS / 8; k += 64)
+        __builtin_prefetch(c# + r * bytes + at * ZF_BITS / 8 + AHEAD / 4 + k, 1);
+    decode_block(p#, c# + r * bytes, at, to, loaded_scale(z#[scale]));
+    if (to % LINE) memset(p# + to, 0, LINE * sizeof *p#);"""
+_ENCODED = """\
+{
+        of_block of = seen(p#, to);
+        z#[scale] = scale_code(stored_scale(of));
+        uint32_t k0 = d#.k0 + (uint32_t)begin * ZF_STRIDE;
+        encode_block(p#, c# + r * bytes, at, to, &of, j->random, k0, d#.k1);
+    }"""
+_OF_CODES = """\
+const int64_t *row;
+    const uint64_t *first;
+    void *const *scales[{count}];
+    const uint64_t *code_key[{count}], *code_step[{count}];
+    int64_t block;
+    uint64_t codes_seed;
+    int random;"""
+
+
+class Coding(NamedTuple):
+    """Which columns of a program are kept as codes, and by which code.
+
+    Attributes:
+        columns: the columns; their numbers are all fp32, or all bf16.
+        bits, code: of `zerofn.kernels.codes.Codes`.
+    """
+
+    columns: tuple[int, ...]
+    bits: int
+    code: str
+
+
+def coding_of(columns: Sequence[Sequence[Any]]) -> Coding | None:
+    """How columns are kept as codes: those that are lists of `Coded`, all of the same settings."""
+    coded = [i for i, column in enumerate(columns) if type(column[0]) is Coded]
+    if not coded:
+        return None
+    how = columns[coded[0]][0].how
+    return Coding(tuple(coded), how.bits, how.code)
+
+
 def can(program: Program) -> bool:
     """Whether a program is printed. A root in float64 is not: torch's has other bits."""
     return not program.scalars and not any(name == "sqrt" and kind == F64 for name, _, kind in program.steps)
 
 
 @functools.cache
-def source(program: Program) -> str:
-    """The C source of a program."""
+def source(program: Program, coding: Coding | None = None) -> str:
+    """The C source of a program; of its columns some may be kept as codes."""
     kinds = dict(sorted(program.kinds.items()))
     written = {column for column, _ in program.stores}
+    coded = set() if coding is None else set(coding.columns)
     # float16 is widened before the loop over pairs, and narrowed behind it: processors have vector instructions for it.
-    widened = {c for c, kind in kinds.items() if kind == F16}
+    widened = {c for c, kind in kinds.items() if kind == F16 and c not in coded}
     # Pieces of the file, by column: `p` points to stored numbers, `q` to what pairs read, `w` to what they write.
-    columns = {c: f"{'' if c in written else 'const '}{_STORED[kind]} *restrict p{c}" for c, kind in kinds.items()}
+    # Codes are decoded into a room for a block of floats, and encoded from it.
+    stored = {c: "float" if c in coded else _STORED[kind] for c, kind in kinds.items()}
+    columns = {c: f"{'' if c in written else 'const '}{x} *restrict p{c}" for c, x in stored.items()}
     constants = {f"n{i}": _COMPUTED[kind] for i, kind in enumerate(program.numbers)}
     sums = [f"t{i}" for i in range(len(program.sums))]
 
-    body: list[str] = [
-        f"const uint32_t w{c} = *(const word *)(p{c} + i);" for c, kind in enumerate(program.loads) if kind == BF16
-    ]
+    words = {c for c, kind in enumerate(program.loads) if kind == BF16 and c not in coded}
+    body: list[str] = [f"const uint32_t w{c} = *(const word *)(p{c} + i);" for c in sorted(words)]
     for c, kind in enumerate(program.loads):
-        if kind == BF16:
+        if c in words:
             body += [f"const float x{c}a = from_bits(w{c} << 16), x{c}b = from_bits(w{c} & 0xffff0000u);"]
         else:
             of = "q" if c in widened else "p"
@@ -160,6 +224,9 @@ def source(program: Program) -> str:
     stores: list[str] = []
     for c, register in program.stores:
         kind = kinds[c]
+        if c in coded:
+            stores += [f"p{c}[i + {k}] = {register}{half};" for k, half in enumerate("ab")]
+            continue
         if _is_step(program, register):
             name, given, to = program.steps[int(register[1:]) - len(program.loads)]
             if name == "upper_half":
@@ -196,19 +263,43 @@ def source(program: Program) -> str:
     in_pair_names = [x.split("restrict ")[1] for x in in_pair]
 
     def at(place: str) -> str:
-        return ", ".join([*(place.format(c) for c in columns), *constants, *keys, *sums])
+        places = [f"p{c} + i" if c in coded else place.format(c) for c in columns]
+        return ", ".join([*places, *constants, *keys, *sums])
 
-    drawn = bool(program.streams)
+    # A leaf that is kept as codes draws with one key alone.
+    drawn = bool(program.streams) and not coded
+    first = "" if coded else " + (uint64_t)from"
+    moved = " + (uint32_t)begin * ZF_STRIDE" if coded else ""
+    plain = [c for c in kinds if c not in coded]
+    every = {c: k for k, c in enumerate(kinds)}
+    of_streams = [
+        f"stream s{s} = stream_of(j->seed, j->step, j->key[e], j->offset[e]{first}, {s});" for s in program.streams
+    ]
+    of_keys = [f"uint32_t k0_{s} = s{s}.k0{moved}, k1_{s} = s{s}.k1;" for s in program.streams]
+    of_rows = ["int64_t i = from;"]
+    if coded:
+        of_codes = [
+            f"stream d{c} = stream_of(j->codes_seed, j->code_step[{k}][e], j->code_key[{k}][e], j->first[e], 0);"
+            for k, c in enumerate(sorted(coded))
+        ]
+        of_streams += of_codes
+        rooms = [f"_Alignas(64) float p{c}[{MOST} + LINE];" for c in sorted(coded)]
+        opened = [f"{columns[c]} = b{c} + begin;" for c in plain]
+        opened += [_DECODED.replace("#", str(c)) for c in sorted(coded & set(range(len(program.loads))))]
+        opened += of_keys
+        of_rows = [_ROWS.replace("ROOMS", "\n    ".join(rooms)).replace("OPENED", "\n    ".join(opened))]
+    else:
+        of_streams += of_keys
     return _SOURCE.format(
-        stride=stride_of(program.form) if drawn else 1,
+        stride=stride_of(FORMAT if coded else program.form) if drawn or coded else 1,
+        codes="" if coding is None else _defined(coding, kinds[coding.columns[0]]),
+        of_codes=_OF_CODES.format(count=len(coded)) if coded else "",
+        opened_block="\n    ".join(of_rows),
+        closed_block="\n    ".join([_ENCODED.replace("#", str(c)) for c in sorted(coded)] + ["}"] * bool(coded)),
         piece="piece" if drawn else "elements",
         pieces=_PIECES.replace("SUMS", str(max(len(sums), 1))) if drawn else "",
         elements_of=("const job *j, int64_t e, int64_t from, int64_t to, double *totals") if drawn else _ELEMENTS,
-        keys="\n    ".join(
-            f"stream s{s} = stream_of(j->seed, j->step, j->key[e], j->offset[e] + (uint64_t)from, {s}); "
-            f"uint32_t k0_{s} = s{s}.k0, k1_{s} = s{s}.k1;"
-            for s in program.streams
-        ),
+        keys="\n    ".join(of_streams),
         next_keys=" ".join(f"k0_{s} += LINE * ZF_STRIDE;" for s in program.streams),
         columns=len(kinds),
         nan_survives=int(set(program.loads) <= {BF16} and not program.scalars),
@@ -229,26 +320,37 @@ def source(program: Program) -> str:
         closed="\n    ".join(f"close_f16(p{c}, o{c});" for c in sorted(widened & written)),
         named="\n    ".join(
             ([] if drawn else ["const job *j = what;"])
-            + [f"{column} = j->columns[{k}][e];" for k, column in enumerate(columns.values())]
+            + [f"{columns[c].replace('restrict p', 'restrict b')} = j->columns[{every[c]}][e];" for c in plain if coded]
+            + [f"uint8_t *c{c} = j->columns[{every[c]}][e];" for c in sorted(coded)]
+            + [f"stored_as *z{c} = j->scales[{k}][e];" for k, c in enumerate(sorted(coded))]
+            + [f"{column} = j->columns[{every[c]}][e];" for c, column in columns.items() if not coded]
             + [f"const {kind} {name} = ({kind})j->numbers[{name[1:]}];" for name, kind in constants.items()]
         ),
         partial="\n    ".join(f"double {t}[LINE] = {{0}};" for t in sums) or "(void)totals;",
         # What a formula makes of the zeros behind the last element is not added up.
         before=" ".join(f"double before{i}[LINE]; memcpy(before{i}, t{i}, sizeof t{i});" for i in range(len(sums))),
         totals=" ".join(f"totals[{k}] = total({t});" for k, t in enumerate(sums)),
-        prefetch=" ".join(f"PREFETCH(p{c} + i, {int(c in written)});" for c in columns),
+        prefetch=" ".join(f"PREFETCH(p{c} + i, {int(c in written)});" for c in plain),
         at=at("p{0} + i"),
         rooms=" ".join(
             f"{_STORED[kind]} e{c}[LINE] = {{0}};"
             + (f" memcpy(e{c}, p{c} + i, rest * sizeof *e{c});" if c in loaded else "")
             for c, kind in kinds.items()
+            if c not in coded
         ),
         of_rooms=at("e{0}"),
         back=" ".join(
-            [f"memcpy(p{c} + i, e{c}, rest * sizeof *e{c});" for c in sorted(written)]
+            [f"memcpy(p{c} + i, e{c}, rest * sizeof *e{c});" for c in sorted(written - coded)]
             + [f"memcpy(t{i} + rest, before{i} + rest, (LINE - rest) * sizeof *t{i});" for i in range(len(sums))]
         ),
     )
+
+
+def _defined(coding: Coding, kind: int) -> str:
+    """The macros of `native_codes.h`, and the file."""
+    macros = [x.removeprefix("-D").replace("=", " ", 1) for x in defines_of(Codes(coding.bits, 128, coding.code))]
+    lines = [f"#define {x}" for x in macros if not x.startswith("ZF_STRIDE")]
+    return "\n".join([*lines, f"#define ZF_NARROW {int(kind == BF16)}", '#include "native_codes.h"'])
 
 
 def _rounded_store(column: int, kind: int, name: str, given: Sequence[str]) -> list[str]:
@@ -307,8 +409,8 @@ def _kind_of(program: Program, name: str) -> int:
 
 
 @functools.cache
-def _job(columns: int, sums: int, numbers: int) -> Any:
-    """`job` of the source."""
+def _job(columns: int, sums: int, numbers: int, coded: int = 0) -> Any:
+    """`job` of the source; of its columns so many are kept as codes."""
     pointers = ctypes.POINTER(ctypes.c_void_p)
     fields = [
         ("entries", ctypes.c_int64),
@@ -321,6 +423,17 @@ def _job(columns: int, sums: int, numbers: int) -> Any:
         ("step", ctypes.c_uint64),
         ("numbers", ctypes.c_double * max(numbers, 1)),
     ]
+    if coded:
+        fields += [
+            ("row", ctypes.POINTER(ctypes.c_int64)),
+            ("first", ctypes.POINTER(ctypes.c_uint64)),
+            ("scales", pointers * coded),
+            ("code_key", ctypes.POINTER(ctypes.c_uint64) * coded),
+            ("code_step", ctypes.POINTER(ctypes.c_uint64) * coded),
+            ("block", ctypes.c_int64),
+            ("codes_seed", ctypes.c_uint64),
+            ("random", ctypes.c_int),
+        ]
     return type("Job", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -330,15 +443,17 @@ def works() -> bool:
 
 
 @functools.cache
-def formula_kernel(program: Program, command: native.Command) -> Any:
+def formula_kernel(program: Program, command: native.Command, coding: Coding | None = None) -> Any:
     """The C function of a program, after a check of its bits; `None`, after a warning, if it cannot be used."""
+    headers = _HEADERS if coding is None else [*_HEADERS, _CODES]
     try:
-        function = native.printed(command, source(program), _HEADERS, _declared).zerofn_formula
+        function = native.printed(command, source(program, coding), headers, _declared).zerofn_formula
     except (OSError, AttributeError) as error:
         native.give_up(f"the C kernel of a formula could not be built or loaded ({shlex.join(command)}: {error})")
         return None
     unfused = program == _UNFUSED or formula_kernel(_UNFUSED, command) is not None
-    if unfused and gives_bits(program, function):
+    bits = gives_bits(program, function) if coding is None else gives_codes(program, function, coding, command)
+    if unfused and bits:
         return function
     native.give_up("the C kernel of a formula, as this compiler builds it, gives other bits than eager torch")
     return None
@@ -366,6 +481,39 @@ def gives_bits(program: Program, function: Any) -> bool:
     print_torch.run(program, theirs, numbers, [], True, draws)
     pairs = [(mine[column][0], theirs[column][0]) for column, _ in program.stores]
     return all(torch.equal(a.nan_to_num(nan=0.5), b.nan_to_num(nan=0.5)) for a, b in pairs)
+
+
+def gives_codes(program: Program, function: Any, coding: Coding, command: native.Command) -> bool:
+    """Whether a kernel of codes has the bits of decoding by torch, the program, and encoding by torch, on a sample."""
+    fused = any(name in _FUSED for name, _, _ in program.steps)
+    numbers_only = formula_kernel(program, command) if fused else None
+    if fused and numbers_only is None:
+        return False
+    numbers = [0.5 + 0.37 * i if kind < I64 else i + 1 for i, kind in enumerate(program.numbers)]
+    # Rows that end with a part of a block, and a block that ends with a part of a line.
+    how, shape = Codes(coding.bits, 50, coding.code), (7, 143)
+    for random in (False, True):
+        draws = Draws(5, 3, program.form, [7], [2**31]) if program.streams else None
+        columns: list[list[Any]] = [[x.reshape(shape)] for x in _sample(program)]
+        theirs: list[list[Tensor]] = [[x.clone()] for (x,) in columns]
+        for k, i in enumerate(coding.columns):
+            own = CodeDraws(1, torch.tensor(2), 3 + k, 2**31) if random else None
+            x = columns[i][0].nan_to_num(0.0, 1.0, -1.0)
+            columns[i] = [Coded(how, *how.encode_by_torch(x, own), own)]
+            theirs[i] = [how.decode_by_torch(columns[i][0].codes, columns[i][0].scales, shape)]
+        _call(function, program, columns, numbers, draws)
+        if fused:
+            _call(numbers_only, program, theirs, numbers, draws)
+        else:
+            print_torch.run(program, theirs, numbers, [], True, draws)
+        for column in sorted({column for column, _ in program.stores}):
+            mine, other = columns[column][0], theirs[column][0]
+            pairs = [(mine, other)]
+            if type(mine) is Coded:
+                pairs = list(zip(mine.tensors, how.encode_by_torch(other, mine.draws), strict=True))
+            if not all(torch.equal(a.nan_to_num(nan=0.5), b.nan_to_num(nan=0.5)) for a, b in pairs):
+                return False
+    return True
 
 
 def _sample(program: Program) -> list[Tensor]:
@@ -400,7 +548,9 @@ def run(
     Args:
         program: what to compute.
         columns: tensors of each column, one for each leaf; those of a leaf have the same elements in memory in the same
-            order, without gaps, and all are on the CPU. Autograd does not notice what is written: tell it.
+            order, without gaps, and all are on the CPU. Autograd does not notice what is written: tell it. Those of a
+            column may each be a `Coded`, of one block of at most `MOST` numbers; the program writes such a column, and
+            all tensors are contiguous.
         numbers: the numbers of the program.
         scalars: none: a number on the host is among `numbers`.
         each: whether sums are those of each leaf, (sums, leaves), or of all of them, (sums,); in float64. Their bits
@@ -411,7 +561,7 @@ def run(
         The sums; `None` if the kernel cannot be built: then nothing is written.
     """
     command = native.quiet_compiler()
-    function = None if command is None else formula_kernel(program, command)
+    function = None if command is None else formula_kernel(program, command, coding_of(columns))
     if function is None:
         return None
     return _call(function, program, columns, numbers, draws, each)
@@ -433,14 +583,18 @@ def _apart(program: Program, columns: Sequence[Sequence[Tensor]]) -> Sequence[Se
 def _call(
     function: Any,
     program: Program,
-    columns: Sequence[Sequence[Tensor]],
+    columns: Sequence[Sequence[Any]],
     numbers: Sequence[float],
     draws: Draws | None,
     each: bool = True,
 ) -> Tensor:
     count, sums = len(columns[0]), len(program.sums)
-    job = _job(len(columns), sums, len(numbers))()
+    coded = [column for column in columns if type(column[0]) is Coded]
+    job = _job(len(columns), sums, len(numbers), len(coded))()
     job.entries = count
+    if coded:
+        _fill_codes(job, coded, next(column for column in columns if type(column[0]) is not Coded))
+        columns = [[x.codes for x in column] if type(column[0]) is Coded else column for column in columns]
     # The arrays must live until the call returns.
     addresses = [list(map(Tensor.data_ptr, column)) for column in columns]
     if len({x for column in addresses for x in column}) < count * len(columns):
@@ -451,7 +605,8 @@ def _call(
     rows = [(ctypes.c_void_p * count)(*row) for row in addresses]
     for i, row in enumerate(rows):
         job.columns[i] = row
-    job.numel = (ctypes.c_int64 * count)(*map(Tensor.numel, columns[0]))
+    if not coded:
+        job.numel = (ctypes.c_int64 * count)(*map(Tensor.numel, columns[0]))
     job.numbers[: len(numbers)] = [float(x) for x in numbers]
     if draws is not None:
         # ctypes takes the low 64 bits of any int.
@@ -463,3 +618,23 @@ def _call(
     if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
         raise MemoryError("no memory for the sums of a formula")
     return found if each else found.sum(1)
+
+
+def _fill_codes(job: Any, coded: Sequence[Sequence[Coded]], plain: Sequence[Tensor]) -> None:
+    """Write into `job` what is known of columns of codes; `plain` is a column of tensors."""
+    count = len(plain)
+    job.numel = (ctypes.c_int64 * count)(*map(Tensor.numel, plain))
+    job.row = (ctypes.c_int64 * count)(*[x.numel() // len(x) for x in plain])
+    first = coded[0][0]
+    job.block, job.random = first.how.block, first.draws is not None
+    for k, column in enumerate(coded):
+        job.scales[k] = (ctypes.c_void_p * count)(*[x.scales.data_ptr() for x in column])
+        own = [x.draws or _NO_DRAWS for x in column]
+        job.code_key[k] = (ctypes.c_uint64 * count)(*[x.key for x in own])
+        job.code_step[k] = (ctypes.c_uint64 * count)(*[int(x.step) for x in own])
+        if not k:
+            job.first = (ctypes.c_uint64 * count)(*[x.offset for x in own])
+            job.codes_seed = own[0].seed
+
+
+_NO_DRAWS = CodeDraws(0, torch.tensor(0), 0)

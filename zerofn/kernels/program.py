@@ -799,7 +799,9 @@ def triton_for(device: torch.device) -> Any:
 def _by_torch(pending: Sequence[TensorList]) -> None:
     """Compute these lists by torch's operations on lists, one after the other."""
     known: dict[int, Any] = {}
-    values = [_on_torch(Term("to", (x.term,), x.dtype) if x.term.name == "load" else x.term, known) for x in pending]
+    # All terms live until the end, since values are known by the addresses of terms.
+    terms = [Term("to", (x.term,), x.dtype) if x.term.name == "load" else x.term for x in pending]
+    values = [_on_torch(term, known) for term in terms]
     for x, value in zip(pending, values, strict=True):
         if x.memory is None:
             x.memory = value

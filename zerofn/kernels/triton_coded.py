@@ -28,7 +28,7 @@ from .triton_masters import fused, joined, split
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A tile is some blocks of a leaf, (blocks, numbers of a block): codes become numbers, Adam runs on them, and numbers
-# become codes, as in `native_codes.h` and `coded_adam.c`.
+# become codes, as in `native_codes.h`.
 #
 # Blocks have one of two kinds, with a formula each. A tile computes a formula only if one of its blocks is of the kind.
 #
@@ -264,7 +264,7 @@ def coded_adam_kernel(
             masters of 24 bits.
         words: seeds of parameters and of codes, number of the update, what counters of neighbours differ by, and
             whether the weight decay is decoupled; each an int64.
-        numbers: the eight float32 of `coded_adam.c`.
+        numbers: eight float32: `given` of `coded_adam._launch`.
         rows: leaves.
         block: numbers that share a scale, at most `N`.
         squares: one float32 for each program, the sum of the squares of its gradients; written if `SQUARES`.
@@ -343,7 +343,7 @@ class Numbers(NamedTuple):
         codes_seed: of codes.
         stride: what counters of neighbouring elements differ by.
         decoupled: whether the weight decay is decoupled from the gradient.
-        scalars: the eight numbers of `coded_adam.c`.
+        scalars: the eight numbers of `coded_adam.CodedAdam.run`.
     """
 
     step: int

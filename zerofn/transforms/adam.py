@@ -247,7 +247,8 @@ def _stored_kernels(decoupled: bool) -> tuple[Any, Any]:
 
 def _takes_stored(decoupled: bool, group: LeafList) -> list[bool]:
     lists = group.params, group.grads, *group.slots.values()
-    found = [kernel.takes(*lists) for kernel in _stored_kernels(decoupled)]
+    coded, masters = _stored_kernels(decoupled)
+    found = coded.takes(*lists, beta1=float(group.numbers["beta1"])), masters.takes(*lists)
     return list(map(max, *found))
 
 

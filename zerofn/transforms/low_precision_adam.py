@@ -149,6 +149,7 @@ class _Rounded:
     def takes_stored(self, group: LeafList) -> list[bool]:
         coded = CodedAdam(False, rounding=self.rounding)
         more: Any = dict(form=format_of(group.shared), offsets=group.offsets)
+        more["beta1"] = float(group.numbers["beta1"])
         return coded.takes(group.params, group.grads, *group.slots.values(), **more)
 
     def stored_kernel(self, group: LeafList) -> None:
