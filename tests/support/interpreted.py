@@ -233,7 +233,7 @@ def _run_coded(way: str, kind: str, columns: list[list[Any]], offsets: list[int]
     of = coded_adam.Kind(fused, not fused, kind == "masters", low, low)
     call = partial(coded_adam._launch, of)
     if way == "C":
-        call = partial(coded_adam._call, coded_adam._library(of, how.bits, how.code))
+        call = partial(coded_adam._call, of)
     scalars = adam.scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1)
     given = (*scalars, 1.0)
     if fused:
