@@ -488,24 +488,6 @@ WRONG.rows(
 )
 
 
-def emptied(how):
-    def program():
-        opt = linear()
-        yield lambda: opt.state
-        how(opt.state, opt.param_groups[0]["params"][0])
-
-    return program
-
-
-WRONG.rows(
-    TypeError,
-    (emptied(lambda state, p: state.clear()),),
-    (emptied(lambda state, p: state.pop(p)),),
-    (emptied(lambda state, p: state.__delitem__(p)),),
-    told=("the entries that its transforms have made",),
-)
-
-
 def test_get_of_a_state_is_that_of_a_dict():
     opt = linear()
     p = opt.param_groups[0]["params"][0]

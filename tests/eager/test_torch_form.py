@@ -124,11 +124,11 @@ def test_a_window_that_was_open_is_given_up():
 def test_one_of_sgd_from_torchs_checkpoint(tmp_path):
     """It keeps no count: a checkpoint that lacks the key is read in part, and a count of 0 would drop the momentum."""
     model = net()
-    theirs = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    theirs = torch.optim.SGD(model.parameters(), 0.125, momentum=0.5)
     train(model, theirs, 0, 2)
     other = net()
     other.load_state_dict(model.state_dict())
-    opt = zf.attach(other, zf.sgd(0.1, momentum=0.9))
+    opt = zf.attach(other, zf.sgd(0.125, momentum=0.5))
     dcp.save({"o": get_optimizer_state_dict(model, theirs)}, checkpoint_id=tmp_path, no_dist=True)
     given = {"o": get_optimizer_state_dict(other, opt)}
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .._compat.autograd import set_grad_mode
+from .._compat.autograd import grad_mode_kept, set_grad_mode
 from .._compat.functorch import register_pytree_node, uncompiled
 from .._compat.tensors import HOOKS_OF, profiler_runs
 from .._errors import explain
@@ -382,7 +382,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         around = "and inside of it `if rank == 0:` around what one rank does alone"
         own.meet_if_sharded("opt.gathered()", f"with opt.gathered(): on every rank, {around}")
-        with own.home.gathered():
+        with grad_mode_kept(), own.home.gathered():
             yield own.model
 
     @contextmanager
