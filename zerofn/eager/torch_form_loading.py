@@ -89,7 +89,7 @@ class Loading:
         self.given_numbers = self._given_numbers()
         # Other libraries count under the name `step` only. Where no leaf has a count, 0 updates are written.
         by_step = any(_states(x) and self.names.counts.get(path, STEP) == STEP for path, x in by_path.items())
-        noted = self.given_numbers.get(UPDATES)
+        noted: Any = self.given_numbers.get(UPDATES)
         told = noted is not None and (int(noted) > 0 or any(map(_is_number, counts.values())))
         self.stale = by_step and told and int(noted) != int(self.most)
         self.absent = self._absent()
