@@ -815,7 +815,8 @@ def from_deepspeed(
     built = _optimizer(reader, low, optimizer)
     reader.close()
 
-    cast = precision(**dtypes) if dtypes else None
+    how: dict[str, Any] = dtypes
+    cast = precision(**how) if how else None
     held = accumulate(every) if every > 1 else None
     orders = {
         0: (cast, scale, held, all_reduce()),

@@ -90,8 +90,8 @@ class Loading:
         # Other libraries count under the name `step` only. Where no leaf has a count, 0 updates are written.
         by_step = any(_states(x) and self.names.counts.get(path, STEP) == STEP for path, x in by_path.items())
         noted: Any = self.given_numbers.get(UPDATES)
-        told = noted is not None and (int(noted) > 0 or any(map(_is_number, counts.values())))
-        self.stale = by_step and told and int(noted) != int(self.most)
+        told = noted is not None and (int(noted or 0) > 0 or any(map(_is_number, counts.values())))
+        self.stale = by_step and told and int(noted or 0) != int(self.most)
         self.absent = self._absent()
         self.made_anew = tuple([path for path, own in self.names.leaves.items() if own and not _states(by_path[path])])
         for path, own in self.names.leaves.items():
