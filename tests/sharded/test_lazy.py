@@ -540,7 +540,7 @@ def test_mistakes_are_told():
         "write": "w = params['w'].clone() in a function of parameters",
         "write elsewhere": "w = params['w'].clone() in a function of parameters",
         "address": "kernel(params['w'].clone())",
-        "reentrant": "set use_reentrant=False",
+        "reentrant": "write: use_reentrant=False",
         "sparse": "head: a gradient of layout torch.sparse_coo",
         "kept": "after the function that got it has returned",
         "donated": "call pullback before a step with donate=True",

@@ -412,6 +412,8 @@ ROWS: dict[str, Row] = {
         formula=by_torch(torch.optim.NAdam, betas=BETAS, weight_decay=0.1),
         verdict="near",
         often="capture bits verdict waits",
+        # Numbers of each leaf keep it off lists, so the device that does not exist takes torch's root, off by an ulp.
+        near=1e-6,
         launches=(2519, 40),
         by_leaf=True,
     ),
@@ -488,8 +490,7 @@ ROWS: dict[str, Row] = {
         formula=formulas.schedule_free_sgd,
         verdict="near",
         often="laws capture launches bits verdict",
-        launches=(448, 40),
-        by_leaf=True,
+        launches=8,
     ),
     "schedule_free, of adamw": Row(
         lambda at: zf.schedule_free(zf.adamw(at.rate, betas=(0.0, 0.9)), weight_decay_at_y=0.1), often="capture"
@@ -539,7 +540,7 @@ ROWS: dict[str, Row] = {
         lambda at: _matrices(at, zf.muon(at.rate), zf.adamw(at.rate)),
         # Matrices of three shapes in one stack: five iterations, three products of matrices, and two copies that they
         # are added to. Large matrices are a stack for each shape, with 30 launches (`kernels/test_formulas.py`).
-        launches=43,
+        launches=44,
         near=1e-2,
         verdict="near",
         often="launches bits verdict graph",
@@ -572,15 +573,13 @@ ROWS: dict[str, Row] = {
         lambda at: zf.chain(zf.scale_by_adam(), zf.add_decayed_weights(0.1), zf.scale_by_lr(at.rate)),
         verdict="near",
         often="laws launches bits verdict graph",
-        launches=(153, 40),
-        by_leaf=True,
+        launches=8,
     ),
     "trace": Row(
         lambda at: zf.chain(zf.trace(0.9, nesterov=True), zf.add_decayed_weights(0.1), zf.scale_by_lr(at.rate)),
         verdict="bits",
         often="launches bits verdict",
-        launches=(153, 40),
-        by_leaf=True,
+        launches=8,
     ),
     "centralize": Row(lambda at: zf.centralize(), place="before", launches=(109, 40), by_leaf=True, verdict="bits"),
     "adaptive_clip": Row(

@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import list_programs
 import torch
 import virtual_cuda
 from torch import Tensor, nn
@@ -22,7 +21,13 @@ from virtual_cuda import Row as Asked
 import zerofn as zf
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
 from zerofn.extend import optimizer
-from zerofn.kernels import adam, coded_adam, print_triton, program  # inside: which kernel is taken, one by itself
+from zerofn.kernels import (
+    adam,
+    coded_adam,
+    print_torch,
+    print_triton,
+    program,
+)  # inside: which kernel is taken, one by itself
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -63,13 +68,13 @@ def formulas_by_torch() -> Iterator[None]:
         print_triton.run = known
 
 
-def _run(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True) -> Tensor:
+def _run(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True, draws: Any = None) -> Tensor:
     """`print_triton.run` by torch's own operations, counted as it launches."""
     LOG.add("launch", "formula_kernel")
     for _ in program.sums if each else program.sums[:1]:
         LOG.add("launch", "sums")
     with LOG.silent():
-        return list_programs.by_torch(program, columns, numbers, scalars, each)
+        return print_torch.run(program, columns, numbers, scalars, each, draws)
 
 
 WIDTH = 8

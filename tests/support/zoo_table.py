@@ -17,6 +17,7 @@ from typing import Any
 
 import zoo
 import zoo_ways
+from time_limits import limit
 
 import zerofn as zf
 
@@ -26,7 +27,7 @@ TOGETHER, SECONDS = 24, 600.0
 def ran(names: list[str], ways: list[str]) -> dict[str, dict[str, Any]]:
     """By architecture and way: what both ranks say, or the first rank's error. A launch that fails is halved."""
     try:
-        both = zf.launch(zoo_ways.on_a_rank, 2, names, ways, timeout=SECONDS)
+        both = zf.launch(zoo_ways.on_a_rank, 2, names, ways, timeout=limit(SECONDS))
     except Exception as error:
         if len(names) > 1:
             half = len(names) // 2
@@ -48,7 +49,7 @@ def beside(names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     while left := [n for n in names if n not in found]:
         try:
-            ranks = zf.launch(zoo_ways.fsdp2_on_a_rank, 2, left, SECONDS / 10, timeout=SECONDS)
+            ranks = zf.launch(zoo_ways.fsdp2_on_a_rank, 2, left, SECONDS / 10, timeout=limit(SECONDS))
         except Exception as error:
             if len(left) == 1:
                 return found | {left[0]: f"{type(error).__name__}: {error}"}

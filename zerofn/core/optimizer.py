@@ -23,7 +23,7 @@ from ..kernels.formulas import beside, once
 from ..kernels.lists import batches, enough, on_lists
 from ..kernels.masters import Master
 from ..kernels.norms import squared_norm
-from ..kernels.numbers import NotOnLists
+from ..kernels.numbers import UNKNOWN, NotOnLists
 from ..kernels.plans import Plans, in_blocks
 from ..kernels.program import Bits, Draws, TensorList, computed
 from ..kernels.recording import concrete, differentiated, number, only_compiled, root, straight_through
@@ -975,7 +975,7 @@ def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
             if of < 2:
                 named[of][name] = x
         rate = numbers.get((2, "lr"))
-        at = LeafStep(numbers[2, "count"], rate, "", 0, named[0], dict(shared), named[1], rounding=rounding)
+        at = LeafStep(numbers[2, "count"], rate, UNKNOWN, UNKNOWN, named[0], dict(shared), named[1], rounding=rounding)
         x, after = formula(p, g, dict(zip(slots, olds, strict=True)), at)
         made = [x if residual is None else x.upper_half(), *map(after.__getitem__, slots)]
         made += [] if residual is None else [x.residual()]
@@ -994,7 +994,7 @@ def _read(
     wide = {k: _wide(x) for k, x in numbers.items()}
     for count, group in groups.items():
         made = derived(count, _wide(lr), wide) if derived else {}
-        step = LeafStep(count, lr, "", 0, numbers, common, made, rounding=ctx.rounding)
+        step = LeafStep(count, lr, UNKNOWN, UNKNOWN, numbers, common, made, rounding=ctx.rounding)
         rest = _by_plans(plans, step, group, given, new, own)
         rest = _on_lists(formula, step, rest, given, new, own) if rest else rest
         if not rest and ctx.donate and lr is not None and len(group) == len(params):
@@ -1034,7 +1034,7 @@ def _by_plans(
     for batch, lists in batches(*columns):
         paths = group if len(batch) == len(group) else [group[i] for i in batch]
         rows = [x.like for x in lists]
-        about = shared, ctx.wants_norms(paths, grads), step.rounding and step.rounding._replace(step=None)
+        about = shared, _rides(paths, given), step.rounding and step.rounding._replace(step=None)
         keys, offsets = (
             list(map(leaf_key, paths)),
             [ctx.offsets.get(path, 0) for path in paths] if ctx.offsets else [0] * len(paths),
@@ -1050,6 +1050,11 @@ def _by_plans(
         for slot, tensors in zip(slots, made, strict=True):
             own[slot].update(zip(paths, tensors, strict=True))
     return rest
+
+
+def _rides(paths: Sequence[str], given: Given) -> bool:
+    """Whether norms for a metric ride on the pass of an update: on a GPU torch takes them in fewer launches."""
+    return given.ctx.wants_norms(paths, given.grads) and given.grads[paths[0]].is_cpu
 
 
 def _numbers_of(x: Tensor) -> Any:
@@ -1094,7 +1099,7 @@ def _on_stored(
             written = [*([0] if lr is not None else []), *range(2, len(columns))]
             for i in () if ctx.donate else written:
                 columns[i] = [x.clone() for x in columns[i]]
-            about = shared, ctx.wants_norms(paths, grads), None, *([True] if masters else [])
+            about = shared, _rides(paths, given), None, *([True] if masters else [])
             keys, offsets = list(map(leaf_key, paths)), [ctx.offsets.get(path, 0) for path in paths]
             into = written if lr is not None else [None, *written]
             try:
@@ -1141,7 +1146,7 @@ def _on_lists(
             continue
         written: Any = x if lr is None else ctx.into(p, x)
         kept: dict[str, Any] = {slot: ctx.into(old, after[slot]) for slot, old in olds.items()}
-        squares = [g.to(torch.float32).square()] if ctx.wants_norms(paths, grads) else []
+        squares = [g.to(torch.float32).square()] if _rides(paths, given) else []
         sums = computed(written, *kept.values(), sums=squares)
         if sums is not None and ctx.norms is not None:
             ctx.norms.add(paths, _numbers_of(sums[0].sqrt()))
@@ -1171,7 +1176,7 @@ def _by_formula(
     rest = list(steps)
     if steps and ctx.unread and not derived and ctx.rounding is None:
         # Nobody reads the counts, and nothing is derived from them: leaves with different ones are one list.
-        rest = _on_lists(formula, replace(steps[rest[0]], path="", offset=0), rest, given, new, own)
+        rest = _on_lists(formula, replace(steps[rest[0]], path=UNKNOWN, offset=UNKNOWN), rest, given, new, own)
     for path in rest:
         _on_leaf(formula, steps[path], given, new, own)
     return new, own

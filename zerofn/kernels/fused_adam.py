@@ -256,10 +256,13 @@ NAMES = ("beta2", "weight", "rest", "rate", "spread", "eps", "keep", "decay")
 
 
 def run_program(columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False) -> list[float]:
-    whole = all(n % LINE == 0 for n in map(Tensor.numel, columns[0]))
+    coded = any(type(column[0]) not in _PLAIN for column in columns)
+    whole = coded or all(n % LINE == 0 for n in map(Tensor.numel, columns[0]))
     lists = [list(column) if whole else list(map(_without_end, column)) for column in columns]
     # These are read before the update, since a gradient may share memory with a tensor that is written.
-    rests = [float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms]
+    rests = [
+        float(_end(g).double().square().sum()) if not whole and g.numel() % LINE else 0.0 for g in columns[1] if norms
+    ]
     into = [0, 2, 3, 4][: len(columns) - 1]
     _, sums = _plans(decoupled).run(lists, dict(zip(NAMES, scalars, strict=True)), into, norms)
     squares = [] if sums is None else sums[0].tolist()

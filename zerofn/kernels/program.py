@@ -848,6 +848,9 @@ def _one_operation(term: Term, first: Any, given: list[Any]) -> Any:
         # torch has no foreach form of these.
         columns = [x if isinstance(x, list) else repeat(x) for x in (first, *given)]
         return [(row.torch or getattr(torch, term.name))(*x) for x in zip(*columns, strict=False)]
+    if not isinstance(first, list):
+        # A constant; no operation on lists takes a number first.
+        first = [torch.full_like(x, first) for x in given[0]]
     # Operations on lists of two dtypes run tensor by tensor.
     given = [_one_operation(Term("to", (), term.dtype), x, []) if _other(x, term.dtype) else x for x in given]
     return foreach(term.name, first, *given)

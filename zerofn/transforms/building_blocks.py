@@ -21,6 +21,7 @@ from ..extend import (
     like,
     moment_root,
     optimizer,
+    over_leaves,
     plus,
     plus_product,
     transform,
@@ -130,7 +131,7 @@ def add_decayed_weights(weight_decay: float) -> Transform:
 
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
         decay = ctx.replicated(weight_decay)
-        return {path: plus(g, decay, params[path].to(g.dtype)) for path, g in grads.items()}, state
+        return over_leaves(lambda g, p: plus(g, decay, p.to(g.dtype)), grads, params), state
 
     facts = Facts(directs=True, keeps=False, capturable=True)
     return Transform("add_decayed_weights", needs="element", facts=facts, update_fn=update)

@@ -25,6 +25,7 @@ from ..extend import (
     like,
     moment_root,
     optimizer,
+    over_leaves,
     plus,
     plus_product,
     rate_of,
@@ -194,8 +195,9 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
         if isinstance(decay, Tensor) or decay:
             z = {path: ctx.into(x, plus(x, -decay, params[path].to(x.dtype)).to(x.dtype)) for path, x in z.items()}
         z, new = inner.update_fn(wide, state, z, own, ctx)
-        x = {path: ctx.put(towards, averages[path], at, share) for path, at in z.items()}
-        y = {path: ctx.into(params[path], towards(at, x[path], momentum).to(params[path])) for path, at in z.items()}
+        x = over_leaves(lambda old, at: ctx.put(towards, old, at, share), averages, z)
+        seen = {path: params[path] for path in z}
+        y = over_leaves(lambda p, at, x: ctx.into(p, towards(at, x, momentum).to(p.dtype)), seen, z, x)
         z = {path: at if at is olds[path] else ctx.into(olds[path], at) for path, at in z.items()}
         return y, {**new, "z": z, AVERAGE: x}
 
