@@ -850,7 +850,8 @@ def _one_operation(term: Term, first: Any, given: list[Any]) -> Any:
         return [(row.torch or getattr(torch, term.name))(*x) for x in zip(*columns, strict=False)]
     if not isinstance(first, list):
         # A constant; no operation on lists takes a number first.
-        first = [torch.full_like(x, first) for x in given[0]]
+        constant: Any = first
+        first = [torch.full_like(x, constant) for x in given[0]]
     # Operations on lists of two dtypes run tensor by tensor.
     given = [_one_operation(Term("to", (), term.dtype), x, []) if _other(x, term.dtype) else x for x in given]
     return foreach(term.name, first, *given)
