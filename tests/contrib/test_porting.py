@@ -50,7 +50,7 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers(kind: str):
-    """The same bits as torch.optim.SGD under the same scheduler."""
+    """torch.optim.SGD under the same scheduler, within seven roundings of a product, which torch fuses with a sum."""
     model, plain = net(), net()
     opt, ref = zf.attach(model, zf.sgd(0.3, momentum=0.9)), torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
     schedules = [SCHEDULERS[kind](o) for o in (opt, ref)]
@@ -65,7 +65,8 @@ def test_schedulers(kind: str):
         assert opt.param_groups[0]["momentum"] == ref.param_groups[0]["momentum"]
         rates.append(ref.param_groups[0]["lr"])
     assert len(set(rates)) > 1
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
     assert isinstance(opt, torch.optim.Optimizer)
 
 

@@ -223,8 +223,8 @@ class Bounded(nn.Module):
 def test_weights_that_are_kept_in_bounds_in_forward(spelling):
     plain, model = Bounded(spelling), Bounded(spelling)
     before = model.embed.weight.detach().clone()
-    opt = zf.attach(model, zf.chain(zf.scale_loss(256.0), zf.sgd(0.1)))
-    other = torch.optim.SGD(plain.parameters(), 0.1)
+    opt = zf.attach(model, zf.chain(zf.scale_loss(256.0), zf.sgd(0.125)))
+    other = torch.optim.SGD(plain.parameters(), 0.125)
     x = torch.tensor([1, 2, 2, 5])
     for _ in range(3):
         for net, o in ((plain, other), (model, opt)):

@@ -25,7 +25,12 @@ class Unknown:
     def _refused(self, *_: Any) -> Any:
         raise NotOnLists("the path or the offset of a leaf")
 
-    __getattr__ = __contains__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refused  # type: ignore[assignment]
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refused()
+
+    __contains__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refused  # type: ignore[assignment]
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = _refused
     __int__ = __index__ = __float__ = __bool__ = __len__ = __iter__ = __getitem__ = _refused
     __str__ = __repr__ = __format__ = _refused  # type: ignore[assignment]
