@@ -21,8 +21,7 @@ from virtual_cuda import Row as Asked
 import zerofn as zf
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
 from zerofn.extend import optimizer
-from zerofn.kernels import adam, coded_adam  # inside: which kernel is taken, one by itself
-from zerofn.kernels import print_torch, print_triton, program  # inside: as above
+from zerofn.kernels import adam, coded_adam, print_torch, print_triton, program  # inside: which kernel is taken
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
