@@ -65,7 +65,7 @@ class interrupts_held:
         # When each signal came first and where, in the order in which they came.
         self.came: dict[int, tuple[float, FrameType | None]] = {}
         self.note = self._note
-        # Handlers nearly never change, and lists are compared much faster than they are looked through.
+        # Handlers nearly never change: to compare two lists takes less time than to ask each handler whether it is one.
         found, (seen, callables) = list(map(_getsignal, SIGNALS)), _Handlers.seen
         if found != seen:
             callables = [(n, x) for n, x in zip(SIGNALS, found, strict=True) if callable(x)]

@@ -27,7 +27,7 @@ from ..kernels.numbers import UNKNOWN, NotOnLists
 from ..kernels.plans import Plans, in_blocks
 from ..kernels.program import Bits, Draws, TensorList, computed
 from ..kernels.recording import concrete, differentiated, number, only_compiled, root, straight_through
-from ..kernels.rounding import leaf_key, random_bits, stochastic_round
+from ..kernels.rounding import leaf_key, stochastic_round
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared, Rounding
 from .facts import Facts, Scope
@@ -106,8 +106,7 @@ class LeafStep:
         if isinstance(x, TensorList):
             draws = Draws(seed, self.count, form, list(map(leaf_key, self.paths)), list(self.offsets))
             return x.random(dtype, Bits(draws, stream, shift))
-        where: Any = dict(seed=seed, step=self.count, key=leaf_key(self.path), offset=self.offset, form=form)
-        bits = random_bits(x.numel(), **where, stream=stream, device=x.device).view(x.shape) >> shift
+        bits = Draws(seed, self.count, form, [leaf_key(self.path)], [self.offset]).words(x, 0, stream, shift)
         if not differentiated(x):
             return stochastic_round(x, dtype, bits=bits)
         return straight_through(x, stochastic_round(x.detach(), dtype, bits=bits).float()).to(dtype)
@@ -1035,17 +1034,12 @@ def _by_plans(
         paths = group if len(batch) == len(group) else [group[i] for i in batch]
         rows = [x.like for x in lists]
         about = shared, _rides(paths, given), step.rounding and step.rounding._replace(step=None)
-        keys, offsets = (
-            list(map(leaf_key, paths)),
-            [ctx.offsets.get(path, 0) for path in paths] if ctx.offsets else [0] * len(paths),
-        )
         try:
-            (x, *made), sums = plans.run(rows, numbers, into, about, keys, offsets)
+            (x, *made), sums = plans.run(rows, numbers, into, about, partial(_places, paths, ctx))
         except NotOnLists:
             rest += paths
             continue
-        if sums is not None and ctx.norms is not None:
-            ctx.norms.add(paths, _numbers_of(sums[0].sqrt()))
+        _add_norms(paths, sums, ctx)
         new.update(zip(paths, x, strict=True))
         for slot, tensors in zip(slots, made, strict=True):
             own[slot].update(zip(paths, tensors, strict=True))
@@ -1057,9 +1051,20 @@ def _rides(paths: Sequence[str], given: Given) -> bool:
     return given.ctx.wants_norms(paths, given.grads) and given.grads[paths[0]].is_cpu
 
 
-def _numbers_of(x: Tensor) -> Any:
-    """The elements of a tensor: numbers, or 0-d tensors of a GPU, which are not read."""
-    return x.tolist() if x.is_cpu else x.unbind()
+def _add_norms(paths: Sequence[str], squares: Tensor | None, ctx: Context) -> None:
+    """Take the norms of gradients whose squares a pass has added up: numbers, or 0-d tensors that are not read."""
+    if squares is not None and ctx.norms is not None:
+        norms: Any = squares[0].sqrt()
+        ctx.norms.add(paths, norms.tolist() if norms.is_cpu else norms.unbind())
+
+
+def _offsets(paths: Sequence[str], ctx: Context) -> list[int]:
+    return [ctx.offsets.get(path, 0) for path in paths]
+
+
+def _places(paths: Sequence[str], ctx: Context) -> tuple[list[int], list[int]]:
+    """The keys and the offsets of leaves, for random bits."""
+    return list(map(leaf_key, paths)), _offsets(paths, ctx)
 
 
 def _on_stored(
@@ -1083,9 +1088,8 @@ def _on_stored(
     groups, before, _ = next_counts(known, rows)
     shared = tuple([(name, number(x)) for name, x in common.items()])
     for count, group in groups.items():
-        values: dict[Any, Any] = {(0, name): x for name, x in numbers.items()} | {(2, "count"): count}
-        values |= {(1, name): x for name, x in (derived(count, _wide(lr), wide) if derived else {}).items()}
-        values |= {} if lr is None else {(2, "lr"): lr}
+        made_of_count = derived(count, _wide(lr), wide) if derived else {}
+        values = _numbers(LeafStep(count, lr, UNKNOWN, UNKNOWN, numbers, common, made_of_count), lr)
         if not set(map(type, values.values())) <= {int, float, bool}:
             return {}, {}
         kinds: dict[Any, list[str]] = {}
@@ -1100,16 +1104,14 @@ def _on_stored(
             for i in () if ctx.donate else written:
                 columns[i] = [x.clone() for x in columns[i]]
             about = shared, _rides(paths, given), None, *([True] if masters else [])
-            keys, offsets = list(map(leaf_key, paths)), [ctx.offsets.get(path, 0) for path in paths]
             into = written if lr is not None else [None, *written]
             try:
-                (x, *made), sums = plans.run(columns, values, into, about, keys, offsets)
+                (x, *made), sums = plans.run(columns, values, into, about, partial(_places, paths, ctx))
             except NotOnLists:
                 continue
             if ctx.donate:
                 ctx.written.add(ctx.prefix)
-            if sums is not None and ctx.norms is not None:
-                ctx.norms.add(paths, sums[0].sqrt().tolist())
+            _add_norms(paths, sums, ctx)
             new.update(zip(paths, list(map(Master, x, made.pop())) if masters else x, strict=True))
             for slot, tensors in zip(slots, made, strict=True):
                 own[slot].update(zip(paths, tensors, strict=True))
@@ -1136,9 +1138,7 @@ def _on_lists(
         paths = group if len(batch) == len(group) else [group[i] for i in batch]
         olds = dict(zip(slots, values, strict=True))
         try:
-            x, after = formula(
-                p, g, dict(olds), replace(step, paths=paths, offsets=[ctx.offsets.get(path, 0) for path in paths])
-            )
+            x, after = formula(p, g, dict(olds), replace(step, paths=paths, offsets=_offsets(paths, ctx)))
         except Exception:
             # A formula that gets lists may raise any error. Its leaves then run one by one, and a real error is raised
             # again there. Nothing of this batch is written yet, since a formula writes none of its arguments.
@@ -1148,8 +1148,7 @@ def _on_lists(
         kept: dict[str, Any] = {slot: ctx.into(old, after[slot]) for slot, old in olds.items()}
         squares = [g.to(torch.float32).square()] if _rides(paths, given) else []
         sums = computed(written, *kept.values(), sums=squares)
-        if sums is not None and ctx.norms is not None:
-            ctx.norms.add(paths, _numbers_of(sums[0].sqrt()))
+        _add_norms(paths, sums, ctx)
         new.update(zip(paths, written.tensors, strict=True))
         for slot, value in kept.items():
             own[slot].update(zip(paths, value.tensors, strict=True))

@@ -368,7 +368,7 @@ def run_program(leaves: Leaves, settings: Settings, norms: bool = False) -> list
     numbers |= {"seed": settings.seed, "step": settings.step}
     columns: Any = list(map(list, leaves.tensors))
     into = [0, 2, 3, 4][: len(columns) - 1]
-    _, sums = plans.run(columns, numbers, into, norms, leaves.keys, leaves.offsets)
+    _, sums = plans.run(columns, numbers, into, norms, lambda: (leaves.keys, leaves.offsets))
     return [] if sums is None else sums[0].sqrt().tolist()
 
 

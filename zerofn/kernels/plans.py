@@ -21,6 +21,15 @@ from .program import Draws, Program, TensorList, Traced, alike, as_dtype, printe
 from .recording import concrete
 from .rounding import FORMAT
 
+# Keys and offsets of leaves, as `Draws` has them.
+Places = Callable[[], tuple[Sequence[int], Sequence[int]]]
+
+
+def nowhere() -> tuple[Sequence[int], Sequence[int]]:
+    """The places of leaves of a formula without random bits."""
+    return (), ()
+
+
 # The plans of one formula for one kind of columns.
 MOST = 16
 
@@ -76,8 +85,7 @@ class Plans:
         numbers: Values,
         into: Sequence[int | None] | None = None,
         about: Any = None,
-        keys: Sequence[int] = (),
-        offsets: Sequence[int] = (),
+        places: Places = nowhere,
     ) -> tuple[list[list[Tensor]], Tensor | None]:
         """Run the formula on lists of leaves; every element is read before it is written.
 
@@ -88,7 +96,7 @@ class Plans:
             into: for each result the place of the column whose memory it is written into; by default, and where it is
                 `None`, into new memory.
             about: a key of what else the formula depends on.
-            keys, offsets: of each leaf, for random bits.
+            places: returns the keys and the offsets of the leaves. It is called for random bits alone.
 
         Returns:
             The results, and the sums, (sums, leaves); `None` if there are none.
@@ -106,7 +114,7 @@ class Plans:
                 raise NotOnLists("a formula that asks too much of its numbers")
             plan = self._traced(columns, numbers, into, about)
             plans.append(plan)
-        return run(plan, columns, numbers, keys, offsets)
+        return run(plan, columns, numbers, places)
 
     def _traced(
         self, columns: Sequence[list[Any]], numbers: Values, into: Sequence[int | None] | None, about: Any
@@ -204,7 +212,7 @@ def _of(x: Any) -> Callable[[Values], Any]:
 
 
 def run(
-    plan: Plan, columns: Sequence[list[Any]], numbers: Values, keys: Sequence[int], offsets: Sequence[int]
+    plan: Plan, columns: Sequence[list[Any]], numbers: Values, places: Places
 ) -> tuple[list[list[Tensor]], Tensor | None]:
     """Run a plan on leaves: `Plans.run`."""
     printer = printer_for(columns[0][0].device)
@@ -224,7 +232,7 @@ def run(
     draws = None
     if plan.drawn is not None:
         seed, step = (of(numbers) for of in plan.drawn)
-        draws = Draws(seed, step, plan.program.form, keys, offsets)
+        draws = Draws(seed, step, plan.program.form, *places())
     found = printer.run(plan.program, used, [of(numbers) for of in plan.numbers], [], True, draws)
     if found is None:
         raise NotOnLists("no kernel")

@@ -227,7 +227,7 @@ def source(program: Program, coding: Coding | None = None) -> str:
         if c in coded:
             stores += [f"p{c}[i + {k}] = {register}{half};" for k, half in enumerate("ab")]
             continue
-        if _is_step(program, register):
+        if program.is_step(register):
             name, given, to = program.steps[int(register[1:]) - len(program.loads)]
             if name == "upper_half":
                 stores += [f"p{c}[i + {k}] = bf16_of(first_bits({given[0]}{half}));" for k, half in enumerate("ab")]
@@ -245,11 +245,9 @@ def source(program: Program, coding: Coding | None = None) -> str:
     body += stores
     added: list[str] = []
     for i, x in enumerate(program.sums):
-        # A square is added up in double: that of a large number overflows in float.
-        name, given, _ = program.steps[int(x[1:]) - len(program.loads)] if _is_step(program, x) else ("", (x, ""), 0)
-        square = name == "mul" and given[0] == given[1]
-        x = given[0] if square else x
-        added.append(f"(double)u{i}[i] * u{i}[i]" if square else f"u{i}[i]")
+        root = program.squared(x)
+        x = root or x
+        added.append(f"(double)u{i}[i] * u{i}[i]" if root else f"u{i}[i]")
         body.append(f"u{i}[i] = {x}a, u{i}[i + 1] = {x}b;")
 
     loaded = {c for c in kinds if c < len(program.loads)}
@@ -393,11 +391,6 @@ def _operation(program: Program, name: str, names: list[str], given: Sequence[st
     if kind == BF16:
         return f"from_bits(bf16_code({value}) & 0xffff0000u)"
     return f"f16_value({value})" if kind == F16 else value
-
-
-def _is_step(program: Program, name: str) -> bool:
-    """Whether a register is the result of a step."""
-    return name[0] == "x" and int(name[1:]) >= len(program.loads)
 
 
 def _kind_of(program: Program, name: str) -> int:

@@ -1,7 +1,4 @@
-"""Runs a program by torch's operations, leaf by leaf: the reference, with which other printers are compared.
-
-It is also what runs where there is no kernel, on any device.
-"""
+"""Runs a program by torch's operations, leaf by leaf: the reference, with which other printers are compared."""
 
 from __future__ import annotations
 
@@ -13,10 +10,9 @@ from torch import Tensor
 
 from .operations import OPERATIONS
 from .program import KINDS, Draws, Program
-from .rounding import random_bits, stochastic_round
+from .rounding import stochastic_round
 
 _DTYPES = list(KINDS)
-_NARROW = {KINDS[torch.bfloat16], KINDS[torch.float16]}
 
 
 def can(program: Program) -> bool:
@@ -48,11 +44,9 @@ def run(
 
 
 def _addend(program: Program, found: dict[str, Any], name: str) -> Tensor:
-    """What is added up, in float64: a square is squared in it, since that of a large number overflows in float32."""
-    i = int(name[1:]) - len(program.loads)
-    operation, given, _ = program.steps[i] if i >= 0 else ("", (name,), 0)
-    square = operation == "mul" and given[0] == given[-1]
-    return found[given[0]].double().square() if square else found[name].double()
+    """What is added up, in float64; a square is squared in it."""
+    root = program.squared(name)
+    return found[name].double() if root is None else found[root].double().square()
 
 
 def _registers(
@@ -74,8 +68,9 @@ def _registers(
     found |= {f"s{i}": _wide(x) for i, x in enumerate(scalars)}
     for i, (name, given, kind) in enumerate(program.steps, len(program.loads)):
         if name == "random":
-            x, (stream, shift) = found[given[0]], (int(given[1][1:]), int(given[2]))
-            made = _at_random(x, _DTYPES[kind], draws, leaf, stream, shift)
+            assert draws is not None
+            x = found[given[0]]
+            made = stochastic_round(x, _DTYPES[kind], bits=draws.words(x, leaf, int(given[1][1:]), int(given[2])))
         elif name == "to":
             made = found[given[0]]
         else:
@@ -89,14 +84,6 @@ def _arguments(name: str, given: list[Any]) -> list[Any]:
     if name in ("add", "mul") and not isinstance(given[0], Tensor):
         return [given[1], given[0]]
     return given
-
-
-def _at_random(x: Tensor, dtype: torch.dtype, draws: Draws | None, leaf: int, stream: int, shift: int) -> Tensor:
-    assert draws is not None
-    seed, step, form, keys, offsets = draws
-    where: Any = dict(seed=seed, step=step, key=keys[leaf], offset=offsets[leaf], stream=stream, form=form)
-    bits = random_bits(x.numel(), **where, device=x.device).view(x.shape)
-    return stochastic_round(x, dtype, bits=bits >> shift)
 
 
 def _wide(x: Tensor) -> Tensor:

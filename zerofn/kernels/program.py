@@ -60,6 +60,13 @@ class Draws(NamedTuple):
     keys: Sequence[int]
     offsets: Sequence[int]
 
+    def words(self, x: Tensor, leaf: int, stream: int, shift: int = 0) -> Tensor:
+        """The bits for the elements of a leaf's tensor, as int32 of its shape, from the bit `shift` on."""
+        where: Any = dict(
+            seed=self.seed, step=self.step, key=self.keys[leaf], offset=self.offsets[leaf], form=self.form
+        )
+        return random_bits(x.numel(), **where, stream=stream, device=x.device).view(x.shape) >> shift
+
 
 class Bits(NamedTuple):
     """Random bits for each element: a word of a stream of `draws`, from its bit `shift` on."""
@@ -560,6 +567,20 @@ class Program(NamedTuple):
             column: kind for (column, _), kind in zip(self.stores, self.written, strict=True)
         }
 
+    def is_step(self, name: str) -> bool:
+        """Whether a register is the result of a step."""
+        return name[0] == "x" and int(name[1:]) >= len(self.loads)
+
+    def squared(self, name: str) -> str | None:
+        """The register whose square this one is; `None` if it is no square.
+
+        Squares are added up in double, since that of a large number overflows in float.
+        """
+        if not self.is_step(name):
+            return None
+        operation, given, _ = self.steps[int(name[1:]) - len(self.loads)]
+        return given[0] if operation == "mul" and given[0] == given[1] else None
+
 
 class Traced:
     """The operations of some lists in their order, and the tensors and numbers that they are of.
@@ -814,19 +835,13 @@ def _on_torch(term: Term, known: dict[int, Any]) -> Any:
     if term.name in ("load", "scalar", "constant"):
         return term.args[0]
     if term.name == "random":
+        draws, *where = term.args[1]
         first = _on_torch(term.args[0], known)
-        return [_rounded_at_random(x, term.dtype, term.args[1], i) for i, x in enumerate(first)]
+        return [stochastic_round(x, term.dtype, bits=draws.words(x, i, *where)) for i, x in enumerate(first)]
     if id(term) not in known:
         first, *given = [_on_torch(x, known) if isinstance(x, Term) else x for x in term.args]
         known[id(term)] = _one_operation(term, first, given)
     return known[id(term)]
-
-
-def _rounded_at_random(x: Tensor, dtype: torch.dtype, bits: Bits, leaf: int) -> Tensor:
-    seed, step, form, keys, offsets = bits.draws
-    where: Any = dict(seed=seed, step=step, key=keys[leaf], offset=offsets[leaf], stream=bits.stream, form=form)
-    word = random_bits(x.numel(), **where, device=x.device).view(x.shape)
-    return stochastic_round(x, dtype, bits=word >> bits.shift)
 
 
 def _one_operation(term: Term, first: Any, given: list[Any]) -> Any:
