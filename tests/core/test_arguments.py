@@ -276,10 +276,12 @@ TABLE: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "precision": (
         zf.precision,
-        dict.fromkeys(
-            ("param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype", "labels", "buffer_dtype")
-        ),
-        {},
+        {
+            **dict.fromkeys(("param_dtype", "store_dtype", "grad_dtype", "reduce_dtype", "output_dtype", "labels")),
+            **dict.fromkeys(("buffer_dtype", "rounding")),
+            "seed": Seed(),
+        },
+        {"store_dtype": torch.bfloat16, "rounding": "stochastic"},
     ),
     "quantize": (
         zf.quantize,
