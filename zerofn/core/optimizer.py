@@ -22,7 +22,7 @@ from ..kernels.derivative import reverse
 from ..kernels.formulas import beside, once
 from ..kernels.lists import batches, enough, on_lists
 from ..kernels.masters import Master
-from ..kernels.norms import squared_norm
+from ..kernels.norms import CHUNK, squared_norm
 from ..kernels.numbers import UNKNOWN, NotOnLists
 from ..kernels.plans import Plans, in_blocks
 from ..kernels.program import Bits, Draws, TensorList, computed
@@ -131,6 +131,8 @@ class LeafStep:
         unchanged. A formula calls `scalar` if it computes in another dtype than the one in which `optimizer` gives it
         numbers.
         """
+        if isinstance(value, TensorList):
+            return value.to(like.dtype)
         return beside(value, like, like.dtype) if isinstance(value, Tensor) else value
 
     def beside(self, like: Tensor) -> LeafStep:
@@ -737,6 +739,7 @@ class _OptimizerUpdate:
         # A rate that is one number is checked here, and not at each step.
         self.checked = isinstance(self.lr, float) and 0.0 <= self.lr <= LARGEST
         self.plans, self.backwards = (of(self.formula, list(self.slots)) for of in (plans_of, backwards_of))
+        self.sums = plans_of(self.formula, list(self.slots), sums=True) if self.of_norms else None
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"step": counter(), "count": counters(leaves)}
@@ -765,7 +768,7 @@ class _OptimizerUpdate:
         # Kernels by hand round to nearest.
         derived, by_hand = self.derived, ctx.rounding is None
         kernel, in_graph = (self.kernel, self.in_graph) if by_hand else (None, None)
-        runs = not ctx.recorded and not ctx.unread and not self.of_norms
+        runs = not ctx.recorded and not ctx.unread
         counts = {} if runs else one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
         slots = dict(zip(self.slots, map(state.__getitem__, self.slots), strict=True))
@@ -775,7 +778,7 @@ class _OptimizerUpdate:
             if kernel is not None:
                 new, own = _in_place(kernel, groups.items(), given)
             else:
-                new, own = _read(self.formula, self.plans, derived, groups, given)
+                new, own = _read(self.formula, self.plans, derived, groups, given, self.sums)
             # Counts are raised after the kernel: if it refuses its arguments, they stay as they are.
             if together is not None and ctx.donate and not together.is_inference():
                 # One write for all counts: a new tensor for each takes longer than the update of a small leaf.
@@ -962,13 +965,14 @@ def backwards_of(formula: Any, slots: Sequence[str]) -> Plans:
     return Plans(traced)
 
 
-def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
-    """The programs of an optimizer's formula."""
+def plans_of(formula: Any, slots: Sequence[str], sums: bool = False) -> Plans:
+    """The programs of an optimizer's formula; with `sums`, of the sums of squares whose roots are its norms."""
 
     def traced(lists: list[Any], numbers: Mapping[Any, Any], about: tuple[Any, ...]) -> Any:
         (p, g, *olds), (shared, wants_norms, rounding, *masters) = lists, about
         residual = olds.pop() if masters else None
         p = p if residual is None else p.joined(residual)
+        olds, norms = olds[: len(slots)], olds[len(slots) :]
         named: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
         for (of, name), x in numbers.items():
             if of < 2:
@@ -976,6 +980,10 @@ def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
         rate = numbers.get((2, "lr"))
         at = LeafStep(numbers[2, "count"], rate, UNKNOWN, UNKNOWN, named[0], dict(shared), named[1], rounding=rounding)
         x, after = formula(p, g, dict(zip(slots, olds, strict=True)), at)
+        if sums:
+            return [], [_squared(y) for y in x]
+        if not isinstance(after, Mapping):
+            x, after = after(*norms)
         made = [x if residual is None else x.upper_half(), *map(after.__getitem__, slots)]
         made += [] if residual is None else [x.residual()]
         return made, [g.to(torch.float32).square()] if wants_norms else []
@@ -983,10 +991,24 @@ def plans_of(formula: Any, slots: Sequence[str]) -> Plans:
     return Plans(traced)
 
 
+def _squared(x: Any) -> Any:
+    # A sum of float64 is no program.
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square()
+
+
 def _read(
-    formula: Any, plans: Plans, derived: Derived | None, groups: Mapping[int, list[str]], given: Given
+    formula: Any,
+    plans: Plans,
+    derived: Derived | None,
+    groups: Mapping[int, list[str]],
+    given: Given,
+    sums: Plans | None = None,
 ) -> tuple[Leaves, TransformState]:
-    """New parameters, or directions, and slots by a formula, in a step that reads the counts in Python."""
+    """New parameters, or directions, and slots by a formula, in a step that reads the counts in Python.
+
+    Args:
+        sums: the programs of the sums of squares, if the formula needs norms.
+    """
     _, params, slots, _, lr, numbers, common, ctx = given
     new: Leaves = {}
     own: TransformState = {slot: {} for slot in slots}
@@ -994,6 +1016,9 @@ def _read(
     for count, group in groups.items():
         made = derived(count, _wide(lr), wide) if derived else {}
         step = LeafStep(count, lr, UNKNOWN, UNKNOWN, numbers, common, made, rounding=ctx.rounding)
+        if sums is not None:
+            _read_norms(formula, plans, sums, step, group, given, new, own)
+            continue
         rest = _by_plans(plans, step, group, given, new, own)
         rest = _on_lists(formula, step, rest, given, new, own) if rest else rest
         if not rest and ctx.donate and lr is not None and len(group) == len(params):
@@ -1006,42 +1031,119 @@ def _read(
 
 def _on_leaf(formula: Any, step: LeafStep, given: Given, new: Leaves, own: TransformState) -> None:
     """Update one leaf by the formula. Results are written at once: one leaf of a donated state is in memory twice."""
-    path, ctx = step.path, given.ctx
+    path = step.path
     olds = {slot: old[path] for slot, old in given.slots.items()}
-    x, after = formula(given.params[path], given.grads[path], dict(olds), step)
+    _written(formula(given.params[path], given.grads[path], olds, step), path, given, new, own)
+
+
+def _written(found: Any, path: str, given: Given, new: Leaves, own: TransformState) -> None:
+    """Write the results of a formula on one leaf."""
+    (x, after), ctx = found, given.ctx
     new[path] = x if given.lr is None else ctx.into(given.params[path], x)
-    for slot, old in olds.items():
-        own[slot][path] = ctx.into(old, after[slot])
+    for slot, olds in given.slots.items():
+        own[slot][path] = ctx.into(olds[path], after[slot])
+
+
+def _read_norms(
+    formula: NormFormula,
+    plans: Plans,
+    sums: Plans,
+    step: LeafStep,
+    group: list[str],
+    given: Given,
+    new: Leaves,
+    own: TransformState,
+) -> None:
+    """Update leaves of one count by a formula that needs norms of whole leaves: one pass for their squares, one more.
+
+    Squares are added up in float64, whichever way a rank goes: ranks with shards of a leaf may go different ways.
+    """
+    params, grads, slots, ctx = given.params, given.grads, given.slots, given.ctx
+    for paths in _together(group, ctx.layout):
+        squares: Leaves = {}
+        then: dict[str, tuple[list[torch.dtype], Callable[..., Any]]] = {}
+        alone = _by_plans(sums, step, paths, given, squares=squares)
+        for path in alone:
+            at = replace(step, path=path, offset=ctx.offsets.get(path, 0))
+            measured, after = formula(params[path], grads[path], {slot: old[path] for slot, old in slots.items()}, at)
+            squares[path] = torch.stack([_sum_of_squares(x) for x in measured])
+            then[path] = [torch.promote_types(x.dtype, torch.float32) for x in measured], after
+        norms = {path: x.sqrt() for path, x in ctx.total_each({path: squares[path] for path in paths}).items()}
+        rest = _by_plans(plans, step, [path for path in paths if path not in then], given, new, own, norms)
+        for path in rest:
+            # Its squares were a program, but nothing else is.
+            at = replace(step, path=path, offset=ctx.offsets.get(path, 0))
+            measured, after = formula(params[path], grads[path], {slot: old[path] for slot, old in slots.items()}, at)
+            then[path] = [torch.float32] * len(measured), after
+        for path, (dtypes, after) in then.items():
+            found = after(*map(Tensor.to, norms[path].unbind(), dtypes))
+            _written(found, path, given, new, own)
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """The sum of squares of one tensor, 0-d, in float64 where there is one."""
+    if not x.is_cpu or x.is_complex():
+        found = squared_norm({"": x})
+        return found if x.device.type == "mps" else found.double()
+    # In pieces, which need no copy of the leaf in float64.
+    parts = [part.double().square().sum() for part in x.reshape(-1).split(CHUNK)]
+    return torch.stack(parts).sum()
 
 
 def _by_plans(
-    plans: Plans, step: LeafStep, group: list[str], given: Given, new: Leaves, own: TransformState
+    plans: Plans,
+    step: LeafStep,
+    group: list[str],
+    given: Given,
+    new: Leaves | None = None,
+    own: TransformState = NONE,  # type: ignore[assignment]
+    norms: Leaves = NONE,  # type: ignore[assignment]
+    squares: Leaves | None = None,
 ) -> list[str]:
-    """Update leaves by a program of the formula. Returns those for which there is none."""
+    """Update leaves by a program of the formula. Returns those for which there is none.
+
+    Args:
+        norms: rows of the norms of each leaf, by path, that the formula needs.
+        squares: gets the sums of squares of a program that gives these alone.
+    """
     grads, params, slots, _, lr, _, _, ctx = given
     numbers = _numbers(step, lr)
     columns = [list(map(x.__getitem__, group)) for x in (params, grads, *slots.values())]
-    if not set(map(type, numbers.values())) <= {int, float, bool} or not on_lists(columns):
+    # A slot of numbers beside leaves that are none.
+    of_leaf = [i > 1 and _are_numbers(x, columns[0]) for i, x in enumerate(columns)]
+    tensors = [x for x, one in zip(columns, of_leaf, strict=True) if not one]
+    if not set(map(type, numbers.values())) <= {int, float, bool} or not on_lists(tensors):
         return group
     shared = tuple([(name, number(x)) for name, x in step.shared.items()])
-    into = None
-    if ctx.donate:
+    into: list[int | None] | None = None
+    if ctx.donate and squares is None:
         ctx.written.add(ctx.prefix)
+    if (ctx.donate or any(of_leaf)) and squares is None:
         # A direction is new, and so are slots of it if nothing is donated.
-        into = [0 if lr is not None else None, *range(2, len(columns))]
+        into = [0 if lr is not None and ctx.donate else None]
+        into += [i if ctx.donate or of_leaf[i] else None for i in range(2, len(columns))]
     rest: list[str] = []
     for batch, lists in batches(*columns):
         paths = group if len(batch) == len(group) else [group[i] for i in batch]
-        rows = [x.like for x in lists]
-        about = shared, _rides(paths, given), step.rounding and step.rounding._replace(step=None)
+        rows = [torch.stack(x.like) if one else x.like for x, one in zip(lists, of_leaf, strict=True)]
+        if norms:
+            rows += torch.stack([norms[path] for path in paths], 1).to(torch.float32).unbind()
+        about = shared, squares is None and _rides(paths, given), step.rounding and step.rounding._replace(step=None)
         try:
-            (x, *made), sums = plans.run(rows, numbers, into, about, partial(_places, paths, ctx))
+            made, sums = plans.run(rows, numbers, into, about, partial(_places, paths, ctx))
         except NotOnLists:
             rest += paths
             continue
+        if squares is not None:
+            squares.update(zip(paths, sums.mT.double().unbind(), strict=True))
+            continue
+        x, *made = made
         _add_norms(paths, sums, ctx)
         new.update(zip(paths, x, strict=True))
-        for slot, tensors in zip(slots, made, strict=True):
+        for i, (slot, tensors) in enumerate(zip(slots, made, strict=True), 2):
+            if of_leaf[i]:
+                # They stay tensors of their own, as they began.
+                tensors = list(map(ctx.into, lists[i].like, map(Tensor.clone, tensors.unbind())))
             own[slot].update(zip(paths, tensors, strict=True))
     return rest
 
@@ -1065,6 +1167,11 @@ def _offsets(paths: Sequence[str], ctx: Context) -> list[int]:
 def _places(paths: Sequence[str], ctx: Context) -> tuple[list[int], list[int]]:
     """The keys and the offsets of leaves, for random bits."""
     return list(map(leaf_key, paths)), _offsets(paths, ctx)
+
+
+def _are_numbers(column: list[Any], leaves: list[Tensor]) -> bool:
+    """Whether a slot has one number for each leaf."""
+    return bool(column) and not column[0].ndim and not any(x.ndim for x in column) and any(x.ndim for x in leaves)
 
 
 def _on_stored(
@@ -1186,29 +1293,38 @@ def _by_formula(
 TOGETHER = 1 << 26
 
 
+def _together(paths: Sequence[str], layout: Layout) -> Iterator[list[str]]:
+    """Paths of leaves whose norms are summed by one message."""
+    # The sizes of whole leaves, not of shards, so that all ranks send the same number of messages.
+    sizes = {leaf.path: leaf.numel for leaf in layout.leaves}
+    found: list[str] = []
+    elements = 0
+    for path in paths:
+        found.append(path)
+        elements += sizes[path]
+        if elements >= TOGETHER:
+            yield found
+            found, elements = [], 0
+    if found:
+        yield found
+
+
 def _of_norms(
     formula: NormFormula, rows: Sequence[tuple[str, Any, Numbers]], given: Given
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """The results of a formula that needs norms of whole leaves, leaf by leaf."""
     grads, params, slots, _, lr, numbers, common, ctx = given
-    # The sizes of whole leaves, not of shards, so that all ranks send the same number of messages.
-    sizes = {leaf.path: leaf.numel for leaf in ctx.layout.leaves}
-    together: list[tuple[str, Any, Numbers]] = []
-    elements = 0
-    for i, row in enumerate(rows, 1):
-        together.append(row)
-        elements += sizes[row[0]]
-        if i < len(rows) and elements < TOGETHER:
-            continue
+    by_path = {row[0]: row for row in rows}
+    for paths in _together(list(by_path), ctx.layout):
         rest, squares = [], {}
-        for p, count, made in together:
+        for p in paths:
+            _, count, made = by_path[p]
             step = LeafStep(count, lr, p, ctx.offsets.get(p, 0), numbers, common, made, rounding=ctx.rounding)
             measured, then = formula(params[p], grads[p], {slot: old[p] for slot, old in slots.items()}, step)
             squares[p] = torch.stack([squared_norm({p: x}) for x in measured])
             rest.append(then)
         for then, totals in zip(rest, ctx.total_each(squares).values(), strict=True):
             yield then(*map(root, totals.unbind()))
-        together, elements = [], 0
 
 
 def direction(
@@ -1249,6 +1365,7 @@ def direction(
     """
     formula = in_one_dtype(formula, slots, in_fp32, rounds_grads, directs=True)
     plans = plans_of(formula, list(slots))
+    sums = plans_of(formula, list(slots), sums=True) if of_norms else None
 
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {"count": counters(leaves)}
@@ -1259,12 +1376,12 @@ def direction(
 
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
         given = Given(grads, params, {slot: state[slot] for slot in slots}, {}, None, found, {}, ctx)
-        if of_norms or ctx.recorded or ctx.unread:
+        if ctx.recorded or ctx.unread:
             counts = one_more(state["count"], grads, ctx)
             out, own = _by_formula(formula, derived, given._replace(counts=counts), of_norms)
         else:
             groups, before, _ = next_counts(state["count"], grads)
-            out, own = _read(formula, plans, derived, groups, given)
+            out, own = _read(formula, plans, derived, groups, given, sums)
             counts = dict(zip(grads, apart(torch.tensor(before, dtype=torch.int64).add_(1)), strict=True))
         return out, {**own, "count": counts}
 

@@ -8,6 +8,7 @@ how it is computed: `1 - beta1` is computed anew in each step. Where the formula
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from torch.autograd.graph import increment_version
 from .codes import MOST as MOST_OF_BLOCK
 from .codes import Coded
 from .numbers import Guard, NotOnLists, Number, Values
-from .program import Draws, Program, TensorList, Traced, alike, as_dtype, printer_for
+from .operations import OPERATIONS
+from .program import Draws, Program, TensorList, Term, Traced, alike, as_dtype, printer_for
 from .recording import concrete
 from .rounding import FORMAT
 
@@ -47,6 +49,8 @@ class Plan(NamedTuple):
         results: for each result the place of the given column that it is or is written into; `None` if it is new.
         dtypes: of the results.
         written: the places of given columns that are written.
+        entries: the numbers that differ by leaf, as terms of the given ones.
+        by_leaf: for each result its term, if it is a number of each leaf.
     """
 
     program: Program
@@ -57,6 +61,8 @@ class Plan(NamedTuple):
     results: tuple[int | None, ...]
     dtypes: tuple[torch.dtype, ...]
     written: tuple[int, ...]
+    entries: tuple[Term, ...] = ()
+    by_leaf: tuple[Term | None, ...] = ()
 
 
 class Plans:
@@ -81,17 +87,18 @@ class Plans:
 
     def run(
         self,
-        columns: Sequence[list[Any]],
+        columns: Sequence[list[Any] | Tensor],
         numbers: Values,
         into: Sequence[int | None] | None = None,
         about: Any = None,
         places: Places = nowhere,
-    ) -> tuple[list[list[Tensor]], Tensor | None]:
+    ) -> tuple[list[Any], Tensor | None]:
         """Run the formula on lists of leaves; every element is read before it is written.
 
         Args:
             columns: each of one dtype, all on one device, for which there is a printer. The first one is of tensors.
-                Others may be of `Coded` that `in_blocks` allows; then `into` has their places.
+                Others may be of `Coded` that `in_blocks` allows; then `into` has their places. Or, in the place of a
+                list, a tensor of shape (leaves,), on any device, has a number for each leaf.
             numbers: by name.
             into: for each result the place of the column whose memory it is written into; by default, and where it is
                 `None`, into new memory.
@@ -99,13 +106,14 @@ class Plans:
             places: returns the keys and the offsets of the leaves. It is called for random bits alone.
 
         Returns:
-            The results, and the sums, (sums, leaves); `None` if there are none.
+            The results, and the sums, (sums, leaves); `None` if there are none. A result whose `into` is the place of
+            numbers is a new tensor of numbers.
 
         Raises:
             NotOnLists: it is no program of operations that printers know, or there is no kernel.
         """
-        kinds = tuple([(column[0].dtype, type(column[0]) is Coded) for column in columns])
-        kind = about, None if into is None else tuple(into), kinds
+        kinds = [(True, x.dtype) if isinstance(x, Tensor) else (x[0].dtype, type(x[0]) is Coded) for x in columns]
+        kind = about, None if into is None else tuple(into), tuple(kinds)
         plans = self.known.setdefault(kind, [])
         plan = next((x for x in plans if all([guard.of(numbers) == guard.answer for guard in x.guards])), None)
         if plan is None:
@@ -117,14 +125,18 @@ class Plans:
         return run(plan, columns, numbers, places)
 
     def _traced(
-        self, columns: Sequence[list[Any]], numbers: Values, into: Sequence[int | None] | None, about: Any
+        self, columns: Sequence[list[Any] | Tensor], numbers: Values, into: Sequence[int | None] | None, about: Any
     ) -> Plan:
         guards: list[Guard] = []
 
         def named(name: str) -> Number:
             return Number(lambda given: given[name], numbers[name], guards)
 
-        lists = [TensorList(column) for column in columns]
+        first: Any = columns[0]
+        lists = [
+            TensorList(first, Term("entries", (i,), x.dtype)) if isinstance(x, Tensor) else TensorList(x)
+            for i, x in enumerate(columns)
+        ]
         try:
             made, sums = self.formula(lists, {name: named(name) for name in numbers}, about)
         except NotOnLists:
@@ -132,29 +144,37 @@ class Plans:
         except Exception as error:
             # A formula that gets lists and such numbers may raise any error. A real one is raised again by a tensor.
             raise NotOnLists(f"{type(error).__name__}: {error}") from error
-        results, stores = [], []
+        results, stores, by_leaf = [], [], []
         fresh: dict[int, list[Tensor]] = {}
+        split = _Split()
+        sums = [TensorList(x.like, split.of(x.term)) for x in sums]
         for i, x in enumerate(made):
             place = None if into is None else into[i]
-            if place is not None:
+            by_leaf.append(None)
+            if place is not None and isinstance(columns[place], Tensor):
+                by_leaf[-1] = as_dtype(x.term, lists[place].dtype)
+                if not split.by_leaf(x.term):
+                    raise NotOnLists("a number of each leaf that differs by element")
+                results.append(None)
+            elif place is not None:
                 # A formula may return its argument unchanged: there is nothing to write. Codes are made anew.
                 if x is not lists[place] or type(lists[place].like[0]) is Coded:
-                    stores.append(TensorList(lists[place].like, as_dtype(x.term, lists[place].dtype)))
+                    stores.append(TensorList(lists[place].like, split.of(as_dtype(x.term, lists[place].dtype))))
                     stores[-1].memory = lists[place].like
                 results.append(place)
             elif x.pending:
                 # A formula may return one value twice: each has memory of its own.
-                stores.append(TensorList(x.like, x.term))
-                stores[-1].memory = fresh[i] = [torch.empty(0, dtype=x.dtype, device=columns[0][0].device)]
+                stores.append(TensorList(x.like, split.of(x.term)))
+                stores[-1].memory = fresh[i] = [torch.empty(0, dtype=x.dtype, device=first[0].device)]
                 results.append(None)
             else:
-                results.append(next(i for i, given in enumerate(lists) if given.like is x.memory))
+                results.append(next(i for i, given in enumerate(lists) if given.memory is x.memory))
         pending = [x for x in stores if x.pending or type(x.memory[0]) is Coded]
         found = Traced([*pending, *sums])
         program = found.program(pending, sums)
         places = []
         for column in found.columns:
-            place = next((i for i, given in enumerate(lists) if given.like is column), None)
+            place = next((i for i, given in enumerate(lists) if given.memory is column), None)
             if place is None:
                 place = -1 - next(i for i, memory in fresh.items() if memory is column)
             places.append(place)
@@ -167,7 +187,9 @@ class Plans:
             tuple(guards),
             tuple(results),
             tuple([x.dtype for x in made]),
-            tuple([i for i in places if i >= 0 and any(lists[i].like is x.memory for x in pending)]),
+            tuple([i for i in places if i >= 0 and any(lists[i].memory is x.memory for x in pending)]),
+            tuple(split.found),
+            tuple(by_leaf),
         )
 
 
@@ -211,15 +233,89 @@ def _of(x: Any) -> Callable[[Values], Any]:
     return x.of if isinstance(x, Number) else lambda given: x
 
 
+class _Split:
+    """Splits terms: what is a number of each leaf is computed before the program, which is given the result.
+
+    Attributes:
+        found: the terms of these numbers, in the order of their places.
+    """
+
+    def __init__(self):
+        self.found: list[Term] = []
+        self._made: dict[int, tuple[Term, Term, bool]] = {}
+
+    def by_leaf(self, term: Term) -> bool:
+        """Whether a term is a number of each leaf."""
+        return self._split(term)[1]
+
+    def of(self, term: Term) -> Term:
+        """The term for a program."""
+        made, by_leaf = self._split(term)
+        if not by_leaf:
+            return made
+        place = next((i for i, x in enumerate(self.found) if x is term), len(self.found))
+        self.found += [term] if place == len(self.found) else []
+        return Term("entries", (place,), term.dtype)
+
+    def _split(self, term: Term) -> tuple[Term, bool]:
+        if id(term) not in self._made:
+            inner = [x for x in term.args if isinstance(x, Term)]
+            # A constant goes with either kind.
+            kinds = {self.by_leaf(x) for x in inner if x.name != "constant"}
+            made, by_leaf = term, term.name == "entries" or kinds == {True}
+            if len(kinds) == 2:
+                if len({x.dtype for x in inner if x.dtype is not torch.bool}) > 1:
+                    # torch's number of a leaf has no dimensions, and does not widen what it meets.
+                    raise NotOnLists("a number of each leaf in another dtype")
+                args = [self.of(x) if isinstance(x, Term) else x for x in term.args]
+                made = Term(term.name, tuple(args), term.dtype)
+            elif kinds == {False}:
+                # An argument may have been split.
+                args = [self.of(x) if isinstance(x, Term) else x for x in term.args]
+                if any(x is not y for x, y in zip(args, term.args, strict=True)):
+                    made = Term(term.name, tuple(args), term.dtype)
+            # The term is kept, so that no other gets its id.
+            self._made[id(term)] = term, made, by_leaf
+        return self._made[id(term)][1:]
+
+
+def _by_leaf(term: Any, columns: Sequence[Any], numbers: Values, known: dict[int, Any]) -> Any:
+    """Numbers of each leaf, (leaves,), by torch's operations."""
+    if not isinstance(term, Term):
+        return term.of(numbers) if isinstance(term, Number) else term
+    if id(term) not in known:
+        if term.name == "entries":
+            value = columns[term.args[0]]
+        else:
+            args = [_by_leaf(x, columns, numbers, known) for x in term.args]
+            if term.name == "constant":
+                value = args[0]
+            elif term.name == "to":
+                value = args[0].to(term.dtype)
+            else:
+                value = (OPERATIONS[term.name].torch or getattr(torch, term.name))(*args)
+        known[id(term)] = value
+    return known[id(term)]
+
+
 def run(
-    plan: Plan, columns: Sequence[list[Any]], numbers: Values, places: Places
-) -> tuple[list[list[Tensor]], Tensor | None]:
+    plan: Plan, columns: Sequence[list[Any] | Tensor], numbers: Values, places: Places
+) -> tuple[list[Any], Tensor | None]:
     """Run a plan on leaves: `Plans.run`."""
-    printer = printer_for(columns[0][0].device)
-    made = [
-        columns[place] if place is not None else [torch.empty_like(x, dtype=dtype) for x in columns[0]]
-        for place, dtype in zip(plan.results, plan.dtypes, strict=True)
+    printer, by_leaf, no = printer_for(columns[0][0].device), plan.by_leaf, (None,) * len(plan.results)
+    made: list[Any] = [
+        None
+        if term is not None
+        else columns[place]
+        if place is not None
+        else [torch.empty_like(x, dtype=dtype) for x in columns[0]]
+        for place, dtype, term in zip(plan.results, plan.dtypes, by_leaf or no, strict=True)
     ]
+    value = partial(_by_leaf, columns=columns, numbers=numbers, known={})
+    more = (list(map(value, plan.entries)),) if plan.entries else ()
+    for i, term in enumerate(by_leaf):
+        if term is not None:
+            made[i] = value(term)
     used = [columns[i] if i >= 0 else made[-1 - i] for i in plan.columns]
     if not used:
         # Every result is an argument unchanged.
@@ -233,7 +329,7 @@ def run(
     if plan.drawn is not None:
         seed, step = (of(numbers) for of in plan.drawn)
         draws = Draws(seed, step, plan.program.form, *places())
-    found = printer.run(plan.program, used, [of(numbers) for of in plan.numbers], [], True, draws)
+    found = printer.run(plan.program, used, [of(numbers) for of in plan.numbers], [], True, draws, *more)
     if found is None:
         raise NotOnLists("no kernel")
     written = [x for i in plan.written for x in columns[i]]

@@ -66,6 +66,7 @@ typedef struct {{
     const uint64_t *key, *offset;
     uint64_t seed, step;
     double numbers[{numbers}];
+    const double *by_entry[{by_entry}];
     {of_codes}
 }} job;
 
@@ -201,6 +202,7 @@ def source(program: Program, coding: Coding | None = None) -> str:
     stored = {c: "float" if c in coded else _STORED[kind] for c, kind in kinds.items()}
     columns = {c: f"{'' if c in written else 'const '}{x} *restrict p{c}" for c, x in stored.items()}
     constants = {f"n{i}": _COMPUTED[kind] for i, kind in enumerate(program.numbers)}
+    constants |= {f"e{i}": _COMPUTED[kind] for i, kind in enumerate(program.entries)}
     sums = [f"t{i}" for i in range(len(program.sums))]
 
     words = {c for c, kind in enumerate(program.loads) if kind == BF16 and c not in coded}
@@ -301,7 +303,8 @@ def source(program: Program, coding: Coding | None = None) -> str:
         next_keys=" ".join(f"k0_{s} += LINE * ZF_STRIDE;" for s in program.streams),
         columns=len(kinds),
         nan_survives=int(set(program.loads) <= {BF16} and not program.scalars),
-        numbers=max(len(constants), 1),
+        numbers=max(len(program.numbers), 1),
+        by_entry=max(len(program.entries), 1),
         sum_count=max(len(sums), 1),
         sums=len(sums),
         parameters=", ".join([*in_pair, *numbers]),
@@ -322,7 +325,12 @@ def source(program: Program, coding: Coding | None = None) -> str:
             + [f"uint8_t *c{c} = j->columns[{every[c]}][e];" for c in sorted(coded)]
             + [f"stored_as *z{c} = j->scales[{k}][e];" for k, c in enumerate(sorted(coded))]
             + [f"{column} = j->columns[{every[c]}][e];" for c, column in columns.items() if not coded]
-            + [f"const {kind} {name} = ({kind})j->numbers[{name[1:]}];" for name, kind in constants.items()]
+            + [
+                f"const {kind} {name} = ({kind})j->{'numbers[{}]' if name[0] == 'n' else 'by_entry[{}][e]'};".format(
+                    name[1:]
+                )
+                for name, kind in constants.items()
+            ]
         ),
         partial="\n    ".join(f"double {t}[LINE] = {{0}};" for t in sums) or "(void)totals;",
         # What a formula makes of the zeros behind the last element is not added up.
@@ -331,14 +339,14 @@ def source(program: Program, coding: Coding | None = None) -> str:
         prefetch=" ".join(f"PREFETCH(p{c} + i, {int(c in written)});" for c in plain),
         at=at("p{0} + i"),
         rooms=" ".join(
-            f"{_STORED[kind]} e{c}[LINE] = {{0}};"
-            + (f" memcpy(e{c}, p{c} + i, rest * sizeof *e{c});" if c in loaded else "")
+            f"{_STORED[kind]} end{c}[LINE] = {{0}};"
+            + (f" memcpy(end{c}, p{c} + i, rest * sizeof *end{c});" if c in loaded else "")
             for c, kind in kinds.items()
             if c not in coded
         ),
-        of_rooms=at("e{0}"),
+        of_rooms=at("end{0}"),
         back=" ".join(
-            [f"memcpy(p{c} + i, e{c}, rest * sizeof *e{c});" for c in sorted(written - coded)]
+            [f"memcpy(p{c} + i, end{c}, rest * sizeof *end{c});" for c in sorted(written - coded)]
             + [f"memcpy(t{i} + rest, before{i} + rest, (LINE - rest) * sizeof *t{i});" for i in range(len(sums))]
         ),
     )
@@ -396,13 +404,13 @@ def _operation(program: Program, name: str, names: list[str], given: Sequence[st
 def _kind_of(program: Program, name: str) -> int:
     """The kind of a register or a number."""
     i = int(name[1:])
-    if name[0] == "n":
-        return program.numbers[i]
+    if name[0] in "ne":
+        return (program.numbers if name[0] == "n" else program.entries)[i]
     return program.loads[i] if i < len(program.loads) else program.steps[i - len(program.loads)][2]
 
 
 @functools.cache
-def _job(columns: int, sums: int, numbers: int, coded: int = 0) -> Any:
+def _job(columns: int, sums: int, numbers: int, entries: int, coded: int = 0) -> Any:
     """`job` of the source; of its columns so many are kept as codes."""
     pointers = ctypes.POINTER(ctypes.c_void_p)
     fields = [
@@ -415,6 +423,7 @@ def _job(columns: int, sums: int, numbers: int, coded: int = 0) -> Any:
         ("seed", ctypes.c_uint64),
         ("step", ctypes.c_uint64),
         ("numbers", ctypes.c_double * max(numbers, 1)),
+        ("by_entry", ctypes.c_void_p * max(entries, 1)),
     ]
     if coded:
         fields += [
@@ -470,8 +479,9 @@ def gives_bits(program: Program, function: Any) -> bool:
     numbers = [0.5 + 0.37 * i if kind < I64 else i + 1 for i, kind in enumerate(program.numbers)]
     draws = Draws(5, 3, program.form, [7], [3]) if program.streams else None
     mine, theirs = ([[x] for x in _sample(program)] for _ in range(2))
-    _call(function, program, mine, numbers, draws)
-    print_torch.run(program, theirs, numbers, [], True, draws)
+    entries = [torch.tensor([0.5 + 0.23 * i if kind < I64 else 1.0]).double() for i, kind in enumerate(program.entries)]
+    _call(function, program, mine, numbers, draws, True, entries)
+    print_torch.run(program, theirs, numbers, [], True, draws, entries)
     pairs = [(mine[column][0], theirs[column][0]) for column, _ in program.stores]
     return all(torch.equal(a.nan_to_num(nan=0.5), b.nan_to_num(nan=0.5)) for a, b in pairs)
 
@@ -535,6 +545,7 @@ def run(
     scalars: Sequence[Tensor],
     each: bool = True,
     draws: Draws | None = None,
+    entries: Sequence[Tensor] = (),
 ) -> Tensor | None:
     """Compute a program over all leaves, on as many threads as torch uses.
 
@@ -549,6 +560,7 @@ def run(
         each: whether sums are those of each leaf, (sums, leaves), or of all of them, (sums,); in float64. Their bits
             depend on the lengths of the leaves alone.
         draws: of the random bits, if there are some.
+        entries: numbers that differ by leaf: of each a tensor of shape (leaves,), in float64 on the CPU.
 
     Returns:
         The sums; `None` if the kernel cannot be built: then nothing is written.
@@ -557,7 +569,7 @@ def run(
     function = None if command is None else formula_kernel(program, command, coding_of(columns))
     if function is None:
         return None
-    return _call(function, program, columns, numbers, draws, each)
+    return _call(function, program, columns, numbers, draws, each, entries)
 
 
 def _apart(program: Program, columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
@@ -580,10 +592,11 @@ def _call(
     numbers: Sequence[float],
     draws: Draws | None,
     each: bool = True,
+    entries: Sequence[Tensor] = (),
 ) -> Tensor:
     count, sums = len(columns[0]), len(program.sums)
     coded = [column for column in columns if type(column[0]) is Coded]
-    job = _job(len(columns), sums, len(numbers), len(coded))()
+    job = _job(len(columns), sums, len(numbers), len(entries), len(coded))()
     job.entries = count
     if coded:
         _fill_codes(job, coded, next(column for column in columns if type(column[0]) is not Coded))
@@ -601,6 +614,8 @@ def _call(
     if not coded:
         job.numel = (ctypes.c_int64 * count)(*map(Tensor.numel, columns[0]))
     job.numbers[: len(numbers)] = [float(x) for x in numbers]
+    entries = [x.to(torch.float64).contiguous() for x in entries]
+    job.by_entry[: len(entries)] = [x.data_ptr() for x in entries]
     if draws is not None:
         # ctypes takes the low 64 bits of any int.
         job.key, job.offset = (ctypes.c_uint64 * count)(*draws.keys), (ctypes.c_uint64 * count)(*draws.offsets)

@@ -27,11 +27,12 @@ def run(
     scalars: Sequence[Tensor],
     each: bool = True,
     draws: Draws | None = None,
+    entries: Sequence[Tensor] = (),
 ) -> Tensor:
     """Compute a program over all leaves: the arguments of `print_c.run`, on any device."""
     sums: list[list[Tensor]] = []
     for i, row in enumerate(zip(*columns, strict=True)):
-        found = _registers(program, row, numbers, scalars, draws, i)
+        found = _registers(program, row, numbers, scalars, draws, i, entries)
         made = [found[name] for _, name in program.stores]
         # All results are there before the first is written: columns may share memory.
         for (column, _), value in zip(program.stores, made, strict=True):
@@ -56,6 +57,7 @@ def _registers(
     scalars: Sequence[Tensor],
     draws: Draws | None,
     leaf: int,
+    entries: Sequence[Tensor],
 ) -> dict[str, Any]:
     """The registers of one leaf. Those of 16 bits are in float32, rounded to 16."""
     found: dict[str, Any] = {f"x{i}": _wide(row[i]) for i in range(len(program.loads))}
@@ -66,6 +68,8 @@ def _registers(
         f"n{i}": int(x) if kind == 4 else x for i, (x, kind) in enumerate(zip(numbers, program.numbers, strict=True))
     }
     found |= {f"s{i}": _wide(x) for i, x in enumerate(scalars)}
+    for i, (x, kind) in enumerate(zip(entries, program.entries, strict=True)):
+        found[f"e{i}"] = _wide(x[leaf].to(row[0].device, _DTYPES[kind]))
     for i, (name, given, kind) in enumerate(program.steps, len(program.loads)):
         if name == "random":
             assert draws is not None

@@ -251,7 +251,7 @@ def _scalars(program: Program) -> list[str]:
 @cache
 def formula_kernel(program: Program) -> Any:
     """The kernel of a program."""
-    memory = ["starts", "table", "numbers", "partials", *_memory(program)]
+    memory = ["starts", "table", "numbers", "partials", "entries", *_memory(program)]
     return _made(source(program), program, memory, ["rows", "chunks"])
 
 
@@ -294,6 +294,11 @@ def source(program: Program) -> str:
     first = [
         f"n{i} = tl.load(numbers + {i}).to({_TYPES.get(kind, 'tl.float32')})" for i, kind in enumerate(program.numbers)
     ]
+    first += [
+        f"e{i} = tl.load(entries + {i} * rows + row)"
+        + (" != 0" if kind == BOOL.value else f".to({_TYPES.get(kind, 'tl.float32')})")
+        for i, kind in enumerate(program.entries)
+    ]
     body: list[str] = []
     for mask in ("", ", mask"):
         lines = _body(program, kinds, "p{0} + at", mask)
@@ -301,7 +306,9 @@ def source(program: Program) -> str:
         body.append(("\n" + " " * 12).join(lines))
     four, eight = "\n    ", "\n        "
     return _KERNEL.format(
-        parameters=", ".join(["starts", "table", "rows", "numbers", "partials", "chunks", *_memory(program)]),
+        parameters=", ".join(
+            ["starts", "table", "rows", "numbers", "partials", "entries", "chunks", *_memory(program)]
+        ),
         addresses=four.join(
             f"a{i} = tl.load(table + {i + 1} * rows){four}p{i} = pointer(a{i}, {kinds[i]}) + begin" for i in columns
         ),
@@ -328,6 +335,7 @@ def run(
     scalars: Sequence[Tensor],
     each: bool = True,
     draws: Draws | None = None,
+    entries: Sequence[Tensor] = (),
 ) -> Tensor:
     """Compute a formula over all leaves in one launch. Sums over each leaf take one more.
 
@@ -338,6 +346,8 @@ def run(
         numbers: the numbers of the program, which are exact in float64.
         scalars: its tensors of one number, on the device.
         each: whether sums are those of each leaf, (sums, leaves), or of all of them, (sums,); in float32.
+        draws: none.
+        entries: numbers that differ by leaf: of each a tensor of shape (leaves,), on any device.
     """
     lengths = list(map(Tensor.numel, columns[0]))
     chunks = [*accumulate((-(-n // CHUNK) for n in lengths), initial=0)]
@@ -345,7 +355,7 @@ def run(
     device = columns[0][0].device
     if not total:
         return torch.zeros((sums, count) if each else (sums,), device=device)
-    if lengths == [1] and not sums and KINDS[torch.float64] not in program.numbers:
+    if lengths == [1] and not sums and not entries and KINDS[torch.float64] not in program.numbers:
         # Triton passes a float argument in 32 bits, which is why numbers in float64 go the other way.
         given = [int(x) if kind == INT64.value else float(x) for x, kind in zip(numbers, program.numbers, strict=True)]
         launch(kernel_of_numbers(program), 1, *(x for (x,) in columns), *scalars, *given)
@@ -362,9 +372,12 @@ def run(
     starts, given = packed[:numbers_at], packed[numbers_at:table_at].view(torch.float64)
     # A slice without elements has no address, so another tensor takes its place.
     given = given if numbers else partials
+    by_leaf = [x.to(torch.float64) for x in entries]
+    if device.type != "cpu":
+        by_leaf = [x.pin_memory().to(device, non_blocking=True) if x.is_cpu else x for x in by_leaf]
     launch(
-        formula_kernel(program), total, starts, packed[table_at:], count, given, partials, total,
-        *scalars, CHUNK, BLOCK,
+        formula_kernel(program), total, starts, packed[table_at:], count, given, partials,
+        torch.stack(by_leaf) if by_leaf else partials, total, *scalars, CHUNK, BLOCK,
     )  # fmt: skip
     if not sums or not each:
         return partials.sum(1) if sums else partials[:0]

@@ -33,8 +33,8 @@ class Term:
     """An operation of a formula that has not run: its name, what it is of, and the dtype of its result.
 
     Its arguments are terms and numbers. `"load"` is of a list of tensors, `"scalar"` of one 0-d tensor, `"entries"` of
-    one tensor with a number for each leaf, and `"constant"` of a number. `"random"` is of a term and of `Bits`. Other
-    names are rows of `zerofn.kernels.operations`.
+    the place of a tensor with a number for each leaf, and `"constant"` of a number. `"random"` is of a term and of
+    `Bits`. Other names are rows of `zerofn.kernels.operations`.
     """
 
     __slots__ = ("args", "dtype", "name")
@@ -548,6 +548,7 @@ class Program(NamedTuple):
         sums: registers that are added up over each leaf, of kinds that are computed in float32.
         streams: the streams of random bits, `r0`, `r1`, ..., which steps named `random` are given, with a shift.
         form: the format of the draws; 0 if there are none.
+        entries: in which kind each number that differs by leaf is computed, `e0`, `e1`, ...
     """
 
     loads: tuple[int, ...]
@@ -559,6 +560,7 @@ class Program(NamedTuple):
     sums: tuple[str, ...]
     streams: tuple[int, ...] = ()
     form: int = 0
+    entries: tuple[int, ...] = ()
 
     @property
     def kinds(self) -> dict[int, int]:
@@ -590,6 +592,7 @@ class Traced:
         numbers: of the host.
         kinds: the dtype in which each number is computed.
         scalars: tensors of one number.
+        entries: the dtypes of numbers that differ by leaf.
         steps: operations that are not loads: name, arguments by name of a register, dtype of the result.
         names: the register of each term.
         draws: of the random bits, if there are some.
@@ -604,6 +607,7 @@ class Traced:
         self.numbers: list[float] = []
         self.kinds: list[torch.dtype] = []
         self.scalars: list[Tensor] = []
+        self.entries: list[torch.dtype] = []
         self.steps: list[tuple[str, tuple[str, ...], torch.dtype]] = []
         self.names: dict[int, str] = {}
         self.draws: Draws | None = None
@@ -618,6 +622,11 @@ class Traced:
                     self.scalars.append(term.args[0])
                 at = next(i for i, x in enumerate(self.scalars) if x is term.args[0])
                 self.names[id(term)] = f"s{at}"
+            elif term.name == "entries":
+                # Terms are in the order in which they are found, the numbers in that of their places.
+                self.entries += [term.dtype] * (term.args[0] + 1 - len(self.entries))
+                self.entries[term.args[0]] = term.dtype
+                self.names[id(term)] = f"e{term.args[0]}"
             elif term.name == "constant":
                 self.names[id(term)] = self._number(term.args[0], term.dtype)
             elif term.name != "load":
@@ -700,6 +709,7 @@ class Traced:
             tuple([self.names[id(x.term)] for x in sums]),
             tuple(sorted(self.streams)),
             0 if self.draws is None else self.draws.form,
+            tuple([KINDS[dtype] for dtype in self.entries]),
         )
 
     def run(self, written: Sequence[TensorList], sums: Sequence[TensorList], each: bool = True) -> Tensor | None:

@@ -79,9 +79,14 @@ def nadam(
             g = plus(g, decay, x)
         m = plus(m, 1 - beta1, g - m)
         v = plus_product(v * beta2, 1 - beta2, g, g)
-        product = slots["mu_product"] * at.scalar(at.derived["now"], slots["mu_product"])
-        of_grad, of_moment = (at.scalar(n, x) for n in ((1 - now) / (1 - product), then / (1 - product * then)))
-        x = x - rate * (of_grad * g + of_moment * m) / (moment_root(v) / spread + small)
+        # A number of the leaf, which a kernel is given in float64. A number that is a tensor has the dtype of `x`.
+        before = slots["mu_product"].to(torch.float64)
+        now, then = (at.scalar(n, before) for n in (now, then))
+        product = before * now
+        of_grad = (1 - product).reciprocal() * (1 - now)
+        of_moment = (1 - product * then).reciprocal() * then
+        x = x - rate * (at.scalar(of_grad, x) * g + at.scalar(of_moment, x) * m) / (moment_root(v) / spread + small)
+        product = product.to(torch.float32)
         return x, {"exp_avg": m, "exp_avg_sq": v, "mu_product": product}
 
     # Numbers live on the CPU, as counters do.
