@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .._compat.tensors import foreach, foreach_of
 from .._errors import explain, kind_of
-from ..kernels.lists import at_once, in_place
+from ..kernels.lists import at_once, in_place, results
 from ..kernels.norms import leaf_norms
-from ..kernels.program import TensorList, write_where
+from ..kernels.program import TensorList, computed, write_where
 from ..kernels.recording import concrete, number
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY, known_formats
 from .layout import Layout, Leaves
@@ -320,6 +320,36 @@ class Context:
             return self._write(old, operation(old, *given))
         self.written.add(self.prefix)
         return operation(old, *given, out=old)
+
+    def put_over(
+        self, function: Callable[..., Sequence[Any]], olds: Sequence[Leaves], *given: Mapping[str, Any]
+    ) -> list[Leaves]:
+        """Replace tensors of every leaf by those that a function makes of them, in one pass over memory.
+
+        Args:
+            function: takes one value from each of `olds` and `given`, computes element by element, and returns a new
+                tensor for each of `olds`, which is converted to the dtype of the old one.
+            olds: tensors by path; written if they are donated. The paths are those of the first.
+            given: tensors by path that are only read.
+
+        Returns:
+            The new tensors by path, for each of `olds`.
+        """
+        found: list[Leaves] = [{} for _ in olds]
+
+        def written(*row: Any) -> list[Any]:
+            news = function(*row)
+            return [self.into(old, new.to(old.dtype)) for old, new in zip(row, news, strict=False)]
+
+        for paths, made in results(written, *olds, *given):
+            if isinstance(made[0], TensorList):
+                computed(*made)
+                made = [x.tensors for x in made]
+            else:
+                made = [[x] for x in made]
+            for of_one, tensors in zip(found, made, strict=True):
+                of_one.update(zip(paths, tensors, strict=True))
+        return [{path: x[path] for path in olds[0]} for x in found]
 
     @property
     def choosing(self) -> Tensor | None:

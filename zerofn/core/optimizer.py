@@ -1062,7 +1062,7 @@ def _read_norms(
     for paths in _together(group, ctx.layout):
         squares: Leaves = {}
         then: dict[str, tuple[list[torch.dtype], Callable[..., Any]]] = {}
-        alone = _by_plans(sums, step, paths, given, squares=squares)
+        alone = _by_plans(sums, step, paths, given, new, own, squares=squares)
         for path in alone:
             at = replace(step, path=path, offset=ctx.offsets.get(path, 0))
             measured, after = formula(params[path], grads[path], {slot: old[path] for slot, old in slots.items()}, at)
@@ -1095,9 +1095,9 @@ def _by_plans(
     step: LeafStep,
     group: list[str],
     given: Given,
-    new: Leaves | None = None,
-    own: TransformState = NONE,  # type: ignore[assignment]
-    norms: Leaves = NONE,  # type: ignore[assignment]
+    new: Leaves,
+    own: TransformState,
+    norms: Mapping[str, Tensor] = NONE,
     squares: Leaves | None = None,
 ) -> list[str]:
     """Update leaves by a program of the formula. Returns those for which there is none.
@@ -1134,7 +1134,7 @@ def _by_plans(
         except NotOnLists:
             rest += paths
             continue
-        if squares is not None:
+        if squares is not None and sums is not None:
             squares.update(zip(paths, sums.mT.double().unbind(), strict=True))
             continue
         x, *made = made

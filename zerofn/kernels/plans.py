@@ -316,7 +316,7 @@ def run(
     for i, term in enumerate(by_leaf):
         if term is not None:
             made[i] = value(term)
-    used = [columns[i] if i >= 0 else made[-1 - i] for i in plan.columns]
+    used: list[Any] = [columns[i] if i >= 0 else made[-1 - i] for i in plan.columns]
     if not used:
         # Every result is an argument unchanged.
         return made, None

@@ -479,7 +479,7 @@ def gives_bits(program: Program, function: Any) -> bool:
     numbers = [0.5 + 0.37 * i if kind < I64 else i + 1 for i, kind in enumerate(program.numbers)]
     draws = Draws(5, 3, program.form, [7], [3]) if program.streams else None
     mine, theirs = ([[x] for x in _sample(program)] for _ in range(2))
-    entries = [torch.tensor([0.5 + 0.23 * i if kind < I64 else 1.0]).double() for i, kind in enumerate(program.entries)]
+    entries = _sample_entries(program)
     _call(function, program, mine, numbers, draws, True, entries)
     print_torch.run(program, theirs, numbers, [], True, draws, entries)
     pairs = [(mine[column][0], theirs[column][0]) for column, _ in program.stores]
@@ -493,6 +493,7 @@ def gives_codes(program: Program, function: Any, coding: Coding, command: native
     if fused and numbers_only is None:
         return False
     numbers = [0.5 + 0.37 * i if kind < I64 else i + 1 for i, kind in enumerate(program.numbers)]
+    entries = _sample_entries(program)
     # Rows that end with a part of a block, and a block that ends with a part of a line.
     how, shape = Codes(coding.bits, 50, coding.code), (7, 143)
     for random in (False, True):
@@ -504,11 +505,11 @@ def gives_codes(program: Program, function: Any, coding: Coding, command: native
             x = columns[i][0].nan_to_num(0.0, 1.0, -1.0)
             columns[i] = [Coded(how, *how.encode_by_torch(x, own), own)]
             theirs[i] = [how.decode_by_torch(columns[i][0].codes, columns[i][0].scales, shape)]
-        _call(function, program, columns, numbers, draws)
+        _call(function, program, columns, numbers, draws, True, entries)
         if fused:
-            _call(numbers_only, program, theirs, numbers, draws)
+            _call(numbers_only, program, theirs, numbers, draws, True, entries)
         else:
-            print_torch.run(program, theirs, numbers, [], True, draws)
+            print_torch.run(program, theirs, numbers, [], True, draws, entries)
         for column in sorted({column for column, _ in program.stores}):
             mine, other = columns[column][0], theirs[column][0]
             pairs = [(mine, other)]
@@ -530,6 +531,12 @@ def _sample(program: Program) -> list[Tensor]:
         dtype = list(KINDS)[kind]
         found.append(x.to(dtype) if kind < I64 else (i * stride % 5).to(dtype))
     return found
+
+
+def _sample_entries(program: Program) -> list[Tensor]:
+    """Numbers of one leaf for those that differ by leaf."""
+    found = [(0.5 + 0.23 * i, list(KINDS)[kind]) for i, kind in enumerate(program.entries)]
+    return [torch.tensor([x]).to(dtype).double() for x, dtype in found]
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -25,7 +25,6 @@ from ..extend import (
     like,
     moment_root,
     optimizer,
-    over_leaves,
     plus,
     plus_product,
     rate_of,
@@ -193,11 +192,14 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
         olds, averages = ({path: state[slot][path] for path in grads} for slot in ("z", AVERAGE))
         z, wide = olds, {path: g.to(olds[path].dtype) for path, g in grads.items()}
         if isinstance(decay, Tensor) or decay:
-            z = {path: ctx.into(x, plus(x, -decay, params[path].to(x.dtype)).to(x.dtype)) for path, x in z.items()}
+            (z,) = ctx.put_over(lambda x, p: [plus(x, -decay, p.to(x.dtype))], [z], params)
         z, new = inner.update_fn(wide, state, z, own, ctx)
-        x = over_leaves(lambda old, at: ctx.put(towards, old, at, share), averages, z)
-        seen = {path: params[path] for path in z}
-        y = over_leaves(lambda p, at, x: ctx.into(p, towards(at, x, momentum).to(p.dtype)), seen, z, x)
+
+        def averaged(x: Tensor, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+            x = towards(x, at, share)
+            return x, towards(at, x, momentum)
+
+        x, y = ctx.put_over(averaged, [averages, params], z)
         z = {path: at if at is olds[path] else ctx.into(olds[path], at) for path, at in z.items()}
         return y, {**new, "z": z, AVERAGE: x}
 
