@@ -25,9 +25,10 @@ def kernel_source(tx: Any, params: Any = None, target: str = "c") -> str:
 
     zerofn prints the formula of an optimizer, and a function of `leafwise(needs="element")`, as one kernel that reads
     each number once and writes it once. In the source `p0`, `p1`, ... are the tensors of a leaf, `x0`, `x1`, ... are
-    what was read and computed, and `n0`, `n1`, ... are numbers such as the learning rate, which each step passes. In C
-    `a` and `b` are two neighbours, and `i` is the number of the first. `u0`, `u1`, ... (in Triton `t0`, ...) are added
-    up over a leaf, for norms. What all kernels have in common is left out.
+    what was read and computed, and `n0`, `n1`, ... are numbers such as the learning rate, which each step passes;
+    `e0`, `e1`, ... are numbers that differ by leaf, such as a function of its norm. In C `a` and `b` are two
+    neighbours, and `i` is the number of the first. `u0`, `u1`, ... (in Triton `t0`, ...) are added up over a leaf, for
+    norms. What all kernels have in common is left out.
 
     The step is run once, with gradients of the size of the parameters. A function that is no kernel runs by torch's
     operations: the source then begins with a comment that names the operation and the line that were the reason.
