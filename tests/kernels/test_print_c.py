@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import list_programs
 import pytest
 import torch
@@ -122,3 +125,24 @@ def test_a_result_in_the_memory_of_another_column_does_not_change_what_is_read(k
         first, second = x.clone(), y.clone()
         assert print_c.run(made, [[first], [second], [second]], [], []) is not None
         assert torch.equal(first, y) and torch.equal(second, x)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 16])
+@pytest.mark.parametrize("sums", [(), ("x1",)])
+def test_formulas_of_any_length_are_computed_in_vectors(steps, sums, tmp_path):
+    """By itself gcc unrolls a loop of few instructions, and then computes one number after the other."""
+    command = native.quiet_compiler()
+    if "Free Software" not in subprocess.run([*command, "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("gcc tells what it has made of a loop")
+    chain = tuple([("add" if i % 2 else "mul", (f"x{i + 1}", "x0" if i % 2 else "n0"), 0) for i in range(steps)])
+    program = Program((0, 0), (), (0,), chain, ((0, f"x{steps + 1}"),), (0,), sums)
+    text = print_c.source(program)
+    (tmp_path / "formula.c").write_text(text)
+    where = ["-I", str(Path(print_c.__file__).parent), str(tmp_path / "formula.c"), "-o", str(tmp_path / "formula.so")]
+    made = [*command, *native.FLAGS, *native.TUNING[0], "-fopt-info-vec-optimized", *where]
+    told = subprocess.run(made, capture_output=True, text=True, timeout=60)
+    if told.returncode:
+        pytest.skip("the compiler does not know this processor")
+    pairs = next(i for i, line in enumerate(text.splitlines(), 1) if "i += 2) pair(" in line)
+    # Once for whole lines, once for the last elements.
+    assert told.stderr.count(f"formula.c:{pairs}:5: optimized: loop vectorized") == 2, told.stderr

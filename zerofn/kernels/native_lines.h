@@ -23,11 +23,12 @@
  * them in each pass. A line also has room for one prefetch for each cache line. */
 enum { LINE = 32 };
 
-/* No element depends on another: without this gcc compares the addresses of all columns, or gives up if they are many. */
+/* No element depends on another: without this gcc compares the addresses of all columns, or gives up if they are many.
+ * If the loop has few instructions, gcc would unroll it first, and then compute one number after the other. */
 #if defined(__clang__)
 #define IVDEP _Pragma("clang loop vectorize(assume_safety)")
 #else
-#define IVDEP _Pragma("GCC ivdep")
+#define IVDEP _Pragma("GCC ivdep") _Pragma("GCC unroll 1")
 #endif
 
 typedef uint32_t __attribute__((aligned(2), may_alias)) word;
