@@ -62,13 +62,13 @@ def formulas_by_torch() -> Iterator[None]:
         print_triton.run = known
 
 
-def _run(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True, draws: Any = None) -> Tensor:
+def _run(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True, *more: Any) -> Tensor:
     """`print_triton.run` by torch's own operations, counted as it launches."""
     LOG.add("launch", "formula_kernel")
     for _ in program.sums if each else program.sums[:1]:
         LOG.add("launch", "sums")
     with LOG.silent():
-        return print_torch.run(program, columns, numbers, scalars, each, draws)
+        return print_torch.run(program, columns, numbers, scalars, each, *more)
 
 
 WIDTH = 8

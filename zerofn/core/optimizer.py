@@ -1068,7 +1068,8 @@ def _read_norms(
             measured, after = formula(params[path], grads[path], {slot: old[path] for slot, old in slots.items()}, at)
             squares[path] = torch.stack([_sum_of_squares(x) for x in measured])
             then[path] = [torch.promote_types(x.dtype, torch.float32) for x in measured], after
-        norms = {path: x.sqrt() for path, x in ctx.total_each({path: squares[path] for path in paths}).items()}
+        totals = ctx.total_each({path: squares[path] for path in paths})
+        norms: Leaves = dict(zip(totals, foreach("sqrt", [*totals.values()]), strict=True))
         rest = _by_plans(plans, step, [path for path in paths if path not in then], given, new, own, norms)
         for path in rest:
             # Its squares were a program, but nothing else is.

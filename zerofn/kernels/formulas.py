@@ -115,7 +115,7 @@ def towards(x: Tensor, y: Tensor, weight: Any, out: Tensor | None = None) -> Ten
         >>> towards(torch.zeros(2), torch.ones(2), 0.25)
         tensor([0.2500, 0.2500])
     """
-    step = (y.to(x.dtype) - x) * (weight.to(x) if isinstance(weight, Tensor) else weight)
+    step = (y.to(x.dtype) - x) * (weight.to(x) if isinstance(weight, Tensor) and isinstance(x, Tensor) else weight)
     return x + step if out is None else torch.add(x, step, out=out)
 
 
