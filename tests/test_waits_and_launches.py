@@ -37,10 +37,14 @@ def ask(pool: ProcessPoolExecutor, *args, module: str = "virtual_steps", **kwarg
     return pool.submit(virtual_cuda.call, module, *args, **kwargs).result(timeout=limit())
 
 
-def in_turn(kind: str, names: list[str]) -> list[Any]:
-    """Each row by one of the two routes in turn; by the other one it is slow."""
+def in_turn(kind: str, names: list[str], each: int = 1) -> list[Any]:
+    """Every first row of `each` by one of the two routes in turn; all else is slow."""
     return [
-        pytest.param(route, *row.values, marks=pytest.mark.slow if row.marks or i % 2 == (route == "pure") else ())
+        pytest.param(
+            route,
+            *row.values,
+            marks=pytest.mark.slow if row.marks or i % each or i // each % 2 == (route == "pure") else (),
+        )
         for i, row in enumerate(row_params(kind, names))
         for route in ("attached", "pure")
     ]
@@ -70,7 +74,7 @@ RATED += ["shampoo, matrices", "soap, matrices"]
 @pytest.mark.parametrize(
     "pipeline",
     [
-        pytest.param(*x.values, marks=pytest.mark.slow if x.marks or i % 2 else ())
+        pytest.param(*x.values, marks=pytest.mark.slow if x.marks or i % 2 or "quantize" in x.values[0] else ())
         for i, x in enumerate(row_params("waits", RATED))
     ],
 )
@@ -140,7 +144,8 @@ GROWING = [x for x in COUNTED if not ROWS[x].by_leaf]
 
 
 @pytest.mark.parametrize(
-    "pipeline", [pytest.param(x, marks=pytest.mark.slow if i % 9 else ()) for i, x in enumerate(GROWING)]
+    "pipeline",
+    [pytest.param(x, marks=pytest.mark.slow if i % 9 or "quantize" in x else ()) for i, x in enumerate(GROWING)],
 )
 def test_500_leaves_take_at_most_twice_the_budget_of_148(device, pipeline):
     assert ask(device, "counts", "attached", pipeline, leaves=500)["launches"] <= 2 * budget(pipeline)
@@ -155,7 +160,13 @@ def test_launches_do_not_grow_with_the_size_of_leaves(device, pipeline):
 
 
 @pytest.mark.parametrize(
-    "pipeline", ["sgd, momentum", "lion", "rmsprop, plain", "clip_by_global_norm", "accumulate, weighted"]
+    "pipeline",
+    [
+        "lion",
+        "clip_by_global_norm",
+        "accumulate, weighted",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("sgd, momentum", "rmsprop, plain")),
+    ],
 )
 def test_without_triton_torchs_operations_on_lists_are_launched(device, pipeline):
     """Three to nine launches for each operation of a formula; the numbers are the same."""
@@ -186,7 +197,7 @@ def test_bits_are_those_of_the_cpu(device, pipeline, interpreted):
 
 # Steps that are recorded on the device, and repeated without a line of their code.
 @pytest.mark.parametrize(
-    ("route", "pipeline"), in_turn("graph", [x for x, row in ROWS.items() if not row.host and not row.loss])
+    ("route", "pipeline"), in_turn("graph", [x for x, row in ROWS.items() if not row.host and not row.loss], 3)
 )
 def test_replays_of_a_captured_step_are_steps(device, pipeline, route):
     """Each replay counts, has the rate of its step, draws anew, and asks nothing of the host."""

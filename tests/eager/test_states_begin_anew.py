@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering, few_and_all
 from time_limits import limit
 from torch import nn
 
@@ -102,9 +103,11 @@ def distance(stage, kind, how):
 PAIRS = [(kind, "reset") for kind in OPTIMIZERS] + [("adamw", how) for how in WAYS if how != "reset"]
 
 
-def everywhere():
+EVERYWHERE = [(stage, *pair) for stage in STAGES if stage != "plain" for pair in PAIRS]
+
+
+def everywhere(rows):
     """What is wrong on this rank."""
-    rows = [(stage, *pair) for stage in STAGES if stage != "plain" for pair in PAIRS]
     return [(row, found) for row in rows if not (found := distance(*row))[0]]
 
 
@@ -114,8 +117,9 @@ def test_as_torch_on_one_rank(stage):
     assert [(pair, found) for pair in pairs if not (found := distance(stage, *pair))[0]] == []
 
 
-def test_as_torch_on_two_ranks():
-    assert zf.launch(everywhere, 2, timeout=limit()) == [[], []]
+@pytest.mark.parametrize("rows", few_and_all(covering(EVERYWHERE), EVERYWHERE))
+def test_as_torch_on_two_ranks(rows):
+    assert zf.launch(everywhere, 2, rows, timeout=limit()) == [[], []]
 
 
 KEPT = {

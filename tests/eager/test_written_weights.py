@@ -7,10 +7,13 @@ weights. Later the slots are taken anew, which closed forms say in float64.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+from covering import covering, few_and_all
 from time_limits import limit
 from torch import Tensor, nn
 
@@ -131,49 +134,46 @@ def numbers(opt: zf.Optimizer) -> dict[str, Tensor]:
     return found
 
 
-def differ(write: Callable[..., None], name: str, stage: int, in_backward: bool = False) -> list[str]:
+def run(name: str, stage: int, write: Callable[..., None] | None) -> list[dict[str, Tensor]]:
+    """The numbers at the start and after each step; `write` puts in the weights that the model else begins with."""
+    model = model_of(1 if write is None else 0)
+    opt = zf.attach(model, at_stage(stage, CHAINS[name]()))
+    if write is not None:
+        write(model, opt, others())
+    found = [numbers(opt)]
+    for _ in range(3):
+        step(model, opt)
+        found.append(numbers(opt))
+    opt.detach()
+    return found
+
+
+def of_ranks(rows: list[tuple]) -> list[str]:
     """Where a run with weights that are written after attach is not that of a model attached with them."""
-    found = []
-    for late in (True, False):
-        model = model_of(0 if late else 1)
-        opt = zf.attach(model, at_stage(stage, CHAINS[name]()), in_backward=in_backward)
-        if late:
-            write(model, opt, others())
-        mine = [numbers(opt)] if not in_backward else []
-        for _ in range(3):
-            step(model, opt)
-            mine.append(numbers(opt))
-        found.append(mine)
-        opt.detach()
-    where = f"{name}, {write.__name__}, stage {stage}"
+    attached = functools.cache(functools.partial(run, write=None))
     return [
-        f"{where}, step {i}, {key}: {float((a[key] - b[key]).abs().max())}"
-        for i, (a, b) in enumerate(zip(*found, strict=True))
+        f"{name}, {write.__name__}, stage {stage}, step {i}, {key}: {float((a[key] - b[key]).abs().max())}"
+        for name, stage, write in rows
+        for i, (a, b) in enumerate(zip(run(name, stage, write), attached(name, stage), strict=True))
         for key in a
         if not torch.equal(a[key], b[key])
     ]
 
 
-def of_ranks(stages: tuple[int, ...], names: tuple[str, ...], writers: tuple[Callable[..., None], ...]) -> list[str]:
-    return [x for name in names for stage in stages for write in writers for x in differ(write, name, stage)]
+ALONE = list(itertools.product(CHAINS, (0, 3), WRITERS))
+ON_RANKS = list(itertools.product(CHAINS, (0, 1, 2, 3), WRITERS))
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_on_one_process(name):
-    assert of_ranks((0, 3), (name,), WRITERS) == []
+# Each chain at each stage, and each writer at each stage.
+@pytest.mark.parametrize("rows", few_and_all(covering(ALONE, key=lambda row: (row[:2], row[1:])), ALONE))
+def test_on_one_process(rows):
+    assert of_ranks(rows) == []
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_on_two_ranks(stage):
-    names = ("schedule_free(sgd)", "lookahead", "ema", "partition", "masters", "24 bits")
-    for found in zf.launch(of_ranks, 2, (stage,), names, (load, inside_gathered, by_copy), timeout=limit()):
-        assert found == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_on_two_ranks_by_every_writer(stage):
-    for found in zf.launch(of_ranks, 2, (stage,), tuple(CHAINS), WRITERS, timeout=limit(400)):
+# Each chain, and each writer at each stage.
+@pytest.mark.parametrize("rows", few_and_all(covering(ON_RANKS, key=lambda row: (row[0], row[1:])), ON_RANKS))
+def test_on_two_ranks(rows):
+    for found in zf.launch(of_ranks, 2, rows, timeout=limit(400)):
         assert found == []
 
 
@@ -341,11 +341,15 @@ def test_writes_between_steps_on_one_process(kind, in_backward):
     assert far(kind, 0, in_backward) == far(kind, 0, in_backward, read=True) == []
 
 
-def far_on_ranks() -> list[str]:
-    return [x for kind in KINDS for stage in (0, 1, 2, 3) for x in far(kind, stage, read=kind == "lookahead")]
+def far_on_ranks(rows: list[tuple]) -> list[str]:
+    return [x for kind, stage in rows for x in far(kind, stage, read=kind == "lookahead")]
 
 
+BETWEEN = list(itertools.product(KINDS, (0, 1, 2, 3)))
+
+
+@pytest.mark.parametrize("rows", few_and_all(covering(BETWEEN), BETWEEN))
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_writes_between_steps_on_ranks(ranks):
-    for found in zf.launch(far_on_ranks, ranks, timeout=limit()):
+def test_writes_between_steps_on_ranks(ranks, rows):
+    for found in zf.launch(far_on_ranks, ranks, rows, timeout=limit()):
         assert found == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
@@ -10,6 +11,7 @@ from multiprocessing import get_context
 import interpreted
 import list_programs
 import pytest
+from covering import covering, few_and_all
 from hypothesis import assume, given, settings
 from time_limits import limit
 
@@ -54,13 +56,17 @@ def test_full_chunks_have_the_same_bits_as_ends(apart):
     assert apart.submit(list_programs.by_triton, drawn).result(timeout=limit()) == []
 
 
-@pytest.mark.parametrize("name", list_programs.FUNCTIONS)
-def test_a_function_of_lists_is_that_of_tensors(apart, name):
-    """Of floats, counts and bools; of many leaves by a table, and of numbers without one."""
-    for sizes in ([5, 0, 300], [1]):
-        for dtype in list_programs.DTYPES[:4]:
-            found = apart.submit(list_programs.compare_functions, name, dtype, sizes).result(timeout=limit())
-            assert found == [], (sizes, dtype)
+# Of many leaves by a table, and of numbers without one.
+OVER = list(itertools.product(list_programs.FUNCTIONS, list_programs.DTYPES[:4], ((5, 0, 300), (1,))))
+
+
+# Each function with each of both, and each dtype with each.
+@pytest.mark.parametrize("rows", few_and_all(covering(OVER, key=lambda row: (row[::2], row[1:])), OVER))
+def test_a_function_of_lists_is_that_of_tensors(apart, rows):
+    """Of floats, counts and bools."""
+    for name, dtype, sizes in rows:
+        found = apart.submit(list_programs.compare_functions, name, dtype, list(sizes)).result(timeout=limit())
+        assert found == [], (name, dtype, sizes)
 
 
 def test_sums_are_exact_to_float32(apart):

@@ -487,12 +487,18 @@ def kept_by_calls(chain, calls=160):
     return found
 
 
-def test_calls_keep_no_objects():
+# The one of both has what each of them keeps.
+@pytest.mark.parametrize("chains", [("both", "shard"), pytest.param(tuple(CHAINS), marks=pytest.mark.slow)])
+def test_calls_keep_no_objects(chains):
     """Records of calls whose graph is gone are dropped, at every stage."""
-    for chain in CHAINS:
+    for chain in chains:
         assert max(kept_by_calls(chain).values()) < 150, chain
-    for chain, ranks in one_launch(2, kept_by_calls, [("shard",), ("both",)], 120.0).items():
-        assert all(max(found.values()) < 150 for found in ranks), (chain, ranks)
+
+
+@pytest.mark.parametrize("chain", ["shard", pytest.param("both", marks=pytest.mark.slow)])
+def test_calls_on_ranks_keep_no_objects(chain):
+    for ranks in one_launch(2, kept_by_calls, [(chain,)], 120.0).values():
+        assert all(max(found.values()) < 150 for found in ranks), ranks
 
 
 @pytest.mark.slow

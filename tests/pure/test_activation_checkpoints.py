@@ -9,6 +9,7 @@ import functools
 
 import pytest
 import torch
+from covering import covering, few_and_all
 from one_launch import one_launch
 from stages import front
 from torch import nn
@@ -138,8 +139,14 @@ def rows(stages):
     return [(s, w, r) for s in stages for w in WAYS for r in ROUTES if (s, r) != (1, "bind")]
 
 
-def test_backward_recomputes_with_the_parameters_of_the_step():
-    for stage, way, route in rows(["one process", 2, 3]):
+ALONE = rows(["one process", 2, 3])
+ON_RANKS = [row for row in rows(range(4)) if row[1] != "reentrant" or row[2] == "bind"]
+
+
+# Each way by each route.
+@pytest.mark.parametrize("rows", few_and_all(covering(ALONE, key=lambda row: (row[0], row[1:])), ALONE))
+def test_backward_recomputes_with_the_parameters_of_the_step(rows):
+    for stage, way, route in rows:
         if way == "reentrant" and route != "bind":
             with pytest.raises(RuntimeError, match=REFUSED):
                 trained(stage, way, route)
@@ -147,9 +154,10 @@ def test_backward_recomputes_with_the_parameters_of_the_step():
             assert differs(trained(stage, way, route), stage) < 1e-12, (stage, way, route)
 
 
-def test_backward_recomputes_with_the_parameters_of_the_step_on_two_ranks():
-    wanted = [row for row in rows(range(4)) if row[1] != "reentrant" or row[2] == "bind"]
-    for row, got in one_launch(2, on_ranks, wanted, 200.0).items():
+# Each way, and each route at each stage.
+@pytest.mark.parametrize("rows", few_and_all(covering(ON_RANKS, key=lambda row: (row[1], row[::2])), ON_RANKS))
+def test_backward_recomputes_with_the_parameters_of_the_step_on_two_ranks(rows):
+    for row, got in one_launch(2, on_ranks, rows, 200.0).items():
         for params in got:
             assert differs(params, row[0]) < 1e-12, row
 

@@ -14,8 +14,15 @@ from random_programs import draw, each_everyday
 COUNT = int(os.environ.get("ZEROFN_FUZZ", "0"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
 # Kind, ranks (as many as a seed says where None), and how many programs in every run.
-DEFAULT = {("uses", 2): 6, ("promises", 3): 3, ("unusual", None): 6}
-SLOW = {("uses", 1): 10, ("uses", 3): 20, ("uses", 4): 10, ("promises", 3): 2000, ("unusual", None): 60}
+DEFAULT = {("uses", 2): 4, ("promises", 3): 2, ("unusual", None): 4}
+SLOW = {
+    ("uses", 1): 10,
+    ("uses", 2): 10,
+    ("uses", 3): 20,
+    ("uses", 4): 10,
+    ("promises", 3): 2000,
+    ("unusual", None): 60,
+}
 SLOW |= {("everyday", 2): 100, ("everyday", 3): 100}
 
 

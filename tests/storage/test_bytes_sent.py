@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from covering import covering, few_and_all
 from time_limits import limit
 from torch import nn
 
@@ -137,27 +138,29 @@ def pure(make, blocks):
     return plan, over(run, 2)
 
 
-def wrong(chains):
+def cells(chains):
+    return [(name, how) for name in chains for how in ((eager, 2, 1), (eager, 4, 2), (pure, 4))]
+
+
+def on_ranks(rows):
     """The cells in which another number of bytes is sent than is planned."""
     found = []
-    for name, make in chains.items():
-        cells = {("eager", n, k): eager(make, n, k) for n, k in ((2, 1), (4, 2))}
-        cells["pure", 4] = pure(make, 4)
-        found += [(name, cell, plan, sent) for cell, (plan, sent) in cells.items() if plan != sent or not sent]
+    for name, (route, *how) in rows:
+        plan, sent = route((CHAINS | CROSSED)[name], *how)
+        if plan != sent or not sent:
+            found.append((name, route.__name__, how, plan, sent))
     return found
 
 
-def on_ranks(crossed):
-    return wrong(CROSSED if crossed else CHAINS)
-
-
+@pytest.mark.parametrize("rows", few_and_all(covering(cells(CHAINS)), cells(CHAINS)))
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_plan_and_step_send_the_same_bytes(ranks):
-    assert zf.launch(on_ranks, ranks, False, timeout=limit(120)) == [[]] * ranks
+def test_plan_and_step_send_the_same_bytes(ranks, rows):
+    assert zf.launch(on_ranks, ranks, rows, timeout=limit(120)) == [[]] * ranks
 
 
-def test_over_two_axes_of_a_mesh():
-    assert zf.launch(on_ranks, 4, True, timeout=limit(120)) == [[]] * 4
+@pytest.mark.parametrize("rows", few_and_all(covering(cells(CROSSED)), cells(CROSSED)))
+def test_over_two_axes_of_a_mesh(rows):
+    assert zf.launch(on_ranks, 4, rows, timeout=limit(120)) == [[]] * 4
 
 
 def test_by_hand():
