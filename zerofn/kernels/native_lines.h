@@ -3,11 +3,14 @@
  * bfloat16 is converted by integer arithmetic, since the vector instructions for it flush subnormals to zero. Two
  * neighbours are read as one word: to split a word, or to join two, takes half the instructions of widening or
  * narrowing vectors. Words may have addresses that are odd multiples of two bytes.
+ *
+ * Source that defines NO_F16 first neither opens nor closes lines of float16. The header of vector instructions takes
+ * half the time of the compiler.
  */
 #pragma once
 #include <stdint.h>
 #include <string.h>
-#ifdef __F16C__
+#if defined(__F16C__) && !defined(NO_F16)
 #include <immintrin.h>
 #endif
 
@@ -76,7 +79,8 @@ INLINE float f16_value_random(float x, uint32_t r) {
 /* A line is widened into a buffer before the loop over pairs, and narrowed behind it. x86 has instructions for whole
  * vectors of float16, with which an update takes half the time of integer arithmetic. These vectors are as wide as
  * those of the loop: processors do not forward narrow stores to wider loads. */
-#if defined(__AVX512F__)
+#if defined(NO_F16)
+#elif defined(__AVX512F__)
 INLINE const float *opened_f16(const uint16_t *at, float *room) {
     for (int i = 0; i < LINE; i += 16)
         _mm512_storeu_ps(room + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(at + i))));

@@ -50,6 +50,7 @@ _CODES = Path(__file__).with_name("native_codes.h")
 _SOURCE = """\
 #include <math.h>
 enum {{ NAN_SURVIVES = {nan_survives} }};
+{f16}
 #define ZF_STRIDE {stride}u
 #include "native_draws.h"
 #include "native_lines.h"
@@ -292,6 +293,7 @@ def source(program: Program, coding: Coding | None = None) -> str:
         of_streams += of_keys
     return _SOURCE.format(
         stride=stride_of(FORMAT if coded else program.form) if drawn or coded else 1,
+        f16="" if widened else "#define NO_F16",
         codes="" if coding is None else _defined(coding, kinds[coding.columns[0]]),
         of_codes=_OF_CODES.format(count=len(coded)) if coded else "",
         opened_block="\n    ".join(of_rows),

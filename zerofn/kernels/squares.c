@@ -6,6 +6,9 @@
 #include <string.h>
 
 enum { NAN_SURVIVES = 0 };
+#if ZF_KIND != 2
+#define NO_F16
+#endif
 #include "native_lines.h"
 #include "native_prefetch.h"
 #include "native_threads.h"
