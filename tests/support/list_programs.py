@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -251,7 +250,7 @@ def by_triton(drawn: Drawn) -> list[str]:
     from zerofn.kernels import print_triton  # inside: a kernel by itself
 
     mine, theirs = tensors(drawn), tensors(drawn)
-    sums = print_triton.run(drawn.program, mine, drawn.numbers, [])
+    sums = print_triton.run(drawn.program, mine, drawn.numbers, [], True, drawn.draws)
     want = by_torch(drawn, theirs)
     rows = different_sums(drawn, sums, want, 1e-5) if drawn.program.sums else []
     return rows + different(mine, theirs)
@@ -271,23 +270,8 @@ def sums(sizes: Sequence[int]) -> list[float]:
 
 def instructions(kinds: Sequence[int], steps: Sequence[tuple[str, tuple[str, ...], int]]) -> dict[str, int]:
     """How often each instruction stands in a kernel that writes its first column, as it is compiled for an H100."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from zerofn.kernels import print_triton  # inside: a kernel by itself, and how it is launched
-
     last = f"x{len(kinds) + len(steps) - 1}"
-    program = Program(tuple(kinds), (), (0,), tuple(steps), ((0, last),), (kinds[0],), ())
-    kernel = print_triton.formula_kernel(program)
-    types = {"rows": "i32", "chunks": "i32", "numbers": "*fp64", "partials": "*fp32", "starts": "*i64", "table": "*i64"}
-    source = ASTSource(
-        fn=kernel,
-        signature={name: types.get(name, "constexpr") for name in kernel.arg_names},
-        constexprs={"CHUNK": print_triton.CHUNK, "BLOCK": print_triton.BLOCK},
-    )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=print_triton.CUDA_OPTIONS)
-    return dict(collections.Counter(interpreted.CALLS.findall(compiled.asm["ptx"])))
+    return interpreted.compiled(Program(tuple(kinds), (), (0,), tuple(steps), ((0, last),), (kinds[0],), ()))
 
 
 # Functions as users write them, of floats x and y, counts n, bools b and a number of the device, s. Numbers are exact
@@ -350,7 +334,6 @@ def compiled_functions() -> list[str]:
     for function in FUNCTIONS.values():
         program.computed(*function(*(program.TensorList([x]) for x in columns), scalar))
     wrong, pointers = [], ("*fp32", "*bf16", "*fp16", "*fp64", "*i64", "*i1")
-    types = {"rows": "i32", "chunks": "i32", "numbers": "*fp64", "partials": "*fp32", "starts": "*i64", "table": "*i64"}
     for found in kept:
         kinds = found.kinds
         own = {f"c{i}": pointers[kind] for i, kind in kinds.items()}
@@ -359,7 +342,7 @@ def compiled_functions() -> list[str]:
         sizes = {"CHUNK": print_triton.CHUNK, "BLOCK": print_triton.BLOCK}
         for make in (print_triton.formula_kernel, print_triton.kernel_of_numbers):
             kernel = make(found)
-            signature = {name: {**types, **own}.get(name, "constexpr") for name in kernel.arg_names}
+            signature = {name: {**interpreted.TYPES, **own}.get(name, "constexpr") for name in kernel.arg_names}
             constants = {name: x for name, x in sizes.items() if name in kernel.arg_names}
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
             try:

@@ -29,7 +29,6 @@ from virtual_steps import formulas_by_torch
 import zerofn as zf
 from zerofn.core import executor, offload  # inside: how large a bucket is, a step that raises between two of them
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
-from zerofn.kernels import adam, coded_adam  # inside: Triton's kernels are no operators
 from zerofn.kernels import program as program_module  # inside: as above
 
 HOST = "host"
@@ -374,8 +373,6 @@ def offloaded(chain: str, program: str, within: bool, broken: bool = False) -> t
         patch.setattr(executor, "DEVICE_BUCKET_BYTES", 1)
         patch.setattr(executor, "BUCKET_BYTES", 8)
         patch.setattr(in_backward, "TOGETHER", 64)
-        patch.setattr(adam, "triton_kernel", lambda *_: False)
-        patch.setattr(coded_adam, "triton_kernel", lambda *_: False)
         patch.setattr(program_module, "triton_for", lambda device: None)
         patch.setattr(offload.CopyQueue, "copy", copy)
         if broken:

@@ -21,7 +21,7 @@ from virtual_cuda import Row as Asked
 import zerofn as zf
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
 from zerofn.extend import optimizer
-from zerofn.kernels import adam, coded_adam, print_torch, print_triton, program  # inside: which kernel is taken
+from zerofn.kernels import adam, print_torch, print_triton, program  # inside: which kernel is taken
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -39,16 +39,15 @@ INTERPRETED, print_triton.launch = print_triton.launch, _launch
 @contextmanager
 def counting() -> Iterator[None]:
     """Triton's kernels are counted and not interpreted, which takes a second for ten leaves; formulas by torch."""
-    known = adam.triton_kernel, coded_adam.triton_kernel, program.printer_for, print_triton.run
+    known = program.printer_for, print_triton.run
     try:
         print_triton.launch = lambda kernel, *_: LOG.add("launch", kernel.__name__)
-        adam.triton_kernel = coded_adam.triton_kernel = lambda *_: True  # type: ignore[assignment]
         program.printer_for = lambda device: print_triton if device.type == "cuda" else None  # type: ignore[assignment]
         print_triton.run = _run
         yield
     finally:
         print_triton.launch = _launch
-        adam.triton_kernel, coded_adam.triton_kernel, program.printer_for, print_triton.run = known
+        program.printer_for, print_triton.run = known
 
 
 @contextmanager
@@ -570,7 +569,6 @@ def without_a_compiler() -> tuple[list[str], list[str]]:
     def fail(kernel: Any, programs: int, *args: Any) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
 
-    adam.triton_kernel.cache_clear()
     program.triton_for.cache_clear()
     print_triton.launch = fail
     try:
@@ -579,7 +577,6 @@ def without_a_compiler() -> tuple[list[str], list[str]]:
             wrong = compare("low precision, stochastic", interpreted=True)
     finally:
         print_triton.launch = _launch
-        adam.triton_kernel.cache_clear()
         program.triton_for.cache_clear()
     return [str(one.message) for one in said], wrong
 

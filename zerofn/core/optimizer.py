@@ -1178,7 +1178,7 @@ def _are_numbers(column: list[Any], leaves: list[Tensor]) -> bool:
 def _on_stored(
     plans: Plans, derived: Derived | None, known: Leaves, given: Given
 ) -> tuple[dict[str, Any], TransformState]:
-    """New parameters, or directions, and slots of leaves as they are stored: of those that a program takes on a CPU.
+    """New parameters, or directions, and slots of leaves as they are stored: of those that a program takes.
 
     Args:
         known: the number of updates of each leaf.
@@ -1188,7 +1188,9 @@ def _on_stored(
     rows = {path: [*_parts(params[path]), g, *(x[path] for x in slots.values())] for path, g in grads.items()}
     stored = {path: type(params[path]) is Master or any([type(x) is Coded for x in row]) for path, row in rows.items()}
     rows = {path: row for path, row in rows.items() if stored[path] and in_blocks(row, ctx.offsets.get(path, 0))}
-    if not rows or not enough(sum([x[0].numel() for x in rows.values()])):
+    if not enough(sum([x[0].numel() for x in rows.values() if x[0].is_cpu])):
+        rows = {path: row for path, row in rows.items() if not row[0].is_cpu}
+    if not rows:
         return {}, {}
     new: dict[str, Any] = {}
     own: TransformState = {slot: {} for slot in slots}
@@ -1202,7 +1204,7 @@ def _on_stored(
             return {}, {}
         kinds: dict[Any, list[str]] = {}
         for path in group:
-            kind = tuple([(type(x) is Coded, x.dtype) for x in rows[path]])
+            kind = rows[path][0].device, *((type(x) is Coded, x.dtype) for x in rows[path])
             kinds.setdefault((type(params[path]) is Master, kind), []).append(path)
         for (masters, _), paths in kinds.items():
             columns: list[list[Any]] = [list(x) for x in zip(*map(rows.__getitem__, paths), strict=True)]

@@ -1,17 +1,16 @@
-"""Low-precision Adam: the formula on tensors, and its kernels in C and in Triton, all with the same bits."""
+"""Low-precision Adam: the formula on tensors, which is printed in C and in Triton, all with the same bits."""
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from ctypes import c_float
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from zerofn._compat.functorch import while_traced
 from zerofn._errors import explain
@@ -19,10 +18,9 @@ from zerofn.kernels import native as _native
 from zerofn.kernels.formulas import moment_root, once
 from zerofn.kernels.fused_adam import check_step, not_wrapped
 from zerofn.kernels.lists import at_once
-from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.numbers import NotOnLists
 from zerofn.kernels.plans import Plans
-from zerofn.kernels.program import Bits, Draws, TensorList, gives_bits, triton_module
+from zerofn.kernels.program import Bits, Draws, TensorList, interpreted, printed_by, triton_module
 from zerofn.kernels.recording import differentiated, operator, straight_through
 from zerofn.kernels.rounding import (
     FORMAT,
@@ -309,21 +307,24 @@ def run_unchunked(leaves: Leaves, settings: Settings) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `run_native` runs the formula as a program in C over lists of leaves (`zerofn.kernels.print_c`).
+# `run_printed` runs the formula as a program over lists of leaves, in C or in Triton.
 
 
-def run_native(leaves: Leaves, settings: Settings, norms: list[Any] | None = None) -> None:
-    """The C kernel, once for each combination of dtypes; eager torch if the kernel cannot be built.
+def run_printed(leaves: Leaves, settings: Settings, norms: list[Any] | None = None) -> None:
+    """One call of a kernel for each combination of dtypes and device; eager torch if there is no kernel.
 
-    If `norms` is a list and the kernel was called on all gradients, the norm of each gradient is appended to it.
+    If `norms` is a list and a kernel was called on all gradients, the norm of each gradient is appended to it.
     """
     found: dict[int, Any] = {}
-    for _, entries, part in _by_kind(leaves, leaves.all_dtypes()):
+    devices = list(map(Tensor.get_device, leaves.params))
+    for _, entries, part in _by_kind(leaves, [*zip(leaves.all_dtypes(), devices, strict=True)]):
+        own = settings.of_entries(entries)
         try:
-            found |= zip(entries, run_program(part, settings, norms is not None), strict=False)
+            found |= zip(entries, run_program(part, own, norms is not None), strict=False)
         except NotOnLists:
-            run_chunked(part, settings)
-    _append(norms, found, leaves)
+            (run_chunked if part.params[0].is_cpu else run_unchunked)(part, own)
+    if norms is not None and len(found) == len(leaves.grads):
+        norms += [found[i] for i in range(len(leaves.grads))]
 
 
 def _by_kind(leaves: Leaves, kinds: Sequence[Any]) -> Iterator[tuple[Any, Sequence[int], Leaves]]:
@@ -335,16 +336,6 @@ def _by_kind(leaves: Leaves, kinds: Sequence[Any]) -> Iterator[tuple[Any, Sequen
         entries = [i for i, other in enumerate(kinds) if other == kind]
         columns: Any = [None if column is None else [column[i] for i in entries] for column in leaves]
         yield kind, entries, Leaves(*columns)
-
-
-def _written(leaves: Leaves) -> None:
-    """Tell autograd which tensors a kernel wrote."""
-    increment_version([*leaves.params, *leaves.exp_avgs, *leaves.exp_avg_sqs, *(leaves.compensations or ())])
-
-
-def _append(norms: list[Any] | None, found: dict[int, Any], leaves: Leaves) -> None:
-    if norms is not None and len(found) == len(leaves.grads):
-        norms += [found[i] for i in range(len(leaves.grads))]
 
 
 @functools.cache
@@ -362,110 +353,29 @@ def _plans(mode: Mode, form: int) -> Plans:
     return Plans(traced)
 
 
-def run_program(leaves: Leaves, settings: Settings, norms: bool = False) -> list[float]:
+def run_program(leaves: Leaves, settings: Settings, norms: bool = False) -> list[Any]:
+    """One call of a kernel on leaves of one combination of dtypes. Returns the norms of the gradients if asked for.
+
+    Raises:
+        NotOnLists: there is no kernel.
+    """
     plans = _plans(settings.mode(leaves.dtypes(0)), settings.form)
     numbers: Any = dict(zip(Scalars._fields, settings.scalars, strict=True))
     numbers |= {"seed": settings.seed, "step": settings.step}
     columns: Any = list(map(list, leaves.tensors))
     into = [0, 2, 3, 4][: len(columns) - 1]
     _, sums = plans.run(columns, numbers, into, norms, lambda: (leaves.keys, leaves.offsets))
-    return [] if sums is None else sums[0].sqrt().tolist()
-
-
-def _sample(dtypes: Dtypes, kahan: bool, numel: int = 1001) -> Leaves:
-    p, g, m, v = [[x.to(dtype)] for (x,), dtype in zip(sample(numel), dtypes, strict=True)]
-    return Leaves(p, g, m, v, [torch.zeros_like(p[0])] if kahan else None, keys=[7], offsets=[3])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `run_triton` runs the Triton kernel of low-precision Adam on a GPU, after the same check.
-#
-# Apart from that check the host reads nothing from the device. One copy brings all numbers that differ between steps.
-
-
-def run_triton(leaves: Leaves, settings: Settings, norms: list[Any] | None = None) -> None:
-    """The Triton kernel, in one launch for each combination of dtypes and device; eager torch if it cannot be used.
-
-    If `norms` is a list and the kernel was called on all gradients, their norms are appended, on their device.
-    """
-    found: dict[int, Any] = {}
-    devices = list(map(Tensor.get_device, leaves.params))
-    for (*dtypes, device), entries, part in _by_kind(leaves, [*zip(*_columns(leaves), devices, strict=True)]):
-        own = settings.of_entries(entries)
-        if not triton_kernel(tuple(dtypes[:4]), settings.rounding, settings.beta1, device):
-            run_unchunked(part, own)
-            continue
-        found |= zip(entries, _launch(part, own, norms is not None), strict=False)
-        _written(part)
-    _append(norms, found, leaves)
-
-
-def _columns(leaves: Leaves) -> list[list[torch.dtype]]:
-    return [[t.dtype for t in tensors] for tensors in leaves.tensors]
-
-
-def _launch(leaves: Leaves, settings: Settings, norms: bool = False) -> list[Tensor]:
-    module = triton_module("triton_adam")
-    assert module is not None
-    device = leaves.params[0].device
-    step, stride = (_readable(x) for x in (settings.step, settings.form))
-    stride = stride_of(stride)
-    numbers: Any = [_readable(x) for x in settings.scalars]
-    if isinstance(step, Tensor) and step.ndim:
-        numbers = torch.stack(numbers)
-    elif any(isinstance(x, Tensor) for x in numbers):
-        # `torch.full` fills on the device. A copy of a number from the host could wait for it.
-        numbers = torch.stack([x if isinstance(x, Tensor) else torch.full((), x, device=device) for x in numbers])
-    words = (x.to(torch.int64).reshape(-1) if isinstance(x, Tensor) else x for x in (step, settings.seed, stride))
-    given = module.Numbers(*words, numbers, settings.comes)
-    roundings = module.Roundings(*settings.mode(leaves.dtypes(0)))
-    return module.run(leaves.tensors, leaves.keys, leaves.offsets, given, roundings, norms)
-
-
-def _readable(x: Any) -> Any:
-    """The Python number in a tensor of the host; a tensor of a device is not read and stays as it is."""
-    return x.item() if isinstance(x, Tensor) and x.is_cpu else x
-
-
-def _interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU: for tests, far slower than eager torch."""
-    # This comes before the import of triton, which takes a second.
-    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
-        return False
-    module = triton_module("triton_adam")
-    return module is not None and module.print_triton.interpreted()
-
-
-@functools.cache
-def triton_kernel(dtypes: Dtypes, rounding: str, beta1: float, device: int) -> bool:
-    """Whether the Triton kernel runs on this device, and gives the bits of eager torch on a sample; else a warning.
-
-    The check takes a launch, once in a process for each combination of dtypes. A new one is compiled, in about a
-    second, and Triton keeps it on disk.
-    """
-    settings = Settings(3, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), rounding, beta1, seed=1, form=FORMAT)
-    # More than one chunk, so that full chunks and ends are checked.
-    made, eager = (_sample(dtypes, rounding == "kahan", numel=17_001) for _ in range(2))
-    if device >= 0:
-        place = torch.device("cuda", device)
-        made = Leaves(*[[x.to(place) for x in column] for column in made[:4]], *made[4:])  # type: ignore[arg-type]
-        if made.compensations is not None:
-            made = made._replace(compensations=[x.to(place) for x in made.compensations])
-
-    def check() -> bool:
-        _launch(made, settings)
-        run_chunked(eager, settings)
-        return same_bits([[x.cpu() for x in column] for column in made.tensors], eager.tensors)
-
-    instead = "it runs through eager torch, many times slower"
-    return gives_bits(check, "the Triton kernel of low_precision_adam", instead)
+    if sums is None:
+        return []
+    roots = sums[0].sqrt()
+    return roots.tolist() if roots.is_cpu else [*roots.unbind()]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `adam_` updates low-precision storage in place: in fp32 arithmetic, with one rounding for each stored number.
 #
 # One formula runs in three ways, with the same bits: by eager torch, in chunks that stay in the cache; by a C kernel
-# (`zerofn.kernels.print_c`), 10 to 20 times faster; on a GPU by a Triton kernel (`zerofn.kernels.triton_adam`), in one
+# (`zerofn.kernels.print_c`), 10 to 20 times faster; on a GPU by a Triton kernel (`zerofn.kernels.print_triton`), in one
 # launch for all leaves.
 #
 # ``rounding`` says how parameters and moments below float32 are stored:
@@ -537,8 +447,8 @@ def implementation_for(params: Sequence[Tensor]) -> str:
     if not params or not _have_memory(params):
         return "eager"
     if all(map(_IS_CPU, params)):
-        return "native" if _native.compiler() else "triton" if _interpreted() else "eager"
-    return "triton" if all(map(_IS_CUDA, params)) and triton_module("triton_adam") is not None else "eager"
+        return "native" if _native.compiler() else "triton" if interpreted() else "eager"
+    return "triton" if all(map(_IS_CUDA, params)) and triton_module("print_triton") is not None else "eager"
 
 
 def _check(leaves: Leaves, step: Any, rounding: str, form: Any, implementation: str, function: str) -> None:
@@ -698,18 +608,20 @@ def adam_(
     plain = _have_memory(given) and all(map(_IS_CPU, given))
     step, lr, form = (int(step), float(lr), int(form)) if plain else (step, lr, form)
     settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
-    _run(implementation_for(params) if implementation == "auto" else implementation, leaves, settings, plain, norms)
+    _run(implementation, leaves, settings, plain, norms)
 
 
 def _run(implementation: str, leaves: Leaves, settings: Settings, plain: bool, norms: list[Any] | None) -> None:
-    with torch.no_grad():
+    asked = implementation != "auto"
+    implementation = implementation if asked else implementation_for(leaves.params)
+    with torch.no_grad(), printed_by(implementation, leaves.params[0].device) if asked else nullcontext():
         if not plain and implementation == "eager":
             return run_unchunked(leaves, settings)
         flat, copies = _contiguous(leaves)
         if implementation == "eager":
             run_chunked(flat, settings)
         else:
-            {"native": run_native, "triton": run_triton}[implementation](flat, settings, norms)
+            run_printed(flat, settings, norms)
         for tensor, copy in copies:
             tensor.copy_(copy)
 
@@ -749,7 +661,7 @@ def adam_on_device(
     _check(leaves, 1, rounding, form, "auto", "adam_")
     scalars_of_leaves = _scalars_of_leaves(steps, lr, beta1, beta2, eps, weight_decay)
     settings = Settings(steps, scalars_of_leaves, rounding, beta1, seed, form, comes)
-    _run(implementation_for(params), leaves, settings, False, norms)
+    _run("auto", leaves, settings, False, norms)
 
 
 def _by_step(

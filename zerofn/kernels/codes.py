@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from torch.nn.functional import pad
 from .._compat.functorch import reinterpret
 from .._compat.tensors import is_shape_only
 from . import native
+from .formulas import exact_root
 from .recording import concrete, number, where
 from .rounding import FORMAT, as_int32, draw, random_bits, stream_key, stride_of
 
@@ -282,7 +283,7 @@ class Codes:
             )
             return self._stored(code, x, scale, negative, signed, rows)
         if self.code == "companded":
-            at = where(signed, lambda: y * (2 * n) / (y + 1), lambda: y.sqrt() * m)
+            at = where(signed, lambda: y * (2 * n) / (y + 1), lambda: exact_root(y) * m)
         else:
             at = where(signed, lambda: y * n, lambda: y * m)
         code = at.round()
@@ -455,6 +456,28 @@ class Coded:
 
     def clone(self) -> Coded:
         return Coded(self.how, self.codes.clone(), self.scales.clone(), self.draws)
+
+
+class Coding(NamedTuple):
+    """Which columns of a program are kept as codes, and by which code.
+
+    Attributes:
+        columns: the columns; their numbers are all fp32, or all bf16.
+        bits, code: of `Codes`.
+    """
+
+    columns: tuple[int, ...]
+    bits: int
+    code: str
+
+
+def coding_of(columns: Sequence[Sequence[Any]]) -> Coding | None:
+    """How columns are kept as codes: those that are lists of `Coded`, all of the same settings."""
+    coded = [i for i, column in enumerate(columns) if type(column[0]) is Coded]
+    if not coded:
+        return None
+    how = columns[coded[0]][0].how
+    return Coding(tuple(coded), how.bits, how.code)
 
 
 # Elements that are coded in one call on a GPU: a dozen temporary tensors are as long.

@@ -255,18 +255,28 @@ def scalars(step: int, lr: float, beta1: float, beta2: float, eps: float, weight
 NAMES = ("beta2", "weight", "rest", "rate", "spread", "eps", "keep", "decay")
 
 
-def run_program(columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False) -> list[float]:
+def run_program(columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False) -> list[Any]:
+    """One call of a kernel on leaves of one device. On a CPU all elements except `ends` are updated, but for codes.
+
+    Raises:
+        NotOnLists: there is no kernel.
+    """
     coded = any(type(column[0]) not in _PLAIN for column in columns)
-    whole = coded or all(n % LINE == 0 for n in map(Tensor.numel, columns[0]))
+    on_cpu = columns[0][0].is_cpu
+    whole = coded or not on_cpu or all(n % LINE == 0 for n in map(Tensor.numel, columns[0]))
     lists = [list(column) if whole else list(map(_without_end, column)) for column in columns]
     # These are read before the update, since a gradient may share memory with a tensor that is written.
     rests = [
-        float(_end(g).double().square().sum()) if not whole and g.numel() % LINE else 0.0 for g in columns[1] if norms
+        float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms and not whole
     ]
     into = [0, 2, 3, 4][: len(columns) - 1]
     _, sums = _plans(decoupled).run(lists, dict(zip(NAMES, scalars, strict=True)), into, norms)
-    squares = [] if sums is None else sums[0].tolist()
-    return [(x + rest) ** 0.5 for x, rest in zip(squares, rests, strict=True)]
+    if sums is None:
+        return []
+    if not on_cpu:
+        return [*sums[0].sqrt().unbind()]
+    rests = rests or [0.0] * len(columns[0])
+    return [(x + rest) ** 0.5 for x, rest in zip(sums[0].tolist(), rests, strict=True)]
 
 
 @functools.cache
@@ -385,13 +395,13 @@ def fused_update_of_masters(
 ) -> None:
     """As `fused_update`, of masters of 24 bits: with the bits of joining them, `fused_update` and taking them apart.
 
-    Tensors are as `can_masters` says.
+    Tensors are as `can_masters` says, or on a GPU, where the last elements are rounded as all others.
     """
     lists: Columns = [x.p for x in params], grads, exp_avgs, exp_avg_sqs, [x.residual for x in params]
     found = run(lists, step, lr, **numbers, decoupled=decoupled, norms=norms is not None)
     if norms is not None:
         norms += found
-    p, g, m, v, residuals = ends(lists)
+    p, g, m, v, residuals = ends(lists) if lists[1][0].is_cpu else [[]] * 5
     if p:
         wide = taken_apart(master_of(laid_out(p), laid_out(residuals)), p)
         fused_update(wide, g, m, v, step=step, decoupled=decoupled, lr=lr, **numbers)

@@ -122,9 +122,9 @@ OPERATIONS: dict[str, Operation] = {
         lambda d, y, chosen, a, b: (None, torch.where(chosen, d, 0.0), torch.where(chosen, 0.0, d)),
     ),
     # Masters of 24 bits: a bf16 number, in fp32, and an int8 residual (`zerofn.kernels.masters`).
-    "joined": Operation("joined({0}, {1})", "", torch=lambda p, r: master_of(p.to(torch.bfloat16), r)),
-    "upper_half": Operation("upper_half({0})", "", torch=lambda x: bf16_of_master(x, x)),
-    "residual": Operation("residual({0})", "", torch=lambda x: residual_of_master(x, x)),
+    "joined": Operation("joined({0}, {1})", "joined({0}, {1})", torch=lambda p, r: master_of(p.to(torch.bfloat16), r)),
+    "upper_half": Operation("upper_half({0})", "upper_half({0})", torch=lambda x: bf16_of_master(x, x)),
+    "residual": Operation("residual({0})", "residual({0})", torch=lambda x: residual_of_master(x, x)),
     "logical_and": Operation("{0} & {1}", "{0} & {1}"),
     "logical_or": Operation("{0} | {1}", "{0} | {1}"),
     "logical_not": Operation("!{0}", "{0} == 0"),

@@ -194,7 +194,7 @@ class Plans:
 
 
 def in_blocks(row: Sequence[Any], offset: int) -> bool:
-    """Whether a program runs on a leaf as it is stored: on a CPU, block by block of tensors that are each a `Coded`.
+    """Whether a program runs on a leaf as it is stored: block by block of tensors that are each a `Coded`.
 
     Args:
         row: tensors of one shape, the first one no `Coded`.
@@ -203,8 +203,10 @@ def in_blocks(row: Sequence[Any], offset: int) -> bool:
     coded = [x for x in row if type(x) is Coded]
     plain = [x for x in row if type(x) is not Coded]
     first, numel = plain[0], plain[0].numel()
-    tensors = [*plain, *(y for x in coded for y in x.tensors)]
-    if not numel or not all([type(x) in _PLAIN and x.is_cpu and x.is_contiguous() for x in tensors]):
+    tensors, place = [*plain, *(y for x in coded for y in x.tensors)], first.get_device()
+    if not numel or not (first.is_cpu or first.is_cuda):
+        return False
+    if not all([type(x) in _PLAIN and x.get_device() == place and x.is_contiguous() for x in tensors]):
         return False
     # A slot of an unused option has no elements.
     if any([x.shape != first.shape and x.numel() for x in plain[1:]]):
@@ -214,6 +216,8 @@ def in_blocks(row: Sequence[Any], offset: int) -> bool:
     how, dtype, draws = coded[0].how, coded[0].dtype, [x.draws for x in coded]
     # A byte of two codes of 4 bits belongs to one block.
     if how.signed or how.block > MOST_OF_BLOCK or (how.bits == 4 and how.block % 2) or not first.ndim:
+        return False
+    if how.code not in getattr(printer_for(first.device), "MAPS", ()):
         return False
     if dtype not in (torch.float32, torch.bfloat16) or any([x.how != how or x.dtype != dtype for x in coded]):
         return False

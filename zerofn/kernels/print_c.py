@@ -14,13 +14,14 @@ import shlex
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import native, print_torch
-from .codes import MOST, Coded, Codes, defines_of
+from .codes import MAPS as MAPS
+from .codes import MOST, Coded, Codes, Coding, coding_of, defines_of
 from .codes import Draws as CodeDraws
 from .operations import OPERATIONS
 from .program import KINDS, Draws, Program
@@ -161,28 +162,6 @@ const int64_t *row;
     int64_t block;
     uint64_t codes_seed;
     int random;"""
-
-
-class Coding(NamedTuple):
-    """Which columns of a program are kept as codes, and by which code.
-
-    Attributes:
-        columns: the columns; their numbers are all fp32, or all bf16.
-        bits, code: of `zerofn.kernels.codes.Codes`.
-    """
-
-    columns: tuple[int, ...]
-    bits: int
-    code: str
-
-
-def coding_of(columns: Sequence[Sequence[Any]]) -> Coding | None:
-    """How columns are kept as codes: those that are lists of `Coded`, all of the same settings."""
-    coded = [i for i, column in enumerate(columns) if type(column[0]) is Coded]
-    if not coded:
-        return None
-    how = columns[coded[0]][0].how
-    return Coding(tuple(coded), how.bits, how.code)
 
 
 def can(program: Program) -> bool:

@@ -23,105 +23,25 @@ import triton.language as tl
 from torch import Tensor
 
 from .._compat.tensors import foreach
+from . import triton_functions
+from .codes import Coded, Codes, Coding, coding_of
+from .codes import Draws as CodeDraws
 from .operations import OPERATIONS
 from .program import KINDS, Draws, Program
+from .rounding import FORMAT, stride_of
+from .triton_functions import BFLOAT16, BOOL, FLOAT16, INT64
 
 # ----------------------------------------------------------------------------------------------------------------------
-# All kernels over leaves use these functions: they convert stored numbers, find the leaf of a program, and launch.
+# Kernels are launched over all leaves of a list.
 #
 # A launch takes about as long as the host needs for it, 5 to 10 us, so one launch for each leaf would make the host the
 # bound. Instead a kernel finds its leaf in a table of addresses.
 
-FLOAT32, BFLOAT16, FLOAT16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-FLOAT64, INT64, BOOL = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 # The types in which numbers of these kinds are computed; all others are computed in float32.
-_TYPES = {3: "tl.float64", 4: "tl.int64", 5: "tl.int1"}
+_TYPES = {3: "tl.float64", 4: "tl.int64", 5: "tl.int1", 6: "tl.int8"}
 
 # Elements of one program, and of one turn of its loop. 1024 elements on 128 threads are 8 for each, 16 bytes of bf16.
 CHUNK, BLOCK, WARPS = 1 << 14, 1 << 10, 4
-
-
-@triton.jit
-def pointer(address, KIND: tl.constexpr):
-    if KIND == FLOAT32:
-        return address.to(tl.pointer_type(tl.float32))
-    elif KIND == FLOAT16:
-        return address.to(tl.pointer_type(tl.float16))
-    elif KIND == FLOAT64:
-        return address.to(tl.pointer_type(tl.float64))
-    elif KIND == INT64:
-        return address.to(tl.pointer_type(tl.int64))
-    elif KIND == BOOL:
-        return address.to(tl.pointer_type(tl.uint8))
-    else:
-        return address.to(tl.pointer_type(tl.uint16))
-
-
-@triton.jit
-def value(stored, KIND: tl.constexpr):
-    """Stored numbers as they are computed: those of up to 32 bits as float32."""
-    if KIND == BFLOAT16:
-        return (stored.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif KIND == BOOL:
-        return stored != 0
-    elif KIND == FLOAT16 or KIND == FLOAT32:  # noqa: SIM109
-        return stored.to(tl.float32)
-    else:
-        return stored
-
-
-@triton.jit
-def rounded(x, bits, KIND: tl.constexpr, RANDOM: tl.constexpr):
-    """Float32 numbers as they are stored: rounded to nearest, or by the low 16 bits of `bits`; NaN stays NaN.
-
-    Numbers of other kinds are stored as they are.
-    """
-    if KIND == BFLOAT16:
-        return _bfloat16(x, bits, RANDOM)
-    elif KIND == FLOAT16:
-        return _float16(x, bits, RANDOM)
-    elif KIND == BOOL:
-        return x.to(tl.uint8)
-    else:
-        return x
-
-
-@triton.jit
-def _bfloat16(x, bits, RANDOM: tl.constexpr):
-    pattern = x.to(tl.uint32, bitcast=True)
-    size = pattern & 0x7FFFFFFF
-    noise = ((pattern >> 16) & 1) + 0x7FFF
-    if RANDOM:
-        # The largest finite number and infinities are rounded to nearest: noise must not make a number infinite.
-        noise = tl.where(size >= 0x7F7F0000, noise, bits & 0xFFFF)
-    return tl.where(size > 0x7F800000, 0x7FC0, (pattern + noise) >> 16).to(tl.uint16)
-
-
-@triton.jit
-def _float16(x, bits, RANDOM: tl.constexpr):
-    if RANDOM:
-        pattern = x.to(tl.uint32, bitcast=True)
-        size = pattern & 0x7FFFFFFF
-        # A number below the normal ones of float16 is lifted by the smallest of these, whose last bit it then has.
-        lift = 6.103515625e-05
-        small = size < 0x38800000
-        lifted = tl.where(small, (size.to(tl.float32, bitcast=True) + lift).to(tl.uint32, bitcast=True), size)
-        cut = (lifted + tl.where(lifted >= 0x477FE000, 0x1000, bits & 0x1FFF)) & 0xFFFFE000
-        cut = tl.where(small, (cut.to(tl.float32, bitcast=True) - lift).to(tl.uint32, bitcast=True), cut)
-        cut = tl.where(size >= 0x7F800000, size, cut) | (pattern & 0x80000000)
-        x = cut.to(tl.float32, bitcast=True)
-    return x.to(tl.float16)
-
-
-@triton.jit
-def row_of(starts, rows, chunk):
-    """The row of a chunk: the last one that starts at it or before."""
-    row, end = 0, rows
-    while end - row > 1:
-        middle = (row + end) // 2
-        before = tl.load(starts + middle) <= chunk
-        row, end = tl.where(before, middle, row), tl.where(before, end, middle)
-    return row
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -175,6 +95,11 @@ def on_device(words: array, device: torch.device) -> Tensor:
     return packed.pin_memory().to(device, non_blocking=True)
 
 
+def signed(x: int) -> int:
+    """The int64 with the low 64 bits of `x`."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def _as_arguments(words: array[int], device: torch.device) -> Tensor:
     """The words on the device, as arguments of kernels that write them.
 
@@ -197,23 +122,61 @@ def _as_arguments(words: array[int], device: torch.device) -> Tensor:
 _KERNEL = """
 def formula_kernel({parameters}, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     chunk = tl.program_id(0)
-    row = row_of(starts, rows, chunk)
-    begin = (chunk - tl.load(starts + row)) * CHUNK
-    table += row
-    numel = tl.load(table)
+    leaf = row_of(starts, rows, chunk)
+    begin = (chunk - tl.load(starts + leaf)) * CHUNK
+    {table}
     {addresses}
     {numbers}
+    {keys}
     {zeros}
-    if ({aligned}) & 15 == 0 and begin + CHUNK <= numel:
+    if ({aligned}) & 15 == 0 and begin + CHUNK <= numel{one_key}:
         {multiples}
         for i in range(0, CHUNK, BLOCK):
             at = i + tl.arange(0, BLOCK)
             {whole}
     else:
         rest = tl.minimum(numel - begin, CHUNK).to(tl.int32)
+        {next_keys}
         for i in range(0, rest, BLOCK):
             at = i + tl.arange(0, BLOCK)
             mask = at < rest
+            {masked}
+    {partials}
+"""
+# A kernel of leaves of which some columns are kept as codes. It computes some blocks of at most `N` numbers at once.
+#
+# In a leaf whose rows are whole blocks the blocks lie one behind the other: a program with as many of them as it can
+# have reads and writes them in accesses of 16 bytes, and codes in those of 8. Others are masked.
+_KERNEL_OF_CODES = """
+def formula_kernel({parameters}, RANDOM: tl.constexpr, B: tl.constexpr, N: tl.constexpr, TILES: tl.constexpr):
+    chunk = tl.program_id(0)
+    leaf = row_of(starts, rows, chunk)
+    begin = (chunk - tl.load(starts + leaf)) * (B * TILES)
+    {table}
+    {addresses}
+    {numbers}
+    {keys}
+    {zeros}
+    in_block, pairs = tl.arange(0, N)[None, :], tl.arange(0, N * {bits} // 8)[None, :]
+    if ({aligned}) & 15 == 0 and block == N and row % N == 0 and begin + B * TILES <= blocks:
+        {multiples}
+        first += (begin * N).to(tl.uint32)
+        for i in range(0, TILES):
+            b = i * B + tl.arange(0, B)
+            at, codes_at = b[:, None] * N + in_block, b[:, None] * (N * {bits} // 8) + pairs
+            {whole}
+    else:
+        tiles = tl.minimum(tl.cdiv(blocks - begin, B), TILES).to(tl.int32)
+        for i in range(0, tiles):
+            b = begin + i * B + tl.arange(0, B)
+            some = b < blocks
+            in_row = (row + block - 1) // block
+            r = b // in_row
+            start = (b - r * in_row) * block
+            n = tl.where(some, tl.minimum(row - start, block), 0)[:, None]
+            at = (r * row + start)[:, None] + in_block
+            codes_at = (r * ((row * {bits} + 7) // 8) + start * {bits} // 8)[:, None] + pairs
+            mask, in_codes = in_block < n, pairs * (8 // {bits}) < n
             {masked}
     {partials}
 """
@@ -222,16 +185,18 @@ _KERNEL_OF_NUMBERS = """
 def formula_kernel({parameters}):
     {lines}
 """
+# How numbers may become codes.
+MAPS = ("linear", "companded")
+# Numbers that a kernel of codes computes at once, and how often.
+TILE, TILES = 1 << 10, 16
 
 
-def _made(source: str, about: Program, unaligned: Sequence[str], unspecialized: Sequence[str]) -> Any:
+def _made(source: str, about: Any, unaligned: Sequence[str], unspecialized: Sequence[str]) -> Any:
     """The kernel of a source."""
     name = f"<formula {hash((about, source)):x}>"
     # Triton reads the source of a kernel from its file, or from where Python keeps that of code without one.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    scope: dict[str, Any] = {
-        "tl": tl, "pointer": pointer, "value": value, "rounded": rounded, "row_of": row_of, "__name__": __name__
-    }  # fmt: skip
+    scope: dict[str, Any] = {**vars(triton_functions), "__name__": __name__}
     exec(compile(source, name, "exec"), scope)
     made = triton.jit(do_not_specialize=list(unspecialized), do_not_specialize_on_alignment=list(unaligned))
     return made(scope["formula_kernel"])
@@ -249,10 +214,27 @@ def _scalars(program: Program) -> list[str]:
 
 
 @cache
-def formula_kernel(program: Program) -> Any:
-    """The kernel of a program."""
-    memory = ["starts", "table", "numbers", "partials", "entries", *_memory(program)]
-    return _made(source(program), program, memory, ["rows", "chunks"])
+def formula_kernel(program: Program, coding: Coding | None = None, skips: bool = False) -> Any:
+    """The kernel of a program; of its columns some may be kept as codes. It may read whether to write anything."""
+    return _made(source(program, coding, skips), (program, coding, skips), *_parameters(program, coding, skips))
+
+
+def _parameters(program: Program, coding: Coding | None, skips: bool) -> tuple[list[str], list[str]]:
+    """Names of a kernel's arguments: tensors, and numbers."""
+    drawn = bool(program.streams) or coding is not None
+    tensors = ["starts", "table", "numbers", "partials", *(["entries"] if program.entries else [])]
+    tensors += [*(["words", "steps"] if drawn else []), *(["comes"] if skips else []), *_memory(program)]
+    return tensors, ["rows", "chunks", *(["several"] if drawn else []), *(["block"] if coding is not None else [])]
+
+
+def _table(program: Program, coding: Coding | None) -> list[str]:
+    """What the table has of each leaf, in this order: sizes, addresses, and what random bits depend on."""
+    names = ["numel"] if coding is None else ["blocks", "row"]
+    names += [f"a{i}" for i in sorted(program.kinds)]
+    names += ["key", "offset"] if program.streams or coding is not None else []
+    for i in () if coding is None else coding.columns:
+        names += [f"z{i}", f"key{i}", f"step{i}"]
+    return names
 
 
 @cache
@@ -261,101 +243,192 @@ def kernel_of_numbers(program: Program) -> Any:
     kinds = program.kinds
     columns, numbers = [f"c{i}" for i in sorted(kinds)], [f"n{i}" for i in range(len(program.numbers))]
     lines = [f"p{i} = pointer(c{i}.to(tl.int64), {kind})" for i, kind in sorted(kinds.items())]
-    lines += [*_scalars(program), *_body(program, kinds, "p{0}", "")]
+    lines += [*_scalars(program), *_body(program, "p{0}", False)]
     parameters = [*columns, *_memory(program), *numbers]
     source = _KERNEL_OF_NUMBERS.format(parameters=", ".join(parameters), lines="\n    ".join(lines))
     return _made(source, program, [*columns, *_memory(program)], numbers)
 
 
-def _body(program: Program, kinds: dict[int, int], place: str, mask: str) -> list[str]:
+def _body(program: Program, place: str, masked: bool, coding: Coding | None = None) -> list[str]:
     """The lines that load, compute and store."""
-    lines = [f"x{i} = value(tl.load({place.format(i)}{mask}), {kind})" for i, kind in enumerate(program.loads)]
+    kinds, mask = program.kinds, ", mask" if masked else ""
+    coded = () if coding is None else coding.columns
+    lines: list[str] = []
+    for i, kind in enumerate(program.loads):
+        at = place.format(i)
+        if i in coded:
+            lines += _decoded(i, kind, masked, coding)
+        else:
+            lines.append(f"x{i} = value(tl.load({at}{mask}), {kind})")
     for i, (name, given, kind) in enumerate(program.steps, len(program.loads)):
         if name == "to":
             line = (
                 f"{given[0]} != 0" if kind == KINDS[torch.bool] else f"{given[0]}.to({_TYPES.get(kind, 'tl.float32')})"
             )
+        elif name == "random":
+            line = f"value(rounded({given[0]}, {given[1]} >> {given[2]}, {kind}, True), {kind})"
         else:
             row = OPERATIONS[name]
             wide = row.triton_wide if kind == KINDS[torch.float64] else None
             line = (wide or row.triton).format(*given)
         lines.append(f"x{i} = {line}")
-        if kind in (BFLOAT16.value, FLOAT16.value):
+        if kind in (BFLOAT16.value, FLOAT16.value) and name not in ("random", "upper_half"):
             lines.append(f"x{i} = value(rounded(x{i}, x{i}, {kind}, False), {kind})")
     # All loads come before the first store: Triton's interpreter stores at once, and columns may share memory.
-    for column, x in program.stores:
-        lines.append(f"tl.store({place.format(column)}, rounded({x}, {x}, {kinds[column]}, False){mask})")
+    for i, x in program.stores:
+        if i in coded:
+            lines += _encoded(i, kinds[i], x, masked, coding)
+        else:
+            lines.append(f"tl.store({place.format(i)}, rounded({x}, {x}, {kinds[i]}, False){mask})")
     return lines
 
 
-def source(program: Program) -> str:
-    kinds, sums = program.kinds, program.sums
-    columns = sorted(kinds)
-    first = [
-        f"n{i} = tl.load(numbers + {i}).to({_TYPES.get(kind, 'tl.float32')})" for i, kind in enumerate(program.numbers)
+def _how(kind: int, coding: Coding) -> str:
+    """How the numbers of a column are coded, as arguments of `decoded` and `coded`."""
+    return f"{coding.bits}, {coding.code == 'companded'}, {kind == BFLOAT16.value}"
+
+
+def _decoded(i: int, kind: int, masked: bool, coding: Any) -> list[str]:
+    codes, scale = (f"p{i} + codes_at, in_codes, other=0", f"q{i} + b, some, other=0")
+    if not masked:
+        codes, scale = f"p{i} + codes_at", f"q{i} + b"
+    codes = f"unpacked(tl.load({codes}), {coding.bits}, B, N)"
+    return [f"x{i} = decoded({codes}, value(tl.load({scale}), {kind}), {_how(kind, coding)})"]
+
+
+def _encoded(i: int, kind: int, x: str, masked: bool, coding: Any) -> list[str]:
+    # Behind the last number of a row are zeros, whose code is 0. A number is given the shape of a tile.
+    x = f"tl.where({'mask' if masked else 'at >= 0'}, {x}, 0.0)" if masked or x[0] != "x" else x
+    codes, in_codes, some = (f"tl.where(mask, d{i}, 0)", ", in_codes", ", some") if masked else (f"d{i}", "", "")
+    return [
+        f"d{i}, y{i} = coded({x}, counter + c0_{i}, c1_{i}, RANDOM, {_how(kind, coding)})",
+        f"tl.store(p{i} + codes_at, packed({codes}, {coding.bits}, B, N){in_codes})",
+        f"tl.store(q{i} + b, rounded(y{i}, y{i}, {kind}, False){some})",
     ]
-    first += [
-        f"e{i} = tl.load(entries + {i} * rows + row)"
-        + (" != 0" if kind == BOOL.value else f".to({_TYPES.get(kind, 'tl.float32')})")
-        for i, kind in enumerate(program.entries)
-    ]
+
+
+def _drawn(program: Program, masked: bool, coding: Coding | None) -> list[str]:
+    """The lines that draw random bits."""
+    if not program.streams and coding is None:
+        return []
+    lines = [f"counter = (first + at.to(tl.uint32)) * {stride_of(program.form or FORMAT)}"]
+    for s in program.streams:
+        # Keys differ within a chunk in the masked part alone, and within a leaf that is kept as codes nowhere.
+        two = masked and coding is None
+        k0, k1 = (f"tl.where(at < left, k{k}_{s}, l{k}_{s})" if two else f"k{k}_{s}" for k in (0, 1))
+        lines.append(f"r{s} = draw(counter + {k0}, {k1})")
+    return lines
+
+
+@cache
+def source(program: Program, coding: Coding | None = None, skips: bool = False) -> str:
+    """The source of a kernel: `formula_kernel`."""
+    kinds, sums, streams = program.kinds, program.sums, program.streams
+    columns, coded = sorted(kinds), () if coding is None else coding.columns
     body: list[str] = []
-    for mask in ("", ", mask"):
-        lines = _body(program, kinds, "p{0} + at", mask)
-        lines += [f"t{i} += tl.where(mask, {x}, 0.0)" if mask else f"t{i} += {x}" for i, x in enumerate(sums)]
+    for masked in (False, True):
+        lines = [*_drawn(program, masked, coding), *_body(program, "p{0} + at", masked, coding)]
+        lines += [f"t{i} += tl.where(mask, {x}, 0.0)" if masked else f"t{i} += {x}" for i, x in enumerate(sums)]
         body.append(("\n" + " " * 12).join(lines))
+    addresses, multiples, keys = list[str](), list[str](), list[str]()
+    for i in columns:
+        if i in coded:
+            addresses += [f"p{i}, q{i} = a{i}.to(tl.pointer_type(tl.uint8)), pointer(z{i}, {kinds[i]})"]
+            multiples += [f"p{i} = tl.multiple_of(p{i} + begin * N * {coding and coding.bits} // 8, 16)"]
+            multiples += [f"q{i} = tl.multiple_of(q{i} + begin, 16)"]
+        else:
+            addresses += [f"p{i} = pointer(a{i}, {kinds[i]}){' + begin' if coding is None else ''}"]
+            multiples += [f"p{i} = tl.multiple_of(p{i}{'' if coding is None else ' + begin * N'}, 16)"]
+    if streams or coding is not None:
+        keys += ["index = offset + begin" if coding is None else "index = offset"]
+        keys += ["top, first = index >> 32, (index & 0xFFFFFFFF).to(tl.uint32)"]
+        # Behind these elements bits have another key.
+        keys += ["left = 4294967296 - (index & 0xFFFFFFFF)"]
+        keys += ["seed, step = tl.load(words), tl.load(steps + leaf * several)"]
+    keys += [f"k0_{s}, k1_{s} = stream_key(seed, step, key, top, {s})" for s in streams]
+    keys += [f"c0_{i}, c1_{i} = stream_key(tl.load(words + 2), step{i}, key{i}, top, 0)" for i in coded]
+    tensors, numbers = _parameters(program, coding, skips)
     four, eight = "\n    ", "\n        "
-    return _KERNEL.format(
-        parameters=", ".join(
-            ["starts", "table", "rows", "numbers", "partials", "entries", "chunks", *_memory(program)]
+    found = f"tl.sum({'t{0}' if coding is None else 'tl.sum(t{0}, 1)'}, 0)"
+    return (_KERNEL if coding is None else _KERNEL_OF_CODES).format(
+        parameters=", ".join([*tensors, *numbers]),
+        table=four.join(
+            [
+                *(f"{x} = tl.load(table + {i} * rows + leaf)" for i, x in enumerate(_table(program, coding))),
+                # In a step that is skipped all leaves count as empty.
+                *(["numel = tl.where(tl.load(comes) != 0, numel, 0)"] if skips else []),
+            ]
         ),
-        addresses=four.join(
-            f"a{i} = tl.load(table + {i + 1} * rows){four}p{i} = pointer(a{i}, {kinds[i]}) + begin" for i in columns
+        addresses=four.join(addresses),
+        numbers=four.join(
+            [
+                *(
+                    f"n{i} = tl.load(numbers + {i}).to({_TYPES.get(kind, 'tl.float32')})"
+                    for i, kind in enumerate(program.numbers)
+                ),
+                *(
+                    f"e{i} = tl.load(entries + {i} * rows + leaf)"
+                    + (" != 0" if kind == BOOL.value else f".to({_TYPES.get(kind, 'tl.float32')})")
+                    for i, kind in enumerate(program.entries)
+                ),
+                *_scalars(program),
+            ]
         ),
-        numbers=four.join([*first, *_scalars(program)]),
-        zeros=four.join(f"t{i} = tl.zeros((BLOCK,), tl.float32)" for i in range(len(sums))),
-        aligned=" | ".join(f"a{i}" for i in columns),
-        multiples=eight.join(f"p{i} = tl.multiple_of(p{i}, 16)" for i in columns),
+        keys=four.join(keys),
+        one_key=" and left >= CHUNK" if streams else "",
+        next_keys=eight.join(f"l0_{s}, l1_{s} = stream_key(seed, step, key, top + 1, {s})" for s in streams),
+        zeros=four.join(
+            f"t{i} = tl.zeros(({'BLOCK,' if coding is None else 'B, N'}), tl.float32)" for i in range(len(sums))
+        ),
+        aligned=" | ".join([*(f"a{i}" for i in columns), *(f"z{i}" for i in coded)]),
+        multiples=eight.join(multiples),
         whole=body[0],
         masked=body[1],
-        partials=four.join(f"tl.store(partials + {i} * chunks + chunk, tl.sum(t{i}, 0))" for i in range(len(sums))),
+        partials=four.join(f"tl.store(partials + {i} * chunks + chunk, {found.format(i)})" for i in range(len(sums))),
+        bits=0 if coding is None else coding.bits,
     )
 
 
 def can(program: Program) -> bool:
     """Whether a program can be printed."""
-    known = all(name == "to" or OPERATIONS[name].triton for name, _, _ in program.steps if name != "random")
-    return known and not program.streams and KINDS[torch.int8] not in program.kinds.values()
+    return all(name in ("to", "random") or OPERATIONS[name].triton for name, _, _ in program.steps)
 
 
 def run(
     program: Program,
-    columns: Sequence[Sequence[Tensor]],
+    columns: Sequence[Sequence[Any]],
     numbers: Sequence[float],
     scalars: Sequence[Tensor],
     each: bool = True,
     draws: Draws | None = None,
     entries: Sequence[Tensor] = (),
+    comes: Tensor | None = None,
 ) -> Tensor:
     """Compute a formula over all leaves in one launch. Sums over each leaf take one more.
 
     Args:
         program: what to compute.
         columns: tensors of each column, one for each leaf; those of a leaf have the same elements in memory in the same
-            order, without gaps, and all are on one device. Autograd does not notice what is written: tell it.
+            order, without gaps, and all are on one device. Autograd does not notice what is written: tell it. Those of
+            a column may each be a `Coded`, as `print_c.run` says.
         numbers: the numbers of the program, which are exact in float64.
         scalars: its tensors of one number, on the device.
         each: whether sums are those of each leaf, (sums, leaves), or of all of them, (sums,); in float32.
-        draws: none.
+        draws: of the random bits, if there are some. The number of the update may be a tensor of the device: of one
+            number, or of one for each leaf.
         entries: numbers that differ by leaf: of each a tensor of shape (leaves,), on any device.
+        comes: a bool tensor of one element, on the device. If it is false, nothing is written. Not beside codes.
     """
-    lengths = list(map(Tensor.numel, columns[0]))
-    chunks = [*accumulate((-(-n // CHUNK) for n in lengths), initial=0)]
-    count, total, sums = len(lengths), chunks[-1], len(program.sums)
-    device = columns[0][0].device
+    coding = coding_of(columns)
+    plain: Sequence[Tensor] = next(x for i, x in enumerate(columns) if coding is None or i not in coding.columns)
+    sizes, programs, how = _sizes(plain, coding, columns)
+    chunks = [*accumulate(programs, initial=0)]
+    count, total, sums = len(plain), chunks[-1], len(program.sums)
+    device = plain[0].device
     if not total:
         return torch.zeros((sums, count) if each else (sums,), device=device)
-    if lengths == [1] and not sums and not entries and KINDS[torch.float64] not in program.numbers:
+    rare = sums or draws is not None or entries or comes is not None or KINDS[torch.float64] in program.numbers
+    if sizes.get("numel") == [1] and not rare:
         # Triton passes a float argument in 32 bits, which is why numbers in float64 go the other way.
         given = [int(x) if kind == INT64.value else float(x) for x, kind in zip(numbers, program.numbers, strict=True)]
         launch(kernel_of_numbers(program), 1, *(x for (x,) in columns), *scalars, *given)
@@ -363,25 +436,70 @@ def run(
     words = array("q", chunks)
     numbers_at = len(words)
     words.frombytes(array("d", numbers).tobytes())
+    words_at = len(words)
+    table: dict[str, Sequence[int]] = {**sizes, "key": [0] * count, "offset": [0] * count}
+    drawn, step = program.streams or coding is not None, None
+    if draws is not None:
+        step = draws.step if isinstance(draws.step, Tensor) else None
+        words.extend((signed(draws.seed), 0 if step is not None else signed(draws.step)))
+        table |= {"key": draws.keys, "offset": draws.offsets}
+    elif drawn:
+        words.extend((0, 0))
+    for i in () if coding is None else coding.columns:
+        own = [x.draws or _NO_DRAWS for x in columns[i]]
+        words.extend([signed(own[0].seed)] if len(words) == words_at + 2 else [])
+        table |= {f"a{i}": [x.codes.data_ptr() for x in columns[i]], f"z{i}": [x.scales.data_ptr() for x in columns[i]]}
+        table |= {f"key{i}": [x.key for x in own], f"step{i}": [int(x.step) for x in own]}
+        table |= {"offset": [x.offset for x in own]} if columns[i][0].draws is not None else {}
+    table |= {f"a{i}": list(map(Tensor.data_ptr, x)) for i, x in enumerate(columns) if f"a{i}" not in table}
     table_at = len(words)
-    words.extend(lengths)
-    for column in columns:
-        words.extend(map(Tensor.data_ptr, column))
+    for name in _table(program, coding):
+        words.extend(table[name])
+    entries_at, on_host = len(words), all([x.is_cpu for x in entries])
+    if entries and on_host:
+        words.frombytes(torch.stack([x.to(torch.float64) for x in entries]).numpy().tobytes())
     packed = on_device(words, device)
     partials = torch.empty((sums, total) if sums else (1, 1), dtype=torch.float32, device=device)
-    starts, given = packed[:numbers_at], packed[numbers_at:table_at].view(torch.float64)
     # A slice without elements has no address, so another tensor takes its place.
-    given = given if numbers else partials
-    by_leaf = [x.to(torch.float64) for x in entries]
-    if device.type != "cpu":
-        by_leaf = [x.pin_memory().to(device, non_blocking=True) if x.is_cpu else x for x in by_leaf]
-    launch(
-        formula_kernel(program), total, starts, packed[table_at:], count, given, partials,
-        torch.stack(by_leaf) if by_leaf else partials, total, *scalars, CHUNK, BLOCK,
-    )  # fmt: skip
+    given = packed[numbers_at:words_at].view(torch.float64) if numbers else partials
+    tensors = [packed[:numbers_at], packed[table_at:entries_at], given, partials]
+    if entries and on_host:
+        tensors += [packed[entries_at:].view(torch.float64)]
+    elif entries:
+        one = all([x.dtype is entries[0].dtype and not x.is_cpu for x in entries])
+        tensors += [torch.stack([x if one else x.to(device, torch.float64) for x in entries])]
+    if drawn:
+        tensors += [packed[words_at:], packed[words_at + 1 :] if step is None else step.reshape(-1)]
+    tensors += [] if comes is None else [comes.view(torch.uint8)]
+    several = [int(step is not None and step.ndim > 0)] if drawn else []
+    launch(formula_kernel(program, coding, comes is not None), total, *tensors, *scalars, count, total, *several, *how)
     if not sums or not each:
         return partials.sum(1) if sums else partials[:0]
     found = torch.empty((sums, count), dtype=torch.float32, device=device)
     for i in range(sums):
-        launch(sums_kernel, count, starts, partials[i], found[i], total, False, BLOCK)
+        launch(sums_kernel, count, packed[:numbers_at], partials[i], found[i], total, False, BLOCK)
     return found
+
+
+def _sizes(
+    plain: Sequence[Tensor], coding: Coding | None, columns: Sequence[Sequence[Any]]
+) -> tuple[dict[str, list[int]], list[int], list[Any]]:
+    """Sizes of each leaf, how many programs compute it, and further arguments of the kernel."""
+    lengths = list(map(Tensor.numel, plain))
+    if coding is None:
+        return {"numel": lengths}, [-(-n // CHUNK) for n in lengths], [CHUNK, BLOCK]
+    first: Coded = columns[coding.columns[0]][0]
+    at_once, room = tile(first.how)
+    row = [n // len(x) for n, x in zip(lengths, plain, strict=True)]
+    blocks = [len(x) * -(-n // first.how.block) for n, x in zip(row, plain, strict=True)]
+    how = [first.how.block, first.draws is not None, at_once, room, TILES]
+    return {"blocks": blocks, "row": row}, [-(-n // (at_once * TILES)) for n in blocks], how
+
+
+def tile(how: Codes) -> tuple[int, int]:
+    """How many blocks a kernel of codes computes at once, and its room for each."""
+    room = 1 << (how.block - 1).bit_length()
+    return max(1, TILE // room), room
+
+
+_NO_DRAWS = CodeDraws(0, torch.tensor(0), 0)

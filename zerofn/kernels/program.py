@@ -12,8 +12,10 @@ other. So a formula is written once, for one tensor.
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import c_float
 from functools import cache, partial
 from itertools import repeat
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .._compat.tensors import foreach, has_triton
+from .native import same_bits, sample
 from .numbers import NotOnLists, Number
 from .operations import COMPARED, OPERATIONS
 from .rounding import random_bits, stochastic_round
@@ -768,7 +771,7 @@ def _dense(x: Tensor) -> bool:
 
 @cache
 def triton_module(name: str) -> Any:
-    """A module of this folder that needs triton, such as `triton_adam`; `None` if triton is not installed."""
+    """A module of this folder that needs triton, such as `print_triton`; `None` if triton is not installed."""
     return importlib.import_module(f".{name}", __package__) if has_triton() else None
 
 
@@ -794,15 +797,66 @@ def gives_bits(check: Callable[[], bool], kernel: str, instead: str) -> bool:
 INSTEAD: list[Any] = []
 
 
+@contextmanager
+def printed_by(implementation: str, device: torch.device) -> Iterator[None]:
+    """Inside, kernels are `"native"`, in C, or `"triton"`; for others, and if they cannot run, there are none."""
+    found = None
+    if implementation != "eager":
+        found = triton_for(device) if implementation == "triton" else _c_for(device)
+    INSTEAD.append(found)
+    try:
+        yield
+    finally:
+        INSTEAD.pop()
+
+
+def _c_for(device: torch.device) -> Any:
+    """`print_c`, by its name, since it imports this module; `None` without a compiler."""
+    print_c = importlib.import_module(".print_c", __package__)
+    return print_c if device.type == "cpu" and print_c.works() else None
+
+
 def printer_for(device: torch.device) -> Any:
     """The module that prints and runs kernels for this device, `print_c` or `print_triton`; `None` without one."""
     if INSTEAD:
         return INSTEAD[-1]
-    if device.type == "cpu":
-        # By its name, since it imports this module.
-        print_c = importlib.import_module(".print_c", __package__)
-        return print_c if print_c.works() else None
-    return triton_for(device)
+    found = _c_for(device)
+    return found if found is not None or not (device.type == "cuda" or interpreted()) else triton_for(device)
+
+
+@cache
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU: for tests, far slower than torch's operations."""
+    # This comes before the import of triton, which takes a second.
+    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        return False
+    print_triton = triton_module("print_triton")
+    return print_triton is not None and print_triton.interpreted()
+
+
+# What formulas compute, and how it is rounded when it is stored: to nearest and at random in 16 bits, in 24 bits.
+_SAMPLE = Program(
+    (0, 1, 6),
+    (),
+    (0,),
+    (
+        ("joined", ("x1", "x2"), 0),
+        ("mul", ("x0", "x3"), 0),
+        ("add", ("x4", "n0"), 0),
+        ("abs", ("x0",), 0),
+        ("sqrt", ("x6",), 0),
+        ("div", ("x5", "x7"), 0),
+        ("random", ("x8", "r0", "0"), 1),
+        ("random", ("x8", "r1", "16"), 2),
+        ("residual", ("x8",), 6),
+        ("to", ("x8",), 2),
+    ),
+    ((0, "x8"), (1, "x9"), (2, "x11"), (3, "x10"), (4, "x12")),
+    (0, 1, 6, 2, 2),
+    (),
+    (0, 1),
+    2,
+)
 
 
 @cache
@@ -811,17 +865,27 @@ def triton_for(device: torch.device) -> Any:
 
     A small kernel is run, once in a process for each device, and its result compared.
     """
-    print_triton = triton_module("print_triton") if device.type == "cuda" else None
+    print_triton = triton_module("print_triton")
     if print_triton is None:
         return None
-    x = torch.linspace(-2.0, 2.0, 100, dtype=torch.float32)
-    given, found = x.to(device), torch.empty(100, dtype=torch.float32, device=device)
-    steps = (("mul", ("x0", "n0"), 0), ("plus", ("x1", "x0", "n1"), 0))
-    program = Program((0,), (), (0, 0), steps, ((1, "x2"),), (0,), ())
 
     def check() -> bool:
-        print_triton.run(program, [[given], [found]], [3.0, 0.1], [])
-        return torch.allclose(found.cpu(), torch.add(x * 3.0, x, alpha=0.1))
+        # By its name, since it imports this module.
+        print_torch = importlib.import_module(".print_torch", __package__)
+        # More than one chunk, so that full chunks and ends are checked.
+        numel = 17_001
+        columns = [[x] for (x,) in sample(numel)[:2]]
+        columns[1] = [columns[1][0].bfloat16()]
+        columns += [[(torch.arange(numel) % 256 - 128).to(torch.int8)]]
+        columns += [[torch.empty(numel, dtype=torch.float16)] for _ in range(2)]
+        found = [[x.to(device, copy=True)] for (x,) in columns]
+        draws = Draws(-3, (1 << 33) + 5, _SAMPLE.form, [(1 << 62) + 1], [(1 << 32) - 9])
+        print_triton.run(_SAMPLE, found, [0.1], [], True, draws)
+        print_torch.run(_SAMPLE, columns, [0.1], [], True, draws)
+        same = [
+            same_bits([[x.cpu()]], [[y]]) for (x,), (y,) in zip(found, columns, strict=True) if y.is_floating_point()
+        ]
+        return all(same) and torch.equal(found[2][0].cpu(), columns[2][0])
 
     instead = "updates take more launches, by torch's operations on lists of tensors"
     return print_triton if gives_bits(check, f"Triton on {device}", instead) else None
