@@ -439,7 +439,7 @@ class _Kept:
     def can(self, program: Any) -> bool:
         return True
 
-    def run(self, program: Any, columns: Any, *_: Any) -> Tensor:
+    def run(self, program: Any, columns: Any, *_: Any, **more: Any) -> Tensor:
         self.found.append((program, coding_of(columns)))
         return torch.zeros(1, len(columns[0]))
 

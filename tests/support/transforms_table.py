@@ -750,8 +750,7 @@ ROWS: dict[str, Row] = {
     "precision, stored fp16": Row(lambda at: zf.chain(zf.precision(store_dtype=F16), zf.sgd(at.rate)), often="laws"),
     "masters": Row(
         lambda at: zf.chain(zf.precision(store_dtype="bf16+8"), zf.adamw(at.rate)),
-        # Twelve that put masters together, nine for each part of them, and copies that lay leaves out.
-        launches=55,
+        launches=5,
         often="laws launches bits",
     ),
     # ---- behind optimizers ----

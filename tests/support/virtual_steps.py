@@ -39,35 +39,36 @@ INTERPRETED, print_triton.launch = print_triton.launch, _launch
 @contextmanager
 def counting() -> Iterator[None]:
     """Triton's kernels are counted and not interpreted, which takes a second for ten leaves; formulas by torch."""
-    known = program.printer_for, print_triton.run
+    known = program.printer_for, print_triton.run, program.triton_for
     try:
         print_triton.launch = lambda kernel, *_: LOG.add("launch", kernel.__name__)
         program.printer_for = lambda device: print_triton if device.type == "cuda" else None  # type: ignore[assignment]
-        print_triton.run = _run
+        print_triton.run, program.triton_for = _run, lambda device: print_triton  # type: ignore[assignment]
         yield
     finally:
         print_triton.launch = _launch
-        program.printer_for, print_triton.run = known
+        program.printer_for, print_triton.run, program.triton_for = known
 
 
 @contextmanager
 def formulas_by_torch() -> Iterator[None]:
     """Inside, kernels for formulas are computed by torch, whose bits they have (`list_programs.compare`)."""
-    known = print_triton.run
+    known = print_triton.run, program.triton_for
     try:
-        print_triton.run = _run
+        print_triton.run, program.triton_for = _run, lambda device: print_triton  # type: ignore[assignment]
         yield
     finally:
-        print_triton.run = known
+        print_triton.run, program.triton_for = known
 
 
-def _run(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True, *more: Any) -> Tensor:
+def _run(program: Any, columns: Any, numbers: Any, scalars: Any, each: bool = True, *given: Any, **more: Any) -> Tensor:
     """`print_triton.run` by torch's own operations, counted as it launches."""
     LOG.add("launch", "formula_kernel")
     for _ in program.sums if each else program.sums[:1]:
         LOG.add("launch", "sums")
     with LOG.silent():
-        return print_torch.run(program, columns, numbers, scalars, each, *more)
+        # A GPU adds up in float32.
+        return print_torch.run(program, columns, numbers, scalars, each, *given, **more).float()
 
 
 WIDTH = 8

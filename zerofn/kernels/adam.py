@@ -319,6 +319,7 @@ def run_printed(leaves: Leaves, settings: Settings, norms: list[Any] | None = No
     devices = list(map(Tensor.get_device, leaves.params))
     for _, entries, part in _by_kind(leaves, [*zip(leaves.all_dtypes(), devices, strict=True)]):
         own = settings.of_entries(entries)
+        _check_devices(part)
         try:
             found |= zip(entries, run_program(part, own, norms is not None), strict=False)
         except NotOnLists:
@@ -340,14 +341,17 @@ def _by_kind(leaves: Leaves, kinds: Sequence[Any]) -> Iterator[tuple[Any, Sequen
 
 @functools.cache
 def _plans(mode: Mode, form: int) -> Plans:
-    """The programs of `formula`."""
+    """The programs of `formula`. Some of its scalars may be lists of numbers, one for each leaf: the last columns."""
 
-    def traced(lists: list[Any], numbers: Any, norms: bool) -> Any:
-        p, g, m, v, *c = lists
+    def traced(lists: list[Any], numbers: Any, about: tuple[bool, tuple[str, ...]]) -> Any:
+        norms, by_leaf = about
+        p, g, m, v, *rest = lists
+        c = rest.pop(0) if mode.kahan else None
         draws = Draws(numbers["seed"], numbers["step"], form, (), ())
         bits = [Bits(draws, k) if on else None for k, on in enumerate(mode.streams)]
-        s = Scalars(*(numbers[name] for name in Scalars._fields))
-        made = formula(p, g, m, v, c[0] if c else None, s, mode, bits)
+        columns = dict(zip(by_leaf, rest, strict=True))
+        s = Scalars(*(columns[name] if name in columns else numbers[name] for name in Scalars._fields))
+        made = formula(p, g, m, v, c, s, mode, bits)
         return [x for x in made if x is not None], [g.float().square()] if norms else []
 
     return Plans(traced)
@@ -359,16 +363,34 @@ def run_program(leaves: Leaves, settings: Settings, norms: bool = False) -> list
     Raises:
         NotOnLists: there is no kernel.
     """
-    plans = _plans(settings.mode(leaves.dtypes(0)), settings.form)
-    numbers: Any = dict(zip(Scalars._fields, settings.scalars, strict=True))
-    numbers |= {"seed": settings.seed, "step": settings.step}
+    step, form, *scalars = map(_readable, (settings.step, settings.form, *settings.scalars))
+    if isinstance(form, Tensor):
+        raise NotOnLists("a format of random bits that is not known")
+    numbers: Any = dict(zip(Scalars._fields, scalars, strict=True)) | {"seed": settings.seed, "step": step}
+    by_leaf = tuple([name for name in Scalars._fields if isinstance(numbers[name], Tensor)])
     columns: Any = list(map(list, leaves.tensors))
     into = [0, 2, 3, 4][: len(columns) - 1]
-    _, sums = plans.run(columns, numbers, into, norms, lambda: (leaves.keys, leaves.offsets))
-    if sums is None:
+    columns += [numbers.pop(name).expand(len(leaves.params)) for name in by_leaf]
+    plans, places = _plans(settings.mode(leaves.dtypes(0)), form), lambda: (leaves.keys, leaves.offsets)
+    _, roots = plans.run(columns, numbers, into, (norms, by_leaf), places, settings.comes, norms)
+    if roots is None:
         return []
-    roots = sums[0].sqrt()
-    return roots.tolist() if roots.is_cpu else [*roots.unbind()]
+    return roots[0].tolist() if roots.is_cpu else [*roots[0].unbind()]
+
+
+def _readable(x: Any) -> Any:
+    """The Python number in a tensor of the host; a tensor of a device is not read and stays as it is."""
+    return x.item() if isinstance(x, Tensor) and x.is_cpu and not x.ndim else x
+
+
+def _check_devices(leaves: Leaves) -> None:
+    """Refuse leaves on several devices: a kernel that read another device's memory would end the process."""
+    places = [list(map(Tensor.get_device, column)) for column in leaves.tensors]
+    if len(set().union(*places)) == 1:
+        return
+    i, row = next((i, row) for i, row in enumerate(zip(*places, strict=True)) if {*row} != {places[0][0]})
+    wrong = f"adam_: parameter, gradient and moments of entry {i} are on devices {list(row)}, entry 0 on {places[0][0]}"
+    raise ValueError(explain(wrong, "one launch updates leaves of one device", "tensors on one device"))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

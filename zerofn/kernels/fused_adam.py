@@ -270,11 +270,11 @@ def run_program(columns: Columns, scalars: Sequence[float], decoupled: bool, nor
         float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms and not whole
     ]
     into = [0, 2, 3, 4][: len(columns) - 1]
-    _, sums = _plans(decoupled).run(lists, dict(zip(NAMES, scalars, strict=True)), into, norms)
+    _, sums = _plans(decoupled).run(lists, dict(zip(NAMES, scalars, strict=True)), into, norms, roots=not on_cpu)
     if sums is None:
         return []
     if not on_cpu:
-        return [*sums[0].sqrt().unbind()]
+        return [*sums[0].unbind()]
     rests = rests or [0.0] * len(columns[0])
     return [(x + rest) ** 0.5 for x, rest in zip(sums[0].tolist(), rests, strict=True)]
 

@@ -92,6 +92,8 @@ class Plans:
         into: Sequence[int | None] | None = None,
         about: Any = None,
         places: Places = nowhere,
+        comes: Tensor | None = None,
+        roots: bool = False,
     ) -> tuple[list[Any], Tensor | None]:
         """Run the formula on lists of leaves; every element is read before it is written.
 
@@ -104,6 +106,8 @@ class Plans:
                 `None`, into new memory.
             about: a key of what else the formula depends on.
             places: returns the keys and the offsets of the leaves. It is called for random bits alone.
+            comes: a bool of a GPU. If it is false, nothing is written.
+            roots: whether the roots of the sums are wanted.
 
         Returns:
             The results, and the sums, (sums, leaves); `None` if there are none. A result whose `into` is the place of
@@ -122,7 +126,7 @@ class Plans:
                 raise NotOnLists("a formula that asks too much of its numbers")
             plan = self._traced(columns, numbers, into, about)
             plans.append(plan)
-        return run(plan, columns, numbers, places)
+        return run(plan, columns, numbers, places, comes, roots)
 
     def _traced(
         self, columns: Sequence[list[Any] | Tensor], numbers: Values, into: Sequence[int | None] | None, about: Any
@@ -303,7 +307,12 @@ def _by_leaf(term: Any, columns: Sequence[Any], numbers: Values, known: dict[int
 
 
 def run(
-    plan: Plan, columns: Sequence[list[Any] | Tensor], numbers: Values, places: Places
+    plan: Plan,
+    columns: Sequence[list[Any] | Tensor],
+    numbers: Values,
+    places: Places,
+    comes: Tensor | None = None,
+    roots: bool = False,
 ) -> tuple[list[Any], Tensor | None]:
     """Run a plan on leaves: `Plans.run`."""
     printer, by_leaf, no = printer_for(columns[0][0].device), plan.by_leaf, (None,) * len(plan.results)
@@ -316,7 +325,8 @@ def run(
         for place, dtype, term in zip(plan.results, plan.dtypes, by_leaf or no, strict=True)
     ]
     value = partial(_by_leaf, columns=columns, numbers=numbers, known={})
-    more = (list(map(value, plan.entries)),) if plan.entries else ()
+    more: dict[str, Any] = {"entries": list(map(value, plan.entries))} if plan.entries else {}
+    more |= ({} if comes is None else {"comes": comes}) | ({"roots": True} if roots else {})
     for i, term in enumerate(by_leaf):
         if term is not None:
             made[i] = value(term)
@@ -333,7 +343,7 @@ def run(
     if plan.drawn is not None:
         seed, step = (of(numbers) for of in plan.drawn)
         draws = Draws(seed, step, plan.program.form, *places())
-    found = printer.run(plan.program, used, [of(numbers) for of in plan.numbers], [], True, draws, *more)
+    found = printer.run(plan.program, used, [of(numbers) for of in plan.numbers], [], True, draws, **more)
     if found is None:
         raise NotOnLists("no kernel")
     written = [x for i in plan.written for x in columns[i]]

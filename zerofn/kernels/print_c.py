@@ -534,6 +534,7 @@ def run(
     each: bool = True,
     draws: Draws | None = None,
     entries: Sequence[Tensor] = (),
+    roots: bool = False,
 ) -> Tensor | None:
     """Compute a program over all leaves, on as many threads as torch uses.
 
@@ -549,6 +550,7 @@ def run(
             depend on the lengths of the leaves alone.
         draws: of the random bits, if there are some.
         entries: numbers that differ by leaf: of each a tensor of shape (leaves,), in float64 on the CPU.
+        roots: whether the roots of the sums of each leaf are wanted.
 
     Returns:
         The sums; `None` if the kernel cannot be built: then nothing is written.
@@ -557,7 +559,8 @@ def run(
     function = None if command is None else formula_kernel(program, command, coding_of(columns))
     if function is None:
         return None
-    return _call(function, program, columns, numbers, draws, each, entries)
+    found = _call(function, program, columns, numbers, draws, each, entries)
+    return found.sqrt() if roots else found
 
 
 def _apart(program: Program, columns: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .codes import MAPS as MAPS
+from .codes import Coded, coding_of
 from .operations import OPERATIONS
 from .program import KINDS, Draws, Program
 from .rounding import stochastic_round
@@ -22,14 +24,18 @@ def can(program: Program) -> bool:
 
 def run(
     program: Program,
-    columns: Sequence[Sequence[Tensor]],
+    columns: Sequence[Sequence[Any]],
     numbers: Sequence[float],
     scalars: Sequence[Tensor],
     each: bool = True,
     draws: Draws | None = None,
     entries: Sequence[Tensor] = (),
+    comes: Tensor | None = None,
+    roots: bool = False,
 ) -> Tensor:
-    """Compute a program over all leaves: the arguments of `print_c.run`, on any device."""
+    """Compute a program over all leaves: the arguments of `print_c.run` and `print_triton.run`, on any device."""
+    if coding_of(columns) is not None or comes is not None:
+        return _on_copies(program, columns, numbers, scalars, each, draws, entries, comes=comes, roots=roots)
     sums: list[list[Tensor]] = []
     for i, row in enumerate(zip(*columns, strict=True)):
         found = _registers(program, row, numbers, scalars, draws, i, entries)
@@ -41,7 +47,27 @@ def run(
     if not program.sums:
         return torch.empty(0)
     total = torch.stack([torch.stack(of_leaf) for of_leaf in sums], 1)
+    total = total.sqrt() if roots else total
     return total if each else total.sum(1)
+
+
+def _on_copies(program: Program, columns: Sequence[Sequence[Any]], *given: Any, comes: Any, roots: bool) -> Tensor:
+    """`run` on decoded numbers, which are encoded again, or of a step that may be skipped."""
+    shapes = [x.shape for x in next(column for column in columns if type(column[0]) is not Coded)]
+
+    def decoded(x: Any, shape: Sequence[int]) -> Tensor:
+        return x.how.decode_by_torch(*x.tensors, shape) if type(x) is Coded else x.clone()
+
+    copies = [list(map(decoded, column, shapes)) for column in columns]
+    found = run(program, copies, *given, roots=roots)
+    for i in dict(program.stores):
+        for x, new in zip(columns[i], copies[i], strict=True):
+            if type(x) is Coded:
+                for old, made in zip(x.tensors, x.how.encode_by_torch(new, x.draws), strict=True):
+                    old.copy_(made)
+            else:
+                x.copy_(new if comes is None else torch.where(comes, new, x))
+    return found
 
 
 def _addend(program: Program, found: dict[str, Any], name: str) -> Tensor:

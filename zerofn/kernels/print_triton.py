@@ -23,11 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .._compat.tensors import foreach
-from . import triton_functions
+from . import print_torch, triton_functions
 from .codes import Coded, Codes, Coding, coding_of
 from .codes import Draws as CodeDraws
+from .native import same_bits, sample
 from .operations import OPERATIONS
-from .program import KINDS, Draws, Program
+from .program import KINDS, Draws, Program, gives_bits
 from .rounding import FORMAT, stride_of
 from .triton_functions import BFLOAT16, BOOL, FLOAT16, INT64
 
@@ -403,7 +404,8 @@ def run(
     draws: Draws | None = None,
     entries: Sequence[Tensor] = (),
     comes: Tensor | None = None,
-) -> Tensor:
+    roots: bool = False,
+) -> Tensor | None:
     """Compute a formula over all leaves in one launch. Sums over each leaf take one more.
 
     Args:
@@ -418,8 +420,14 @@ def run(
             number, or of one for each leaf.
         entries: numbers that differ by leaf: of each a tensor of shape (leaves,), on any device.
         comes: a bool tensor of one element, on the device. If it is false, nothing is written. Not beside codes.
+        roots: whether the roots of the sums of each leaf are wanted.
+
+    Returns:
+        The sums; `None` if columns are `Coded` and the device gives other codes than torch: then nothing is written.
     """
     coding = coding_of(columns)
+    if coding is not None and not _gives_codes(coding._replace(columns=(1,)), columns[coding.columns[0]][0]):
+        return None
     plain: Sequence[Tensor] = next(x for i, x in enumerate(columns) if coding is None or i not in coding.columns)
     sizes, programs, how = _sizes(plain, coding, columns)
     chunks = [*accumulate(programs, initial=0)]
@@ -477,7 +485,7 @@ def run(
         return partials.sum(1) if sums else partials[:0]
     found = torch.empty((sums, count), dtype=torch.float32, device=device)
     for i in range(sums):
-        launch(sums_kernel, count, packed[:numbers_at], partials[i], found[i], total, False, BLOCK)
+        launch(sums_kernel, count, packed[:numbers_at], partials[i], found[i], total, roots, BLOCK)
     return found
 
 
@@ -494,6 +502,42 @@ def _sizes(
     blocks = [len(x) * -(-n // first.how.block) for n, x in zip(row, plain, strict=True)]
     how = [first.how.block, first.draws is not None, at_once, room, TILES]
     return {"blocks": blocks, "row": row}, [-(-n // (at_once * TILES)) for n in blocks], how
+
+
+_CHECKED: dict[Any, bool] = {}
+
+
+def _gives_codes(coding: Coding, like: Coded) -> bool:
+    """Whether a device encodes as torch does, and decodes; else a warning. It takes two launches, once in a process."""
+    device, random = like.codes.device, like.draws is not None
+    kind = KINDS[like.dtype]
+    key = coding, kind, random, device
+    if key not in _CHECKED:
+        # Two thirds of a number, kept as codes; once more as numbers.
+        steps = (("mul", ("x1", "n0"), kind), ("to", ("x2",), kind))
+        made = Program((kind, kind), (), (kind,), steps, ((0, "x2"), (1, "x3")), (kind, kind), ())
+
+        def check(shape: tuple[int, int]) -> bool:
+            numel = shape[0] * shape[1]
+            x = sample(numel)[0][0].nan_to_num(0.0, 1.0, -1.0).view(shape).to(like.dtype)
+            x[-1] = torch.linspace(-1, 2, shape[1])
+            draws = CodeDraws(1, torch.tensor(2), 3, 2**31) if random else None
+            how = Codes(coding.bits, 128, coding.code)
+            theirs = [[torch.zeros_like(x)], [Coded(how, *how.encode_by_torch(x, draws), draws)]]
+            mine = [[theirs[0][0].to(device, copy=True)], [theirs[1][0].clone()]]
+            mine[1] = [Coded(how, *(y.to(device) for y in mine[1][0].tensors), draws)]
+            run(made, mine, [2 / 3], [])
+            print_torch.run(made, theirs, [2 / 3], [])
+            pairs = [(mine[0][0], theirs[0][0]), *zip(mine[1][0].tensors, theirs[1][0].tensors, strict=True)]
+            return same_bits([[a.cpu().float()] for a, _ in pairs], [[b.float()] for _, b in pairs])
+
+        # The check itself is no reason for another.
+        _CHECKED[key] = True
+        # A program of whole blocks beside another, and rows that end with a part of a block.
+        shapes = (65, 256), (16, 134)
+        instead = "codes are decoded, updated and encoded by torch, in some hundred launches"
+        _CHECKED[key] = gives_bits(lambda: all(map(check, shapes)), f"Triton on {device}, of codes,", instead)
+    return _CHECKED[key]
 
 
 def tile(how: Codes) -> tuple[int, int]:

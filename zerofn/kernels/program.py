@@ -51,7 +51,7 @@ class Draws(NamedTuple):
 
     Attributes:
         seed: of all draws.
-        step: the number of the update.
+        step: the number of the update; of a GPU maybe a tensor, of one number or of one for each leaf.
         form: the format of the draws.
         keys: of each leaf.
         offsets: the global index of each leaf's first element.
@@ -65,9 +65,8 @@ class Draws(NamedTuple):
 
     def words(self, x: Tensor, leaf: int, stream: int, shift: int = 0) -> Tensor:
         """The bits for the elements of a leaf's tensor, as int32 of its shape, from the bit `shift` on."""
-        where: Any = dict(
-            seed=self.seed, step=self.step, key=self.keys[leaf], offset=self.offsets[leaf], form=self.form
-        )
+        step = self.step[leaf] if isinstance(self.step, Tensor) and self.step.ndim else self.step
+        where: Any = dict(seed=self.seed, step=step, key=self.keys[leaf], offset=self.offsets[leaf], form=self.form)
         return random_bits(x.numel(), **where, stream=stream, device=x.device).view(x.shape) >> shift
 
 

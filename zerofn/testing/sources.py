@@ -91,9 +91,9 @@ class _Found:
     def can(self, program: Program) -> bool:
         return self.printer.can(program)
 
-    def run(self, program: Program, *given: Any) -> Any:
+    def run(self, program: Program, *given: Any, **more: Any) -> Any:
         self.programs[program] = None
-        return print_torch.run(program, *given)
+        return print_torch.run(program, *given, **more)
 
     def told(self, why: str) -> None:
         frame = inspect.currentframe()
