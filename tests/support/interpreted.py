@@ -171,8 +171,8 @@ def compare_shards(rounding: str) -> list[str]:
 def compare_numbers() -> list[str]:
     """What differs if the number of the update comes as a tensor of the device: one for all, or one of each leaf."""
     from zerofn.kernels import print_triton  # inside: a kernel by itself
-    from zerofn.kernels.program import Draws as OfProgram
-    from zerofn.kernels.program import Program
+    from zerofn.kernels.program import Draws as OfProgram  # inside: as above
+    from zerofn.kernels.program import Program  # inside: as above
 
     made = Program((0,), (), (), (("random", ("x0", "r0", "0"), 1),), ((1, "x1"),), (1,), (), (0,), 2)
     steps = [2**33 + 5, 7]

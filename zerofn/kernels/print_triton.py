@@ -523,9 +523,10 @@ def _gives_codes(coding: Coding, like: Coded) -> bool:
             x[-1] = torch.linspace(-1, 2, shape[1])
             draws = CodeDraws(1, torch.tensor(2), 3, 2**31) if random else None
             how = Codes(coding.bits, 128, coding.code)
-            theirs = [[torch.zeros_like(x)], [Coded(how, *how.encode_by_torch(x, draws), draws)]]
-            mine = [[theirs[0][0].to(device, copy=True)], [theirs[1][0].clone()]]
-            mine[1] = [Coded(how, *(y.to(device) for y in mine[1][0].tensors), draws)]
+            codes, scales = how.encode_by_torch(x, draws)
+            theirs: Any = [torch.zeros_like(x)], [Coded(how, codes, scales, draws)]
+            mine: Any = [torch.zeros_like(x, device=device)], [theirs[1][0].clone()]
+            mine[1][0] = Coded(how, mine[1][0].codes.to(device), mine[1][0].scales.to(device), draws)
             run(made, mine, [2 / 3], [])
             print_torch.run(made, theirs, [2 / 3], [])
             pairs = [(mine[0][0], theirs[0][0]), *zip(mine[1][0].tensors, theirs[1][0].tensors, strict=True)]
