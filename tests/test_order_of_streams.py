@@ -30,10 +30,18 @@ def device() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+# In each run; the others are like one of them.
+OFTEN = ["adamw", "low precision", "codes", "on the host"]
+
+
 def pairs(chains: list[str]) -> list[Any]:
-    """Every program with every chain: with the first one, and whole steps, in each run."""
+    """Every program with every chain: with the first one, and whole steps of some, in each run."""
     return [
-        pytest.param(chain, program, marks=pytest.mark.slow if chain != chains[0] and program != PROGRAMS[0] else ())
+        pytest.param(
+            chain,
+            program,
+            marks=pytest.mark.slow if chain != chains[0] and (program != PROGRAMS[0] or chain not in OFTEN) else (),
+        )
         for chain in chains
         for program in PROGRAMS
     ]

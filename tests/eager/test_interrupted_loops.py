@@ -116,7 +116,7 @@ def run(name: str, how_many: int | None) -> None:
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_state_is_that_of_the_step_before_or_after(name):
-    run(name, 40)
+    run(name, 20)
 
 
 @pytest.mark.parametrize("number", RAISES)
@@ -124,7 +124,7 @@ def test_a_state_is_that_of_the_step_before_or_after(name):
 def test_after_the_signal_of_a_batch_system_too(name, number):
     """Its handler raises, as one that ends a preempted run with a save."""
     with by_signal(number):
-        run(name, 30)
+        run(name, 15)
 
 
 @pytest.mark.slow
@@ -160,13 +160,13 @@ def run_in_backward(name: str, how_many: int | None) -> None:
 
 @pytest.mark.parametrize("name", IN_BACKWARD)
 def test_within_backward_each_leaf_is_that_of_the_step_before_or_after(name):
-    run_in_backward(name, 40)
+    run_in_backward(name, 20)
 
 
 @pytest.mark.parametrize("number", RAISES)
 def test_within_backward_after_the_signal_of_a_batch_system_too(number):
     with by_signal(number):
-        run_in_backward("adamw", 30)
+        run_in_backward("adamw", 15)
 
 
 @pytest.mark.slow
@@ -318,15 +318,16 @@ def test_a_recurrent_call_that_was_interrupted_leaves_no_lock():
     assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("how_many", [20, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [None, *RAISES])
 @pytest.mark.parametrize("name", ["averaged", "load"])
-def test_what_else_writes_a_state(name, number):
+def test_what_else_writes_a_state(name, number, how_many):
     """An average in the place of parameters, and a load: at every moment all of it, or nothing."""
     with contextlib.nullcontext() if number is None else by_signal(number):
-        write_else(name)
+        write_else(name, how_many)
 
 
-def write_else(name: str) -> None:
+def write_else(name: str, how_many: int) -> None:
     (model, opt), (other, reference) = attached("low precision"), attached("low precision")
     for _ in range(2):
         iteration(model, opt)
@@ -343,7 +344,7 @@ def write_else(name: str) -> None:
                 pass
 
     reached = set()
-    for n in moments(write, 40):
+    for n in moments(write, how_many):
         opt.load_state_dict(saved)
         interrupted(n, write)
         now = values(model, opt)

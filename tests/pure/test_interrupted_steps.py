@@ -77,13 +77,13 @@ def run(name: str, donate: bool, how_many: int | None) -> None:
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_state_is_that_of_the_step_before_or_after(name, donate):
-    run(name, donate, 60)
+    run(name, donate, 25)
 
 
 @pytest.mark.parametrize("number", RAISES)
 def test_after_the_signal_of_a_batch_system_too(number):
     with by_signal(number):
-        run("accumulate, clip", True, 40)
+        run("accumulate, clip", True, 20)
 
 
 @pytest.mark.slow
@@ -104,10 +104,11 @@ DOORS: dict[str, Callable[[zf.State, Any], object]] = {
 }
 
 
+@pytest.mark.parametrize("places", [15, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("door", DOORS)
-def test_grad_mode_is_put_back(door, grad):
-    """At 40 places of each function of the pure route, and in either mode."""
+def test_grad_mode_is_put_back(door, grad, places):
+    """At some places of each function of the pure route, and in either mode."""
     tx = zf.chain(zf.shard(), zf.scale_loss(8.0), zf.adamw(1e-2), zf.ema(0.9))
     state = zf.init(tx, {"a": torch.linspace(-1, 1, 12).view(3, 4), "b": torch.linspace(0, 1, 3)})
     before, was = values(state), modes()
@@ -116,7 +117,7 @@ def test_grad_mode_is_put_back(door, grad):
         with Moment(0) as count:
             DOORS[door](state, tx)
         every = range(1, count.seen + 1)
-        for n in every if count.seen <= 40 else sorted(random.Random(door).sample(every, 40)):
+        for n in every if count.seen <= places else sorted(random.Random(door).sample(every, places)):
             moment = Moment(n)
             try:
                 with moment:
