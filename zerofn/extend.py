@@ -86,6 +86,7 @@ from zerofn.core.optimizer import optimizer as optimizer
 from zerofn.core.optimizer import rate_of as rate_of
 from zerofn.core.optimizer import stored_fn_of as stored_fn_of
 from zerofn.core.optimizer import wide_copy as wide_copy
+from zerofn.core.optimizer import with_kernel as with_kernel
 from zerofn.core.optimizer import without_elements as without_elements
 from zerofn.core.pipeline import context_of as context_of
 from zerofn.core.spec import NOT_REDUCED as NOT_REDUCED

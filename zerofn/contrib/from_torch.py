@@ -22,6 +22,7 @@ from zerofn.extend import (
     optimizer,
     typed,
     unknown_keyword,
+    with_kernel,
 )
 
 # Options that say how a class runs. The pipeline decides that.
@@ -173,7 +174,8 @@ def _transform(made: _Class, lr: Any, numbers: Mapping[str, Any]) -> Transform:
     settable = {name: numbers[name] for name in ("betas", "weight_decay", "momentum") if name in numbers}
     if not settable.get("momentum", True):
         del settable["momentum"]
-    made_of = optimizer("from_torch", lr, slots, formula, kernel, numbers, settable=settable, counterpart=made.cls)
+    made_of = optimizer("from_torch", lr, slots, formula, numbers, settable=settable, counterpart=made.cls)
+    made_of = with_kernel(made_of, kernel)
     # The class reads its rate and its options as Python numbers, which a captured graph would not read again.
     return replace(made_of, facts=replace(made_of.facts, capturable=False))
 

@@ -148,24 +148,26 @@ class LeafStep:
 class LeafList:
     """The leaves that one call of a kernel updates, as lists of tensors.
 
-    All leaves of the lists have had the same number of updates. In a compiled graph and for a `device_kernel` the lists
-    have all leaves, whatever their numbers of updates are.
+    All leaves of the lists have had the same number of updates. In a compiled graph and on a device whose numbers are
+    not read the lists have all leaves, whatever their numbers of updates are.
 
     Attributes:
         params: the parameters, which the kernel writes in place.
         grads: the gradients, which the kernel never writes.
         slots: by name, the tensors of each slot, which the kernel writes in place.
-        count: the number of updates including this one. In a compiled graph and for a `device_kernel` it is a tensor of
-            the shape `(leaves,)`.
-        lr: the learning rate of this update.
+        count: the number of updates including this one; a tensor of the shape `(leaves,)` in a graph and on a device.
+        lr: the learning rate of this update; maybe a 0-d tensor in a graph and on a device.
         paths: the paths of the leaves.
         offsets: the global index of each leaf's first stored element.
         numbers: hyperparameters by name.
         shared: state that all leaves share, by name. The kernel only reads it.
         norms: an empty list if a metric needs the norms of the gradients, otherwise `None`. A kernel that computes the
             norms anyway appends one for each leaf. If the list stays empty, zerofn computes the norms in another pass.
-        comes: for a `device_kernel`: a 0-d bool tensor on the device, or `None`. If it is false, the kernel must write
-            nothing.
+        comes: a 0-d bool tensor on the device, or `None`. If it is false, the kernel must write nothing.
+        where: where the kernel runs. `"step"`: an ordinary step. `"stored"`: a step on leaves as they are stored, whose
+            slots are each a `Coded` or whose parameters are each a `Master`. `"graph"`: a compiled graph, for which the
+            kernel calls an operator that `torch.library` knows. `"device"`: a step in which Python may not read counts
+            or rates (`Context.unread`).
     """
 
     params: list[Tensor]
@@ -179,8 +181,9 @@ class LeafList:
     shared: TransformState = field(default_factory=dict)
     norms: list[float] | None = None
     comes: Tensor | None = None
+    where: str = "step"
 
-    def where(self, chosen: list[bool]) -> LeafList:
+    def only(self, chosen: list[bool]) -> LeafList:
         """The leaves for which `chosen` is true, without a request for norms."""
 
         def pick(entries: list) -> list:
@@ -189,7 +192,7 @@ class LeafList:
         slots = {name: pick(entries) for name, entries in self.slots.items()}
         count = torch.stack(pick([*self.count])) if isinstance(self.count, Tensor) else self.count
         lists = pick(self.params), pick(self.grads), slots, count, self.lr, pick(self.paths), pick(self.offsets)
-        return LeafList(*lists, self.numbers, self.shared, comes=self.comes)
+        return LeafList(*lists, self.numbers, self.shared, comes=self.comes, where=self.where)
 
 
 class Given(NamedTuple):
@@ -513,9 +516,16 @@ NormFormula = Callable[
     [Tensor, Tensor, dict[str, Tensor], LeafStep],
     tuple[Sequence[Tensor], Callable[..., tuple[Tensor, dict[str, Tensor]]]],
 ]
-Operator = Callable[[LeafList], bool]
-# A kernel for leaves as they are stored (slots `Coded`, parameters `Master`), and for each leaf whether it runs there.
-StoredKernel = tuple[Callable[[LeafList], list[bool]], Kernel]
+
+
+class ByHand(NamedTuple):
+    """A kernel by hand: the arguments of `with_kernel`."""
+
+    run: Kernel
+    takes: Callable[[LeafList], Sequence[bool]]
+
+    def takes_all(self, leaves: LeafList) -> bool:
+        return all(self.takes(leaves))
 
 
 class UpdateOfStored(partial):
@@ -599,18 +609,13 @@ def optimizer(
     lr: ScalarOrSchedule,
     slots: Slots,
     formula: Formula | NormFormula,
-    kernel: Kernel | None = None,
     numbers: Numbers = NONE,
     shared: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
     settable: Mapping[str, Any] = NONE,
     derived: Derived | None = None,
-    operator: Operator | None = None,
-    graph_kernel: Kernel | None = None,
-    device_kernel: Kernel | None = None,
     counterpart: type | None = None,
     torch_names: Mapping[str, str] = NONE,
     of_norms: bool = False,
-    stored_kernel: StoredKernel | None = None,
     in_fp32: bool = False,
     rounds_grads: bool = False,
 ) -> Transform:
@@ -629,10 +634,6 @@ def optimizer(
             compiles them. If it consists of arithmetic, of operators and of words such as `plus`, one kernel computes
             it for many leaves, which are then given as one `TensorList`. An element of a result may depend only on the
             elements at the same position in `p`, `g` and `slots`, on the leaf's path, and on the position in the leaf.
-        kernel: a function of a `LeafList` that computes the formula in place. It runs in steps that are not recorded.
-            Under one `torch.func.vmap`, if nothing is differentiated, it runs on the leaves of all members of the
-            batch. The kernel must compute the same bits as the formula, or the transform's docstring must state a bound
-            of the difference.
         numbers: hyperparameters of the formula, by name.
         shared: by name, a function that makes a tensor which all leaves share. No step changes the tensor.
         settable: hyperparameters that `opt.param_groups` may change, with their values, by the names of the
@@ -642,23 +643,12 @@ def optimizer(
             name, such as bias corrections, which the formula finds in `at.derived`. It is called once for all leaves
             with the same count. If Python cannot read the counts it is called once for all leaves, with a tensor of the
             shape `(leaves,)` as the count. Tensors among its arguments are float64.
-        operator: a function of a `LeafList` that says whether `graph_kernel` updates these leaves in a compiled graph.
-            If it returns `False`, and if the graph computes derivatives, the formula updates them.
-        graph_kernel: the kernel for compiled graphs; by default `kernel`. It must call an operator that
-            `torch.library` knows. Its `count` is a tensor of the shape `(leaves,)`, and its numbers may be tensors.
-        device_kernel: the kernel for steps in which Python may not read the counts (`Context.unread`). Its `count` is a
-            tensor of the shape `(leaves,)`, its rate may be a 0-d tensor, and `comes` says whether it must write.
-            Without a `device_kernel` these steps compute the formula.
         counterpart: the class of `torch.optim` that does the same; `opt.state_dict()` has the keys of its groups.
         torch_names: for slots whose names differ in that class, from the name here to the name there.
         of_norms: whether the formula needs norms of whole leaves, for instance for a trust ratio. Such a formula
             returns a pair: a list of tensors, and a function. zerofn computes the norm of each tensor over all ranks
             that have shards of the leaf, and calls the function with these 0-d norms. The function returns the new
             parameter and the new slots. Ranks send one number for each norm, and do not send the leaf.
-        stored_kernel: a pair `(takes, kernel)` of functions of a `LeafList` whose slots are each a `Coded`
-            (`zf.quantize`), or whose parameters are each a `Master` (`precision(store_dtype="bf16+8")`). `takes`
-            returns a bool for each leaf. `kernel` updates, in place, leaves for which it is `True`, and must compute
-            the same bits as if the leaves were decoded to tensors, updated by the argument `kernel`, and encoded again.
         in_fp32: whether the formula is given the parameter, the gradient and slots made by `like` in fp32 at least, and
             its numbers in that dtype too. Its results are converted back to the parameter's dtype. Only such results
             can be rounded at random (`precision(rounding="stochastic")`); then no kernel by hand runs.
@@ -677,22 +667,7 @@ def optimizer(
         tensor([0.5000])
     """
     formula = in_one_dtype(formula, slots, in_fp32, rounds_grads)
-    kernel_of_graph = graph_kernel or kernel
-    in_graph = None if operator is None or kernel_of_graph is None else (operator, kernel_of_graph)
-    update = _OptimizerUpdate(
-        name,
-        lr,
-        slots,
-        formula,
-        kernel,
-        dict(numbers),
-        dict(shared),
-        derived,
-        in_graph,
-        of_norms,
-        device_kernel,
-        stored_kernel,
-    )
+    update = _OptimizerUpdate(name, lr, slots, formula, dict(numbers), dict(shared), derived, of_norms)
     facts = Facts(
         optimizes=True,
         rate=lr,
@@ -713,8 +688,48 @@ def optimizer(
         facts,
         init_fn=update.init,
         prepare_fn=update.prepare,
-        update_fn=update.update if of_norms else UpdateOfStored(update.update, update.on_stored),
+        update_fn=update.update if of_norms else update.halves(),
     )
+
+
+def with_kernel(built: Transform, run: Kernel, takes: Callable[[LeafList], Sequence[bool]] | None = None) -> Transform:
+    """An optimizer of `optimizer` with a kernel by hand, which runs in the place of the one printed from its formula.
+
+    Write one only where it is faster than the printed one. It must compute the same bits as the formula, or the
+    docstring of the optimizer must state a bound of the difference. It runs in ordinary steps, and, if nothing is
+    differentiated, under one `torch.func.vmap`, on the leaves of all members of the batch. It does not run where
+    results are rounded at random (`precision(rounding="stochastic")`).
+
+    Args:
+        built: the result of `optimizer(...)` without `of_norms`.
+        run: a function of a `LeafList` that writes new parameters and slots into the old ones.
+        takes: a function of a `LeafList` that is not of an ordinary step (`LeafList.where`). It returns a bool for each
+            leaf: whether `run` updates it. Leaves as they are stored may go either way; in a graph and on a device
+            `run` updates all or none. By default it is `False` for all. The bits of leaves as they are stored must be
+            those of decoding them, `run`, and encoding them again.
+
+    Raises:
+        TypeError: `built` is not made by `optimizer`, or needs norms.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> plain = optimizer("descent", 0.5, {}, lambda p, g, slots, at: (p - at.lr * g, {}))
+        >>> def run(leaves):
+        ...     torch._foreach_add_(leaves.params, leaves.grads, alpha=-leaves.lr)
+        >>> tx = with_kernel(plain, run)
+        >>> zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))[0].params["w"]
+        tensor([0.5000])
+    """
+    update = getattr(getattr(built.update_fn, "func", None), "__self__", None)
+    if not isinstance(update, _OptimizerUpdate):
+        why = "only an optimizer of zerofn.extend.optimizer, without of_norms, runs a formula that a kernel replaces"
+        raise TypeError(explain(f"with_kernel({built.name}(...))", why, "with_kernel(optimizer(...), run)"))
+    made = replace(update, by_hand=ByHand(run, takes or _none))
+    return replace(built, init_fn=made.init, prepare_fn=made.prepare, update_fn=made.halves())
+
+
+def _none(leaves: LeafList) -> list[bool]:
+    return [False] * len(leaves.params)
 
 
 @dataclass(eq=False)
@@ -725,15 +740,15 @@ class _OptimizerUpdate:
     lr: ScalarOrSchedule
     slots: Slots
     formula: Formula | NormFormula
-    kernel: Kernel | None
     # These are plain dicts, since the compiler fails at a MappingProxyType of a dict that was written to.
     numbers: dict[str, Any]
     shared: dict[str, Callable[[], Tensor]]
     derived: Derived | None
-    in_graph: tuple[Operator, Kernel] | None
     of_norms: bool
-    device_kernel: Kernel | None
-    stored_kernel: StoredKernel | None = None
+    by_hand: ByHand | None = None
+
+    def halves(self) -> UpdateOfStored:
+        return UpdateOfStored(self.update, self.on_stored)
 
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
@@ -766,8 +781,8 @@ class _OptimizerUpdate:
 
     def update(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
         # Kernels by hand round to nearest.
-        derived, by_hand = self.derived, ctx.rounding is None
-        kernel, in_graph = (self.kernel, self.in_graph) if by_hand else (None, None)
+        derived, by_hand = self.derived, self.by_hand if ctx.rounding is None else None
+        kernel = None if by_hand is None else by_hand.run
         runs = not ctx.recorded and not ctx.unread
         counts = {} if runs else one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
@@ -790,10 +805,10 @@ class _OptimizerUpdate:
             else:
                 counts = dict(zip(grads, apart(torch.tensor(before, dtype=torch.int64).add_(1)), strict=True))
         elif ctx.unread:
-            new, own = self._on_device(given)
-        elif in_graph is not None and (groups := _groups(in_graph[0], given)) is not None:
+            new, own = self._on_device(given, by_hand)
+        elif by_hand is not None and (groups := _groups(by_hand, given)) is not None:
             in_kernels = given._replace(ctx=replace(ctx, donate=ctx.donate_to_kernels))
-            new, own = _in_place(in_graph[1], groups, in_kernels)
+            new, own = _in_place(by_hand.run, groups, in_kernels, where="graph")
         elif kernel is not None and _reversible(given):
             new, own = _with_derivative(kernel, self.formula, self.backwards, derived, given)
         elif kernel is not None and (made := kernel_on_members(kernel, given)) is not None:
@@ -803,46 +818,51 @@ class _OptimizerUpdate:
         return new, {**own, "count": counts}
 
     def on_stored(self, grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, Numbers], ctx: Context):
-        """As `update`, of leaves as they are stored: of those that `stored_kernel` or a program takes."""
+        """As `update`, of leaves as they are stored: of those that a kernel by hand or a program takes."""
         if ctx.rounding is not None or ctx.recorded or ctx.unread or not grads:
             return {}, {}
         common = {key: state[key] for key in self.shared if key in state}
         slots = {name: state[name] for name in self.slots}
         given = Given(grads, params, slots, {}, *carry, common, ctx)
-        if self.stored_kernel is None:
+        if self.by_hand is None:
             return _on_stored(self.plans, self.derived, state["count"], given)
-        takes, kernel = self.stored_kernel
-        every = _listed(list(grads), None, given._replace(ctx=replace(ctx, donate=True)))
-        paths = [path for path, taken in zip(every.paths, takes(every), strict=True) if taken]
+        every = _asked(given, "stored")
+        paths = [path for path, taken in zip(every.paths, self.by_hand.takes(every), strict=True) if taken]
         if not paths:
             return {}, {}
         groups, before, _ = next_counts(state["count"], paths)
-        new, own = _in_place(kernel, groups.items(), given)
+        new, own = _in_place(self.by_hand.run, groups.items(), given, where="stored")
         return new, {**own, "count": dict(zip(paths, torch.tensor(before).add_(1).unbind(), strict=True))}
 
-    def _on_device(self, given: Given) -> tuple[Leaves, TransformState]:
+    def _on_device(self, given: Given, by_hand: ByHand | None) -> tuple[Leaves, TransformState]:
         """The update in a step that reads no count and no rate in Python."""
-        ctx, kernel = given.ctx, None if given.ctx.rounding is not None else self.device_kernel
-        if kernel is None or not given.grads or any(isinstance(x, Tensor) for x in given.numbers.values()):
+        ctx = given.ctx
+        on_host = not any(isinstance(x, Tensor) for x in given.numbers.values())
+        if by_hand is None or not given.grads or not on_host or not by_hand.takes_all(_asked(given, "device")):
             return _by_formula(self.formula, self.derived, given, self.of_norms)
         each = list(given.counts.values())
         together = whole(each)
         counts = torch.stack(each) if together is None else together
-        return _in_place(kernel, [(counts, list(given.grads))], given, ctx.choosing)
+        return _in_place(by_hand.run, [(counts, list(given.grads))], given, ctx.choosing, "device")
 
 
-def _groups(operator: Operator, given: Given) -> list[tuple[Any, list[str]]] | None:
-    """Counts and paths of the leaves on which a graph calls the operator; `None` if it computes the formula."""
+def _groups(by_hand: ByHand, given: Given) -> list[tuple[Any, list[str]]] | None:
+    """Counts and paths of the leaves on which a graph calls a kernel; `None` if it computes the formula."""
     if not given.counts:
         return None
-    leaves = _listed(list(given.grads), None, given._replace(ctx=replace(given.ctx, donate=True)))
+    leaves = _asked(given, "graph")
     tensors = *leaves.params, *leaves.grads, *(x for column in leaves.slots.values() for x in column)
-    if only_compiled((*tensors, leaves.lr, *leaves.numbers.values())) and operator(leaves):
+    if only_compiled((*tensors, leaves.lr, *leaves.numbers.values())) and by_hand.takes_all(leaves):
         return [(torch.stack(list(given.counts.values())), leaves.paths)]
     return None
 
 
-def _listed(group: list[str], count: Any, given: Given, comes: Tensor | None = None) -> LeafList:
+def _asked(given: Given, where: str) -> LeafList:
+    """All leaves, for `ByHand.takes`."""
+    return _listed(list(given.grads), None, given._replace(ctx=replace(given.ctx, donate=True)), None, where)
+
+
+def _listed(group: list[str], count: Any, given: Given, comes: Tensor | None = None, where: str = "step") -> LeafList:
     """Leaves as lists for a kernel, which writes parameters and slots: copies of the old ones unless donated."""
     grads, params, slots, _, lr, numbers, common, ctx = given
     # By `map` over C functions: this runs for every leaf in every step.
@@ -856,17 +876,21 @@ def _listed(group: list[str], count: Any, given: Given, comes: Tensor | None = N
         offsets = list(map(ctx.offsets.get, group, offsets))
     gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
     norms = [] if ctx.wants_norms(group, grads) else None
-    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms, comes)
+    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms, comes, where)
 
 
 def _in_place(
-    kernel: Kernel, groups: Iterable[tuple[Any, list[str]]], given: Given, comes: Tensor | None = None
+    kernel: Kernel,
+    groups: Iterable[tuple[Any, list[str]]],
+    given: Given,
+    comes: Tensor | None = None,
+    where: str = "step",
 ) -> tuple[Leaves, TransformState]:
     """New parameters and slots by a kernel on lists, in the memory of the old ones if that is donated."""
     new: Leaves = {}
     own: TransformState = {}
     for count, group in groups:
-        leaves = _listed(group, count, given, comes)
+        leaves = _listed(group, count, given, comes, where)
         if given.ctx.donate:
             given.ctx.written.add(given.ctx.prefix)
         kernel(leaves)

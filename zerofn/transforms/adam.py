@@ -38,6 +38,7 @@ from ..extend import (
     plus_product,
     plus_quotient,
     transform,
+    with_kernel,
 )
 
 
@@ -214,7 +215,7 @@ def _kernel(decoupled: bool, group: LeafList) -> None:
     kinds = set(map(kind_of, group.params))
     if len(kinds) > 1:
         for kind in kinds:
-            _kernel(decoupled, group.where([kind_of(p) == kind for p in group.params]))
+            _kernel(decoupled, group.only([kind_of(p) == kind for p in group.params]))
         return
     numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
     lists = group.params, group.grads, *group.slots.values()
@@ -226,7 +227,7 @@ def _device_kernel(decoupled: bool, group: LeafList) -> None:
     kinds = set(map(_KIND, group.params))
     if len(kinds) > 1:
         for kind in kinds:
-            _device_kernel(decoupled, group.where([_KIND(p) == kind for p in group.params]))
+            _device_kernel(decoupled, group.only([_KIND(p) == kind for p in group.params]))
         return
     lists = group.params, group.grads, *group.slots.values()
     numbers: Any = dict(group.numbers)
@@ -245,7 +246,10 @@ def _stored_kernels(decoupled: bool) -> tuple[Any, Any]:
     return CodedAdam(True, decoupled), MasterAdam(decoupled)
 
 
-def _takes_stored(decoupled: bool, group: LeafList) -> list[bool]:
+def _takes(decoupled: bool, group: LeafList) -> list[bool]:
+    """Whether torch's kernel, or one with its bits, updates these leaves where the step is no ordinary one."""
+    if group.where != "stored":
+        return [group.where == "device" or many_for_fused(group.params, group.grads)] * len(group.params)
     lists = group.params, group.grads, *group.slots.values()
     coded, masters = _stored_kernels(decoupled)
     found = coded.takes(*lists, beta1=float(group.numbers["beta1"])), masters.takes(*lists)
@@ -257,7 +261,7 @@ def _stored_kernel(decoupled: bool, group: LeafList) -> None:
     coded = [type(x) is not Tensor for x in next(iter(group.slots.values()))]
     if len(set(coded)) > 1:
         for chosen in (coded, [not x for x in coded]):
-            _stored_kernel(decoupled, group.where(chosen))
+            _stored_kernel(decoupled, group.only(chosen))
         return
     numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
     lists = group.params, group.grads, *group.slots.values()
@@ -293,8 +297,10 @@ def adam_of(
     like_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
     more = dict(settable=settable, derived=_corrections, counterpart=like_torch)
     more |= {"in_fp32": True, "rounds_grads": True}
-    more["operator"] = lambda group: many_for_fused(group.params, group.grads)
-    kernel, more["graph_kernel"] = partial(_kernel, decoupled), partial(_graph_kernel, decoupled)
-    more["device_kernel"] = partial(_device_kernel, decoupled)
-    more["stored_kernel"] = partial(_takes_stored, decoupled), partial(_stored_kernel, decoupled)
-    return with_moment_check(optimizer(name, lr, slots, formula, kernel, numbers, **more))
+    built = optimizer(name, lr, slots, formula, numbers, **more)
+    return with_moment_check(with_kernel(built, partial(_run, decoupled), partial(_takes, decoupled)))
+
+
+def _run(decoupled: bool, group: LeafList) -> None:
+    kernels = {"graph": _graph_kernel, "device": _device_kernel, "stored": _stored_kernel}
+    kernels.get(group.where, _kernel)(decoupled, group)

@@ -37,6 +37,7 @@ from ..extend import (
     like,
     optimizer,
     transform,
+    with_kernel,
 )
 from .adam import check_adam
 
@@ -105,16 +106,12 @@ def low_precision_adam(
         lr,
         slots,
         how.formula,
-        how.kernel,
         numbers,
         shared,
         settable,
-        operator=how.operator,
-        graph_kernel=how.graph_kernel,
-        device_kernel=how.device_kernel,
-        stored_kernel=(how.takes_stored, how.stored_kernel),
         counterpart=torch.optim.AdamW,
     )
+    built = with_kernel(built, how.run, how.takes)
     if rounding == "kahan":
         built = replace(built, facts=replace(built.facts, shadows=(Shadow("compensation", residual=True),)))
     return _checked(built, how)
@@ -130,6 +127,16 @@ class _Rounded:
 
     def moment(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x, dtype=self.state_dtype)
+
+    def run(self, group: LeafList) -> None:
+        kernels = {"graph": self.graph_kernel, "device": self.device_kernel, "stored": self.stored_kernel}
+        kernels.get(group.where, self.kernel)(group)
+
+    def takes(self, group: LeafList) -> list[bool]:
+        if group.where == "graph":
+            found = has_kernel(group.params, group.grads, group.slots["exp_avg"], self.rounding)
+            return [found] * len(group.params)
+        return [True] * len(group.params) if group.where == "device" else self.takes_stored(group)
 
     def kernel(self, group: LeafList) -> None:
         numbers = {key: float(x) for key, x in group.numbers.items()}
@@ -164,9 +171,6 @@ class _Rounded:
         """The arguments that determine the random bits of these leaves."""
         keys, form = [leaf_key(path) for path in group.paths], format_of(group.shared)
         return dict(rounding=self.rounding, seed=self.seed, form=form, offsets=group.offsets, keys=keys)
-
-    def operator(self, group: LeafList) -> bool:
-        return has_kernel(group.params, group.grads, group.slots["exp_avg"], self.rounding)
 
     def formula(self, p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
         where: Any = dict(key=leaf_key(at.path), offset=at.offset, form=format_of(at.shared))

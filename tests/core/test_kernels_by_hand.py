@@ -1,0 +1,81 @@
+"""A kernel by hand runs in the place of a formula where it says so, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import zerofn as zf
+from zerofn.extend import Coded, like, optimizer, with_kernel
+
+
+def formula(p, g, slots, at):
+    m = slots["m"] * at.numbers["beta"] + g
+    return p - at.lr * m, {"m": m}
+
+
+def plain():
+    return optimizer("heavy_ball", 0.5, {"m": like}, formula, numbers={"beta": 0.75}, in_fp32=True)
+
+
+def by_hand(seen, takes=None):
+    """An optimizer with a kernel that notes where it runs, and how often."""
+
+    def run(leaves):
+        seen.append((leaves.where, len(leaves.params)))
+        for p, g, m in zip(leaves.params, leaves.grads, leaves.slots["m"], strict=True):
+            if isinstance(m, Coded):
+                wide = m.how.decode(m.codes, m.scales, p.shape) * leaves.numbers["beta"] + g
+                for old, new in zip(m.tensors, m.how.encode(wide, m.draws), strict=True):
+                    old.copy_(new)
+                p.sub_(leaves.lr * wide)
+            else:
+                m.mul_(leaves.numbers["beta"]).add_(g)
+                p.sub_(leaves.lr * m)
+
+    return with_kernel(plain(), run, takes)
+
+
+def updated(tx, steps=2, params=None):
+    params = {"a": torch.linspace(-1, 1, 512).view(2, 256), "b": torch.ones(3)} if params is None else params
+    state = zf.init(tx, params)
+    for i in range(steps):
+        state, _ = zf.update(tx, {k: x * 0.5 + i for k, x in params.items()}, state)
+    return state.params
+
+
+@pytest.mark.parametrize(
+    ("of", "takes", "where"),
+    [
+        (lambda tx: tx, None, [("step", 2)] * 2),
+        # Decoded for the kernel; or two leaves, of which one is coded.
+        (zf.quantize, None, [("step", 2)] * 2),
+        (zf.quantize, lambda leaves: [isinstance(m, Coded) for m in leaves.slots["m"]], None),
+        (lambda tx: zf.chain(zf.precision(store_dtype=torch.bfloat16, rounding="stochastic"), tx), None, []),
+    ],
+    ids=["step", "decoded", "stored", "rounded at random"],
+)
+def test_it_runs_where_it_says_so_and_nowhere_else(of, takes, where):
+    seen = []
+    mine, theirs = updated(of(by_hand(seen, takes))), updated(of(plain()))
+    assert all(torch.equal(mine[k], theirs[k]) for k in theirs) and mine["a"].std() > 0
+    assert seen == where if where is not None else {("stored", 1), ("step", 1)} == set(seen) and len(seen) == 4
+
+
+def test_members_of_a_batch_are_one_list_and_a_derivative_is_that_of_the_formula():
+    seen = []
+    tx = by_hand(seen)
+    many = {"w": torch.linspace(-1, 1, 12).view(3, 4)}
+    found = torch.func.vmap(lambda x: updated(tx, 1, {"w": x})["w"])(many["w"])
+    assert seen == [("step", 3)]
+    assert torch.equal(found, torch.stack([updated(plain(), 1, {"w": x})["w"] for x in many["w"]]))
+    # p - lr * (p / 2), with a gradient of half of the parameter.
+    slope = torch.func.grad(lambda x: updated(tx, 1, {"w": x})["w"].sum())(torch.ones(2))
+    torch.testing.assert_close(slope, torch.full((2,), 0.75))
+
+
+def test_only_an_optimizer_of_a_formula_has_one():
+    norms = optimizer("by_norm", 0.1, {}, lambda p, g, slots, at: ([g], lambda n: (p - g / n, {})), of_norms=True)
+    for tx in (zf.clip_by_value(1.0), norms):
+        with pytest.raises(TypeError, match="without of_norms"):
+            with_kernel(tx, print)
