@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from pairs import cover
 from stages import STAGES, around
 from time_limits import limit
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import zerofn as zf
 
@@ -55,14 +57,19 @@ def torch_optim(schedule: list[tuple[int, ...]], every: int, size: int, clip: bo
     return [p.detach() for p in model.parameters()]
 
 
+# When leaves of the first step are frozen, and whether they have states then.
+AFTER, HELD, UNFROZEN = HOWS = ("after attach", "before, with states", "before, without states")
+
+
 def attached(
-    front: list, schedule: list[tuple[int, ...]], data: Callable[[int], Tensor], clip: bool, **more: bool
+    front: list, schedule: list[tuple[int, ...]], data: Callable[[int], Tensor], clip: bool, how: str, early: bool
 ) -> list[Tensor]:
     model = net()
-    if more.get("hold_frozen"):
+    if how != AFTER:
         freeze(model, schedule[0])
     clips = [zf.clip_by_global_norm(0.5)] if clip else []
-    opt = zf.attach(model, zf.chain(*front, *clips, zf.adamw(RATE, weight_decay=DECAY)), **more)
+    tx = zf.chain(*front, *clips, zf.adamw(RATE, weight_decay=DECAY))
+    opt = zf.attach(model, tx, hold_frozen=how == HELD, in_backward=early)
     for i in range(STEPS):
         freeze(model, schedule[i])
         model(data(i)).square().mean().backward()
@@ -78,11 +85,11 @@ def fronts(stage: str, every: int) -> list:
     return around(stage, *(middle if every > 1 else []), window=window)
 
 
-# Whether leaves are frozen before `attach`, accumulation, and updates within backward: those take no clip, no window.
+# How leaves are frozen, accumulation, and updates within backward: those take no clip, no window.
 RUNS = [
-    (name, hold, every, early)
+    (name, how, every, early)
     for name in SCHEDULES
-    for hold in (False, True)
+    for how in HOWS
     for every, early in ((1, False), (2, False), (1, True))
     if name != "within windows" or every == 2
 ]
@@ -97,59 +104,64 @@ def close(mine: list[Tensor], reference: list[Tensor], what: object) -> None:
         assert torch.equal(a, s) if not trained else torch.allclose(a, b, rtol=1e-5, atol=2e-6), what
 
 
-@pytest.mark.parametrize("name, hold, every, early", RUNS)
-def test_one_process_freezes_as_torch_optim_does(name, hold, every, early):
+@pytest.mark.parametrize("name, how, every, early", RUNS)
+def test_one_process_freezes_as_torch_optim_does(name, how, every, early):
     schedule, clip = SCHEDULES[name], not early
-    data = lambda i: whole(2, i)  # noqa: E731
-    mine = attached(fronts("one process", every), schedule, data, clip, hold_frozen=hold, in_backward=early)
-    close(mine, torch_optim(schedule, every, 2, clip), (name, hold, every, early))
+    mine = attached(fronts("one process", every), schedule, lambda i: whole(2, i), clip, how, early)
+    close(mine, torch_optim(schedule, every, 2, clip), (name, how, every, early))
 
 
 def on_a_rank(stage: str, runs: list) -> list[list[Tensor]]:
     data = lambda i: batch(dist.get_rank(), i)  # noqa: E731
     return [
-        attached(fronts(stage, every), SCHEDULES[name], data, not early, hold_frozen=hold, in_backward=early)
-        for name, hold, every, early in runs
+        attached(fronts(stage, every), SCHEDULES[name], data, not early, how, early) for name, how, every, early in runs
     ]
 
 
 @pytest.mark.parametrize(
-    ("stage", "runs"),
+    ("stage", "size", "runs"),
     [
-        ("data parallel", cover(RUNS)[::2]),
-        ("ZeRO-3", cover(RUNS)[1::2]),
-        *[pytest.param(x, RUNS, marks=pytest.mark.slow) for x in STAGES],
+        ("data parallel", 2, cover(RUNS)[::2]),
+        ("ZeRO-3", 2, cover(RUNS)[1::2]),
+        *[pytest.param(x, n, RUNS, marks=pytest.mark.slow) for x in STAGES for n in (2, 3)],
     ],
 )
-def test_ranks_freeze_as_torch_optim_does(stage, runs):
-    for ranks in zf.launch(on_a_rank, 2, stage, runs, timeout=limit()):
+def test_ranks_freeze_as_torch_optim_does(stage, size, runs):
+    for ranks in zf.launch(on_a_rank, size, stage, runs, timeout=limit()):
         for run, mine in zip(runs, ranks, strict=True):
             name, _, every, early = run
-            close(mine, torch_optim(SCHEDULES[name], every, 2, not early), (stage, *run))
+            close(mine, torch_optim(SCHEDULES[name], every, size, not early), (stage, size, *run))
 
 
 # What else looks at a leaf: transforms by themselves, at each stage and on one process, must see the same leaves.
 WEIGHTS = lambda path: "muon" if path.endswith("weight") else "adamw"  # noqa: E731
+HALVES = lambda path: "a" if path.startswith("4") else "b"  # noqa: E731
 OTHERS: dict[str, tuple[Callable[[], list], Callable[[], list]]] = {
     "owners": (lambda: [], lambda: [zf.partition({"muon": zf.muon(RATE), "adamw": zf.adamw(RATE)}, WEIGHTS)]),
+    # All leaves of one member, and of one mask, are frozen at first.
+    "members": (lambda: [], lambda: [zf.partition({"a": zf.sgd(RATE, momentum=0.9), "b": zf.adamw(RATE)}, HALVES)]),
+    "mask": (lambda: [], lambda: [zf.adamw(RATE), zf.masked(zf.ema(0.5), lambda path: path.startswith("2"))]),
     "average": (lambda: [], lambda: [zf.adamw(RATE), zf.ema(0.9)]),
     "host": (lambda: [], lambda: [zf.offload(zf.adamw(RATE))]),
     "scaled": (lambda: [zf.scale_loss(128.0)], lambda: [zf.adamw(RATE)]),
     "momentum": (lambda: [], lambda: [zf.sgd(RATE, momentum=0.9)]),
     "masters": (lambda: [zf.precision(param_dtype=torch.bfloat16)], lambda: [zf.sgd(RATE)]),
+    "schedule": (lambda: [], lambda: [zf.clip_by_global_norm(0.1), zf.lion(lambda step: RATE / (1 + step))]),
+    "free": (lambda: [], lambda: [zf.schedule_free(zf.sgd(RATE))]),
+    "codes": (lambda: [], lambda: [zf.quantize(zf.adamw(RATE), block=4)]),
+    "other": (lambda: [], lambda: [zf.leafwise(lambda grad, param: -RATE * grad - 1e-3 * param, optimizer=True)()]),
 }
 
 
-def others(stage: str, data: Callable[[int], Tensor], hold: bool) -> dict[str, list[Tensor]]:
+def others(stage: str, data: Callable[[int], Tensor], how: str) -> dict[str, list[Tensor]]:
     found = {}
     for name, (middle, rest) in OTHERS.items():
         model = net()
-        if hold:
+        if how != AFTER:
             freeze(model, BETWEEN[0])
         held = [zf.accumulate(2)] if stage == "one process" else []
-        opt = zf.attach(
-            model, zf.chain(*around(stage, *middle(), *held, window=zf.accumulate(2)), *rest()), hold_frozen=hold
-        )
+        tx = zf.chain(*around(stage, *middle(), *held, window=zf.accumulate(2)), *rest())
+        opt = zf.attach(model, tx, hold_frozen=how == HELD)
         for i in range(STEPS):
             freeze(model, BETWEEN[i])
             model(data(i)).square().mean().backward()
@@ -179,51 +191,161 @@ def dropped(every: int) -> dict[str, list[Tensor]]:
     return found
 
 
-def others_on_a_rank(stage: str, holds: tuple[bool, ...]) -> list[dict[str, list[Tensor]]]:
-    return [others(stage, lambda i: batch(dist.get_rank(), i), hold) for hold in holds]
+def others_on_a_rank(stage: str, hows: tuple[str, ...]) -> list[dict[str, list[Tensor]]]:
+    return [others(stage, lambda i: batch(dist.get_rank(), i), how) for how in hows]
 
 
-@pytest.mark.parametrize("hold", [False, True])
-def test_a_frozen_leaf_is_one_without_a_gradient(hold):
+@pytest.mark.parametrize("how", HOWS)
+def test_a_frozen_leaf_is_one_without_a_gradient(how):
     expected = dropped(2)
-    for name, mine in others("one process", lambda i: whole(2, i), hold).items():
+    for name, mine in others("one process", lambda i: whole(2, i), how).items():
         assert all(torch.equal(a, b) for a, b in zip(mine, expected[name], strict=True)), name
 
 
 @pytest.mark.parametrize(
-    ("stage", "holds"),
+    ("stage", "hows"),
     [
-        ("ZeRO-1", (True,)),
-        ("ZeRO-2", (False,)),
-        *[pytest.param(x, (False, True), marks=pytest.mark.slow) for x in STAGES],
+        ("ZeRO-1", (HELD,)),
+        ("ZeRO-2", (UNFROZEN,)),
+        ("ZeRO-3", (UNFROZEN,)),
+        *[pytest.param(x, HOWS, marks=pytest.mark.slow) for x in STAGES],
     ],
 )
-def test_a_frozen_leaf_is_one_without_a_gradient_on_ranks(stage, holds):
+def test_a_frozen_leaf_is_one_without_a_gradient_on_ranks(stage, hows):
     expected = dropped(2 if stage == "ZeRO-1" else 1)
-    for both in zf.launch(others_on_a_rank, 2, stage, holds, timeout=limit()):
-        for found in both:
+    for all_of in zf.launch(others_on_a_rank, 2, stage, hows, timeout=limit()):
+        for found in all_of:
             for name, mine in found.items():
                 # bf16 rounds what ranks compute of half a batch each.
                 near = {"rtol": 0.0, "atol": 1e-3} if name == "masters" else {"rtol": 1e-5, "atol": 3e-6}
                 for a, b in zip(mine, expected[name], strict=True):
-                    torch.testing.assert_close(a, b, **near, msg=lambda m, name=name: f"{name}: {m}")
+                    torch.testing.assert_close(a, b, **near, msg=lambda m, of=(stage, name): f"{of}: {m}")
 
 
 # -- what has no state ---------------------------------------------------------------------------------------
 
 
-def test_a_leaf_that_was_frozen_at_attach_has_no_state_and_cannot_be_unfrozen():
+def test_a_leaf_that_was_frozen_at_attach_gets_its_state_at_its_first_step():
     model = net()
     freeze(model, (0,))
     opt = zf.attach(model, zf.adamw(RATE))
-    assert set(opt.state.transforms["adamw"]["exp_avg"]) == {"2.weight", "2.bias", "4.weight", "4.bias"}
-    before = [p.detach().clone() for p in model.parameters()]
+    trained = {"2.weight", "2.bias", "4.weight", "4.bias"}
+    kept = {path: id(x) for path, x in opt.state.transforms["adamw"]["exp_avg"].items()}
+    assert set(kept) == trained and model[0].weight not in opt.state
+    assert len(opt.param_groups[0]["params"]) == 4
+    groups = opt.param_groups
+    groups[0]["lr"] = 0.5
+    freeze(model, ())
+    assert set(opt.state.transforms["adamw"]["exp_avg"]) == trained
+    model(batch(0, 0)).square().mean().backward()
+    opt.step()
+    moments = opt.state.transforms["adamw"]["exp_avg"]
+    assert list(moments) == [*dict(model.named_parameters())]
+    assert all(id(moments[path]) == x for path, x in kept.items())
+    assert opt.param_groups is groups and groups[0]["lr"] == 0.5
+    assert all(p is q for p, q in zip(groups[0]["params"], model.parameters(), strict=True))
+
+
+# -- where unfreezing meets other features ----------------------------------------------------------------------
+
+
+def trained_on(model: nn.Module, opt: zf.Optimizer, steps: range, run: nn.Module | None = None) -> None:
+    for i in steps:
+        freeze(model, BETWEEN[i])
+        (run or model)(batch(dist.get_rank(), i)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def of_fully_shard() -> list[Tensor]:
+    model = net()
+    freeze(model, BETWEEN[0])
+    for i in (0, 2, 4):
+        fully_shard(model[i])
+    opt = zf.attach(fully_shard(model), zf.adamw(RATE, weight_decay=DECAY))
+    trained_on(model, opt, range(STEPS))
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+def compiled(stage: str) -> list[Tensor]:
+    model = net()
+    freeze(model, BETWEEN[0])
+    opt = zf.attach(model, zf.chain(*fronts(stage, 1), zf.adamw(RATE, weight_decay=DECAY)))
+    trained_on(model, opt, range(STEPS), torch.compile(model, backend="aot_eager", fullgraph=True))
+    opt.detach()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def resumed(stage: str, how: str, directory: str) -> list[Tensor]:
+    """Saved when some leaves have states that they had not at first, and loaded where these are unfrozen too."""
+    tx = lambda: zf.chain(*fronts(stage, 1), zf.adamw(RATE, weight_decay=DECAY))  # noqa: E731
+    model = net()
+    freeze(model, BETWEEN[0])
+    opt = zf.attach(model, tx())
+    trained_on(model, opt, range(3))
+    zf.save(directory, opt)
+    saved = copy.deepcopy(opt.state_dict())
+    opt.detach()
+    values = [p.detach().clone() for p in model.parameters()]
+    model = net()
+    freeze(model, BETWEEN[0])
+    with torch.no_grad():
+        for p, x in zip(model.parameters(), values, strict=True):
+            p.copy_(x)
+    opt = zf.attach(model, tx())
+    freeze(model, BETWEEN[2])
+    if how == "zf.load":
+        zf.load(directory, like=opt)
+    else:
+        opt.load_state_dict(saved)
+    trained_on(model, opt, range(3, STEPS))
+    opt.detach()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def meetings(stage: str, directory: str) -> dict[str, list[Tensor]]:
+    found = {how: resumed(stage, how, f"{directory}/{stage}") for how in ("zf.load", "load_state_dict")}
+    if stage == "ZeRO-3":
+        found["fully_shard"] = of_fully_shard()
+        with pytest.raises(RuntimeError, match=r"unfrozen under shard and torch\.compile.*\n  2\.bias.*\n  2\.weight"):
+            compiled(stage)
+    else:
+        found["compiled"] = compiled(stage)
+    return found
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["ZeRO-3", pytest.param("data parallel", marks=pytest.mark.slow), pytest.param("ZeRO-2", marks=pytest.mark.slow)],
+)
+def test_unfrozen_leaves_are_saved_loaded_compiled_and_cut_by_torch(stage, tmp_path):
+    reference = torch_optim(BETWEEN, 1, 2, False)
+    for found in zf.launch(meetings, 2, stage, str(tmp_path), timeout=limit()):
+        for how, mine in found.items():
+            close(mine, reference, (stage, how))
+
+
+def test_a_captured_step_trains_no_unfrozen_leaf():
+    model = net()
+    freeze(model, (0,))
+    opt = zf.attach(model, zf.adamw(RATE), capturable=True)
     freeze(model, ())
     model(batch(0, 0)).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"0\.weight: frozen when it was attached") as caught:
+    with pytest.raises(RuntimeError, match=r"0\.weight: frozen when it was attached(.|\n)*hold_frozen=True"):
         opt.step()
-    assert "0.bias" in str(caught.value) and "zf.attach(model, tx, hold_frozen=True)" in str(caught.value)
-    assert all(torch.equal(p, x) for p, x in zip(model.parameters(), before, strict=True))
+
+
+def test_a_checkpoint_with_states_of_leaves_that_are_frozen_here_says_so(tmp_path):
+    model = net()
+    zf.save(tmp_path / "saved", zf.attach(model, zf.adamw(RATE)))
+    other = net()
+    freeze(other, (0,))
+    opt = zf.attach(other, zf.adamw(RATE))
+    with pytest.raises(ValueError, match=r"adamw/exp_avg/0\.weight: unexpected(.|\n)*p\.requires_grad_\(True\)"):
+        zf.load(tmp_path / "saved", like=opt)
+    freeze(other, ())
+    zf.load(tmp_path / "saved", like=opt)
+    assert other[0].weight in opt.state
 
 
 def test_held_leaves_are_saved_and_loaded_whatever_is_frozen(tmp_path):
@@ -247,12 +369,13 @@ def test_held_leaves_are_saved_and_loaded_whatever_is_frozen(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_frozen_leaves_of_materialize_can_be_held():
+@pytest.mark.parametrize("hold", [True, False])
+def test_frozen_leaves_of_materialize_can_be_unfrozen(hold):
     with torch.device("meta"):
         model = net()
     freeze(model, (0,))
-    opt = zf.materialize(model, zf.adamw(RATE), hold_frozen=True)
-    assert "0.weight" in opt.state.transforms["adamw"]["exp_avg"] and not model[0].weight.requires_grad
+    opt = zf.materialize(model, zf.adamw(RATE), hold_frozen=hold)
+    assert ("0.weight" in opt.state.transforms["adamw"]["exp_avg"]) is hold and not model[0].weight.requires_grad
     start = model[0].weight.detach().clone()
     for frozen in (True, False):
         freeze(model, (0,) if frozen else ())

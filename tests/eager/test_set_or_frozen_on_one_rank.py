@@ -36,6 +36,11 @@ def unfreezes(opt, model):
     model.weight.requires_grad_(True)
 
 
+def makes_a_state(opt, model):
+    """As `unfreezes`, of a leaf that has no state yet."""
+    model.weight.requires_grad_(True)
+
+
 def trained(stage, act, where, early=False):
     """What is told, where `act` is done on the ranks `where` in the second of four steps; and the parameters.
 
@@ -43,10 +48,10 @@ def trained(stage, act, where, early=False):
     """
     torch.manual_seed(0)
     model = nn.Linear(3, 4).double()
-    if act is unfreezes:
+    if act in (unfreezes, makes_a_state):
         model.weight.requires_grad_(False)
     chain = zf.chain(*around(stage, window=zf.accumulate(1)), zf.adamw(0.1))
-    opt = zf.attach(model, chain, in_backward=early, hold_frozen=True)
+    opt = zf.attach(model, chain, in_backward=early, hold_frozen=act is not makes_a_state)
     rank, said = P.rank_and_size()[0], []
     for step in range(4):
         now = step == 1 and rank in where
@@ -88,7 +93,7 @@ def test_what_one_rank_sets_in_its_groups_is_refused_on_all(stage, act):
 
 ROWS = [
     (stage, act, (0,), early)
-    for stage, act, early in itertools.product(STAGES, (freezes, unfreezes, freezes_late), (False, True))
+    for stage, act, early in itertools.product(STAGES, (freezes, unfreezes, freezes_late, makes_a_state), (False, True))
 ]
 
 
@@ -99,7 +104,8 @@ def test_a_leaf_that_one_rank_alone_freezes_is_named(rows):
             assert len(said) == 1 and said[0].startswith("step 1: ranks disagree on"), (row, said)
             assert "which leaves are frozen" in said[0] and re.search(r"\(rank 0: \d+, rank 1: \d+\)", said[0]), row
         # The rank that has frozen leaves tells which they are.
-        assert ["frozen: weight" in said[0] for said in (first, second)].count(True) == 1, row
+        word = "unfrozen: weight" if row[1] is makes_a_state else " frozen: weight"
+        assert [word in said[0] for said in (first, second)].count(True) == 1, row
         assert all(map(torch.equal, params, others)), row
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,10 +57,10 @@ class OwnerFailed(RuntimeError):
         super().__init__(explain(wrong, "\n".join(lines), right))
 
 
-def assign_owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
+def assign_owners(leaves: Sequence[Leaf], size: int, known: Mapping[str, int] | None = None) -> dict[str, int]:
     """By path: the rank that updates the leaf, chosen by the sizes of leaves and the number of ranks alone.
 
-    The largest leaf comes first, and each goes to the rank that has least to do.
+    The largest leaf comes first, and each goes to the rank that has least to do. Leaves that have an owner keep it.
 
     >>> shapes = {"a": 6, "b": 5, "c": 4, "d": 3}
     >>> leaves = [Leaf(path, torch.Size([n]), torch.float32, "cpu") for path, n in shapes.items()]
@@ -69,8 +69,9 @@ def assign_owners(leaves: Sequence[Leaf], size: int) -> dict[str, int]:
     """
     load = [0] * size
     found: dict[str, int] = {}
-    for leaf in sorted(leaves, key=lambda leaf: -leaf.numel):
-        found[leaf.path] = min(range(size), key=lambda rank: load[rank])
+    known = known or {}
+    for leaf in sorted(leaves, key=lambda leaf: (leaf.path not in known, -leaf.numel)):
+        found[leaf.path] = known.get(leaf.path, min(range(size), key=lambda rank: load[rank]))
         # A leaf without elements counts as 1, so that not all of these go to one rank.
         load[found[leaf.path]] += leaf.numel + 1
     return found
@@ -269,10 +270,12 @@ def _owned_here(axes: Sequence[AxisExchange], paths: Iterable[str]) -> list[str]
     return [p for p in paths if all([axis.rank_of[p] == axis.wire.group.rank for axis in axes])]
 
 
-def owner_exchange(cutting: Sequence[Wire], leaves: tuple[Leaf, ...]) -> OwnerExchange:
-    """The exchange of leaves that these wires cut, one after the other."""
+def owner_exchange(
+    cutting: Sequence[Wire], leaves: tuple[Leaf, ...], known: Mapping[str, int] | None = None
+) -> OwnerExchange:
+    """The exchange of leaves that these wires cut, one after the other; `known` has owners by path."""
     size = place_in(cutting)[1]
-    rank_of = assign_owners(leaves, size)
+    rank_of = assign_owners(leaves, size, known)
     axes = []
     for wire in cutting:
         # The number of ranks among which the later axes divide one shard of this axis.
@@ -427,6 +430,8 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
     leaves.
     """
     ranks: dict[str, dict[str, int]] = {}
+    # A layout that is resolved again, with more leaves that are trained, has owners of the others.
+    before = layout.placement.owners if layout.placement.size == place_in(cutting)[1] else ()
 
     def owned(part: Transform, paths: Set[str], where: str) -> Transform:
         leaves = tuple(leaf for leaf in layout.trainable if leaf.path in paths)
@@ -440,7 +445,8 @@ def run_at_owners(t: Transform, layout: Layout, cutting: Sequence[Wire]) -> tupl
             part, leaves = on_rows(part, rows, layout.every), tuple(leaf for leaf in leaves if leaf.path not in rows)
         if not leaves:
             return replace(part, needs="element")
-        at = owner_exchange(cutting, leaves)
+        known = {path: rank for name, at, of in before if (name, at) == (t.name, where) for path, rank in of}
+        at = owner_exchange(cutting, leaves, known)
         ranks[where] = at.rank_of
         return _at_owners(part, at, layout.every)
 

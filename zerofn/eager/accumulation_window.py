@@ -33,6 +33,12 @@ class AccumulationWindow:
             self.every *= part.facts.window
         self.holds = self.every > 1
 
+    def of(self, pipe: Pipeline) -> AccumulationWindow:
+        """The same window, for a pipeline of the same chain in which more leaves are trained."""
+        made = AccumulationWindow(pipe, self.current)
+        made.forced, made.averaged = self.forced, self.averaged
+        return made
+
     def closes(self) -> bool:
         """Whether the next step closes it."""
         if self.forced is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import chain
 from operator import attrgetter, is_not
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -148,7 +148,7 @@ ATTACH_LAST = (
     "fully_shard of each block, and of the model, first (after parallelize_module), then opt = zf.attach(model, tx)\n"
     "         with a tx without shard, reduce_scatter and all_reduce: FSDP2 reduces the gradients"
 )
-FROZEN_AT_ATTACH = "frozen when it was attached, so it has no state; requires_grad became True"
+FROZEN_AT_ATTACH = "frozen when it was attached, and a captured step does not train it; requires_grad became True"
 
 
 class Watch:
@@ -160,17 +160,27 @@ class Watch:
         params: its parameters by path, in their resident form.
         shown: by path, the parameters that the model has.
         stored: the stored form of parameters.
+        captured: whether steps may be captured, whose leaves stay those that had states when it was attached.
 
     Attributes:
-        frozen: names the leaves that have a state and do not require grad now; empty if there are none.
+        unfrozen: the paths of leaves that have no state and require grad now: the next step makes one.
+        frozen: names these, and the leaves that have a state and do not require grad now; empty if there are none.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, params: Leaves, shown: Leaves, stored: StoredParameters):
-        self.stored = stored
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        params: Leaves,
+        shown: Leaves,
+        stored: StoredParameters,
+        captured: bool = False,
+    ):
+        self.stored, self.captured = stored, captured
         self.paths = [leaf.path for leaf in layout.leaves]
-        self.held = layout.trained
+        self.held = frozenset(layout.trained)
         self.params = shown
-        self.frozen = self._frozen()
+        self.unfrozen, self.frozen = self._frozen()
         # The memory of a DTensor is that of its local tensor.
         self.tensors = [
             shown[p] if shown[p].is_complex() and not is_distributed(shown[p]) else params[p] for p in self.paths
@@ -186,8 +196,8 @@ class Watch:
     def check(self) -> None:
         """Refuse a model that has changed: it would be trained wrongly without an error.
 
-        Leaves that have a state may be frozen and unfrozen: autograd computes no gradient for a frozen one, and a leaf
-        without a gradient keeps its value and its state, as in torch.optim.
+        Leaves may be frozen and unfrozen: autograd computes no gradient for a frozen one, and a leaf without a gradient
+        keeps its value and its state, as in torch.optim. One without a state gets it in the next step.
 
         Raises:
             RuntimeError: everything that has changed is named.
@@ -206,7 +216,8 @@ class Watch:
         if not bad and not changed:
             # Allowed changes: leaves were frozen or unfrozen; the user gave sharded parameters other memory, in which
             # they are stored from then on (`adopted`); submodules without parameters came, which steps watch from now.
-            self.frozen, self.known = self._frozen(), (*now[:2], *self.known[2:])
+            self.unfrozen, self.frozen = self._frozen()
+            self.known = (*now[:2], *self.known[2:])
         else:
             right = "opt.detach() before the change and opt = zf.attach(model, tx) after it"
             if any(reason == MADE_BY_TORCH for _, reason in changed):
@@ -215,14 +226,16 @@ class Watch:
                 right += ":\n         attach after adding adapters"
             if any(reason == FROZEN_AT_ATTACH for _, reason in bad):
                 right += (
-                    ".\n         To unfreeze leaves between steps: zf.attach(model, tx, hold_frozen=True), which makes "
-                    "states for frozen leaves too;\n         or attach first and freeze after it"
+                    ".\n         To unfreeze leaves between captured steps: zf.attach(model, tx, capturable=True,\n"
+                    "         hold_frozen=True), which makes states for frozen leaves too, and a new capture"
                 )
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad + changed, right))
 
-    def _frozen(self) -> str:
-        found = [path for path in self.held if not self.params[path].requires_grad]
-        return f"frozen: {' '.join(found)}" if found else ""
+    def _frozen(self) -> tuple[frozenset[str], str]:
+        other = [path for path in self.paths if self.params[path].requires_grad != (path in self.held)]
+        late = [path for path in other if path not in self.held]
+        named = {"frozen": [path for path in other if path in self.held], "unfrozen": late}
+        return frozenset(late), ", ".join([f"{how}: {' '.join(paths)}" for how, paths in named.items() if paths])
 
     def _registered(self) -> list[tuple[str, dict[str, Any]]]:
         """Two entries for each module, by its name: its parameters, and its submodules."""
@@ -241,11 +254,11 @@ class Watch:
             return list(map(Tensor.data_ptr, self.tensors)), fixed, list(map(dict.__len__, found)), ids
 
     def _reasons(self) -> Iterator[tuple[str, str]]:
-        held = set(self.held)
         addresses = [self.stored.at[path] for path in self.paths] if self.stored.movable else self.known[0]
         known = zip(self.paths, self.tensors, self.devices, addresses, self.known[1], strict=True)
         for path, p, device, address, (shape, dtype, _) in known:
-            yield path, _reason(p, self.params[path], address, shape, dtype, device, held=path in held)
+            held = path in self.held or not self.captured
+            yield path, _reason(p, self.params[path], address, shape, dtype, device, held)
 
 
 def _reason(
@@ -458,7 +471,7 @@ class Attachment:
         if self.home.faces is not None:
             self.groups.exchange(self.params)
         self.home.stored_params.movable &= not self.capturable
-        self.watch = Watch(model, layout, params, self.leaves, self.home.stored_params)
+        self._observe()
         self.leave = functools.partial(leave, self.home, [])
         self.window = AccumulationWindow(self.pipe, self.home.current)
         self._writes = 0
@@ -470,6 +483,62 @@ class Attachment:
         if self.home.channels.control is not None:
             # `undo` runs from its end, so this comes last.
             self.home.undo.insert(0, functools.partial(channels.close, self.home.channels.control.ranks))
+            self.home.lasting += 1
+
+    def _observe(self) -> None:
+        """Watch the model, as it is now."""
+        home = self.home
+        of = home.pipe.layout, home.params, self.leaves, home.stored_params
+        self.watch = Watch(home.model, *of, captured=self.capturable)
+
+    def _train_more(self) -> None:
+        """Give states to leaves that were frozen when the model was attached, and that require grad now.
+
+        All ranks call it, and have compared which leaves these are.
+        """
+        from .unfreezing import with_trained
+
+        home = self.home
+        control, paths = home.channels.control, self.watch.unfrozen
+        compiled = None if home.boundary is None else home.boundary.compiled
+        if home.units is not None and compiled is not None and compiled.at:
+            refuse_in_graph(paths)
+        home.begin_again(*with_trained(home.unread, home.state_now(), paths, control))
+        self.pipe = home.pipe
+        self.groups.regroup(self.pipe, self.params)
+        self.window = self.window.of(self.pipe)
+        vars(self).pop("dicts", None)
+        self._observe()
+        home.gradients.bring_unfrozen(paths)
+
+    def train_unfrozen(self, call: str) -> None:
+        """As `_train_more`, if there are such leaves, before what is loaded. All ranks make this call."""
+        if self.watch.now() != self.watch.known:
+            self.watch.look()
+        if self.watch.unfrozen:
+            if self.home.channels.control is not None:
+                right = "the same parameters frozen and unfrozen on every rank"
+                together(call, self.home.channels.control.ranks, right, state=self.watch.frozen)
+            with interrupts_held():
+                self._train_more()
+
+    def _collect(self, rates: dict[str, Any], numbers: dict[str, dict[str, Any]]) -> Leaves:
+        """The gradients of this micro-step, once ranks have compared what must be equal on all.
+
+        The exchange says whether all ranks have unfrozen the same leaves, so only then these get states.
+        """
+        home, forced = self.home, self.window.forced
+        if home.alone:
+            if self.watch.unfrozen and home.in_backward is None:
+                self._train_more()
+            return home.gradients.grads()
+        frozen = self.watch.frozen
+        settings = as_text(rates, numbers, frozen) if rates or numbers or frozen else ""
+        grads = home.gradients.collect(forced, settings)
+        if self.watch.unfrozen and home.in_backward is None:
+            self._train_more()
+            grads = home.gradients.collect(forced, settings)
+        return grads
 
     @functools.cached_property
     def dicts(self) -> StateDicts:
@@ -556,10 +625,8 @@ class Attachment:
         if closure is None:
             wrong, why = f"opt.step() through {asking.name}", "a transform asks for the gradient at a second point"
             raise ValueError(explain(wrong, why, CLOSURE))
-        rates, numbers = self.groups.given()
-        settings = as_text(rates, numbers, self.watch.frozen) if rates or numbers or self.watch.frozen else ""
         with interrupts_held():
-            grads = home.gradients.grads() if home.alone else home.gradients.collect(self.window.forced, settings)
+            grads = self._collect(*self.groups.given())
         if home.reduces:
             home.gradients.used()
         loss, state = self.loss, home.current.state
@@ -585,12 +652,8 @@ class Attachment:
         try:
             # Settings are read first: they may be refused, and collected gradients cannot be put back.
             rates, numbers = self.groups.given()
-            if home.alone:
-                grads = home.gradients.grads()
-            else:
-                frozen = self.watch.frozen
-                settings = as_text(rates, numbers, frozen) if rates or numbers or frozen else ""
-                grads = home.gradients.collect(self.window.forced, settings)
+            grads = self._collect(rates, numbers)
+            before = home.current.state
             if home.current.torn:
                 # This comes after the exchange, in which all ranks raise if only some have a torn state.
                 home.current.check("opt.step()")
@@ -641,11 +704,31 @@ class Attachment:
 
     def _finish(self, early: InBackward, grads: Leaves) -> dict[str, Tensor]:
         """End the step that backward has made."""
+        before, current = self.home.current.state, self.home.current
+        self._bring(early, grads)
+        if not self.watch.unfrozen:
+            return early.finish()
+        # Leaves that were unfrozen are updated by a second step, with the counters of the first one.
+        begun = early.under_way is not None
+        metrics = early.finish() if begun else {}
+        after, current.state = current.state, before
+        self._train_more()
+        late = self.home.in_backward
+        assert late is not None
+        self._bring(late, self.home.gradients.collect(None, self.watch.frozen))
+        if late.under_way is not None or not begun:
+            metrics = {**late.finish(), **metrics}
+        if begun:
+            from .unfreezing import with_entries
+
+            current.state = with_entries(current.state, after)
+        return metrics
+
+    def _bring(self, early: InBackward, grads: Leaves) -> None:
+        """Update leaves with gradients in `p.grad`, which the user has put there: those of backward have left it."""
         for path, grad in grads.items():
-            # The user has put this gradient there: those of backward have left `p.grad`.
             write_grad(self.leaves[path], None)
             early.arrived(path, grad)
-        return early.finish()
 
     def _update(
         self,
@@ -794,6 +877,7 @@ class Attachment:
     def load(self, call: str, read: Callable[[], ToLoad], more: Callable[[], object] | None = None) -> LoadedStates:
         """Copy what `read` finds in a state dict into the state and into the model; `more` is a part of the load."""
         self.check(call)
+        self.train_unfrozen(f"opt.{call}(...)")
 
         def rest() -> None:
             # The loaded window need not divide losses as the window that was given up did.
@@ -846,6 +930,14 @@ def _check(of: Callable[[], Attachment | None]) -> None:
     attachment = of()
     if attachment is not None and attachment.here:
         attachment.watch.check()
+
+
+def refuse_in_graph(paths: Iterable[str]) -> NoReturn:
+    """Refuse leaves that were unfrozen behind the calls of a graph that has no place for their gradients."""
+    bad = [(path, "frozen when the graph was made, which sends no gradient of it") for path in sorted(paths)]
+    right = "zf.attach(model, tx, hold_frozen=True), which makes states for frozen leaves too;\n"
+    right += "         or opt.detach(), the change, attach and compile again"
+    raise RuntimeError(bad_leaves("unfrozen under shard and torch.compile(model, fullgraph=True)", bad, right))
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from types import NoneType
 from typing import TYPE_CHECKING, cast
@@ -195,6 +195,7 @@ class GradientHooks:
         if self.units is not None:
             self.units.schedule.partial.clear()
             self.units.schedule.drop()
+            self.units.unfrozen.clear()
         self.held.clear()
         self.reduced.clear()
         self.taken = {}
@@ -346,8 +347,8 @@ class MicroStep(OwnGradients):
     def _reduced(self, stream: Stream, marks: dict[str, int]) -> Leaves:
         """The gradients that the stream has reduced, once it has compared marks with its last message."""
         hooks, agreement = self.hooks, self.agreement
-        if set(map(type, map(read_grad, hooks.shown.values()))) != {NoneType}:
-            for path, p in hooks.shown.items():
+        if set(map(type, map(read_grad, self.trainable.values()))) != {NoneType}:
+            for path, p in self.trainable.items():
                 if read_grad(p) is not None:
                     # The user has put this gradient there.
                     hooks.hand_over(path, p)
@@ -366,6 +367,19 @@ class MicroStep(OwnGradients):
         grads = self.uncleared.take(grads)
         # Gradients came in the order of backward and of buckets, and a transform may pair lists by position.
         return {path: grads[path] for path in self.trainable if path in grads}
+
+    def go_on_from(self, before: OwnGradients) -> None:
+        """Take over gradients of this micro-step: the model is hooked anew."""
+        assert isinstance(before, MicroStep)
+        self.hooks.taken = before.hooks.taken
+        self.uncleared, self.uncleared.zero = before.uncleared, self._zero
+        if self.hooks.units is not None and before.hooks.units is not None:
+            self.hooks.units.unfrozen = before.hooks.units.unfrozen
+
+    def bring_unfrozen(self, paths: Collection[str]) -> None:
+        """Bring the gradients of these leaves, which are trained from now on, to `p.grad`. All ranks call it."""
+        if self.hooks.units is not None:
+            self.hooks.units.reduce_unfrozen(paths)
 
     def used(self) -> None:
         """A step has used the gradients that it was given, which have left `p.grad`."""

@@ -494,8 +494,9 @@ def attach(
         in_backward: update each leaf as soon as backward has computed its gradient, and free the gradient, so that the
             gradients of all leaves never exist at once. `step()` then only ends the step. The chain must treat each
             leaf independently of the others, and each step must have one backward.
-        hold_frozen: also make states for parameters that are frozen now, as `torch.optim` does, so that you can
-            unfreeze them later. By default frozen parameters have no state, and stay frozen.
+        hold_frozen: make states at once for parameters that are frozen now, too. By default a frozen parameter has no
+            state until you unfreeze it. A captured step, and a model that is compiled as one graph under `shard`, train
+            later only what had a state when it was attached.
         check: make the checks of the first steps in every step, for a program that changes as it runs. Under
             `scale_loss` zerofn searches the graphs of the first ten backwards for tensors that left the model otherwise
             than by `return`, and with `check` the graph of every backward. zerofn compares the memory addresses of the
@@ -525,8 +526,10 @@ def attach(
     raise if `p.grad` has no numbers or is not yet averaged over ranks. Gradients of a block may be views of one buffer.
     If you keep one gradient longer than a step, clone it: otherwise the memory of the whole buffer is kept.
 
-    Between steps `p.requires_grad_(False)` freezes a parameter that has a state, and `p.requires_grad_(True)` unfreezes
-    it. All ranks must do the same. A frozen parameter keeps its value, its state and its count of updates.
+    Between steps `p.requires_grad_(False)` freezes a parameter, and `p.requires_grad_(True)` unfreezes it. All ranks
+    must do the same. A frozen parameter keeps its value, its state and its count of updates. A parameter without a
+    state gets one in the first step after it is unfrozen, as in `torch.optim`. That step hooks the model anew, and
+    under `shard` the gradient is in `p.grad` only behind it.
 
     A hook on a parameter gets the value for `p.grad`: under `shard` this rank's shard of the mean gradient, as under
     FSDP2, otherwise the gradient of this rank. So a linear hook makes the same step with and without `shard`, and a

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 def hook(home: ResidentParams) -> None:
     """Hook parameters and modules: gradients are reduced or used as they arrive, and full parameters gathered."""
     pipe, params, channels = home.pipe, home.params, home.channels
-    late: list[weakref.ref[Units]] = []
-    faces = _faces(home, late)
+    faces = home.faces or _faces(home)
     complexes = home.complexes()
     leaves = params if faces is None and complexes is None else home.shown
     hooks = GradientHooks(
@@ -48,7 +47,7 @@ def hook(home: ResidentParams) -> None:
     if home.units is not None and home.in_backward is not None:
         home.in_backward.updating = home.units.updating
     # The reference is weak: a cycle would keep the process groups of a detached model until a garbage collection.
-    late += [] if home.units is None else [weakref.ref(home.units)]
+    home.gatherers[:] = [] if home.units is None else [weakref.ref(home.units)]
     home.hook_modules(blocks)
     limited = _limited(home)
     # Under `all_reduce` ranks would drift apart by what these embeddings write, so there it is compared too.
@@ -83,8 +82,8 @@ def _wire(home: ResidentParams) -> Wire | None:
     return wire.on(channels.groups[pipe.groups.index(wire.group)], wire.reduce_dtype)
 
 
-def _faces(home: ResidentParams, late: list[weakref.ref[Units]]) -> ModelFaces | None:
-    """Put DTensors in the places of sharded parameters; `late` gets what gathers them."""
+def _faces(home: ResidentParams) -> ModelFaces | None:
+    """Put DTensors in the places of sharded parameters."""
     wire = _wire(home)
     if wire is None or home.fully_sharded is not None:
         return None
@@ -95,15 +94,16 @@ def _faces(home: ResidentParams, late: list[weakref.ref[Units]]) -> ModelFaces |
     # is not, so these leaves are listed.
     seen = [view for view in uncast(home.pipe.road) if view.renumbers]
     other = [leaf.path for leaf in home.pipe.layout.leaves if any([view.changes(leaf) for view in seen])]
-    by = Gathering(wire, lambda asked: _there(late).schedule.meet(asked), lambda: (of := late[0]()) is None or of.left)
-    faces = ModelFaces(by, lambda path: _there(late).gather_alone(path), home.pipe.layout, home.params, other)
+    at = home.gatherers
+    by = Gathering(wire, lambda asked: _there(at).schedule.meet(asked), lambda: (of := at[0]()) is None or of.left)
+    faces = ModelFaces(by, lambda path: _there(at).gather_alone(path), home.pipe.layout, home.params, other)
     faces.put(home.model, home.undo)
-    home.shown, home.faces = faces.shown, faces
+    home.shown, home.faces, home.lasting = faces.shown, faces, len(home.undo)
     return faces
 
 
-def _there(late: list[weakref.ref[Units]]) -> Units:
-    units = late[0]()
+def _there(at: list[weakref.ref[Units]]) -> Units:
+    units = at[0]()
     if units is None:
         why, right = "the optimizer that gathered it is gone", "the model's own parameters, which are plain ones again"
         raise RuntimeError(explain("a sharded parameter after opt.detach()", why, right))

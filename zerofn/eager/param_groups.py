@@ -159,6 +159,17 @@ class ParamGroups:
             optimizer.params = [params[path] for path in paths]
             group["params"] = list(optimizer.params)
 
+    def regroup(self, pipe: Pipeline, params: Leaves) -> None:
+        """Put in parameters that are trained from now on. What is set in the groups stays."""
+        before = {x.prefix: (x, group) for x, group in zip(self.optimizers, self.groups, strict=True)}
+        made = ParamGroups(pipe, params)
+        pairs = [before.get(x.prefix, (x, group)) for x, group in zip(made.optimizers, made.groups, strict=True)]
+        self._owned, self.scheduled = made._owned, made.scheduled
+        self.optimizers = [optimizer for optimizer, _ in pairs]
+        # It is the list that schedulers of torch have.
+        self.groups[:] = [group for _, group in pairs]
+        self.exchange(params)
+
     def given(self) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """By prefix: learning rates and hyperparameters that were set to other values than the pipeline's.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from types import NoneType
@@ -295,6 +296,12 @@ class OwnGradients:
 
     # The next methods concern gradients that have left `p.grad`. Here none have, so they do nothing.
 
+    def go_on_from(self, before: OwnGradients) -> None:
+        """Take over gradients of this micro-step: the model is hooked anew."""
+
+    def bring_unfrozen(self, paths: Collection[str]) -> None:
+        """Bring the gradients of these leaves, which are trained from now on, to `p.grad`. All ranks call it."""
+
     def used(self) -> None:
         """A step has used the gradients that it was given."""
 
@@ -377,6 +384,8 @@ class ResidentParams:
         wholes: full parameters of which each rank stores a shard, if ranks compare them.
         state_views: shows shards of states in their full shapes; `None` where they are shown as they are.
         undo: functions that remove what was put on the model, called from the last to the first.
+        gatherers: `units` again, as a weak reference, for those that are in the places of sharded parameters.
+        lasting: how many of the first of them stay when the model is hooked anew.
         first_stored: the first stored parameters; empty before they are made.
         hooked, left: whether `attach` has come to its end, and whether `detach` has begun.
     """
@@ -414,6 +423,8 @@ class ResidentParams:
         self.grad_dtypes = {path: p.grad_dtype for path, p in params.items() if p.grad_dtype != p.dtype}
         self.dtypes = dict(zip(params, map(_DTYPE, params.values()), strict=True))
         self.undo: list[Callable[[], object]] = []
+        self.lasting = 0
+        self.gatherers: list[weakref.ref[Units]] = []
         self.first_stored: dict[str, Tensor] = {}
         self.hooked, self.left = False, False
         self.units: Units | None = None
@@ -439,12 +450,37 @@ class ResidentParams:
         self.hooked = True
         self.first_stored = {}
 
+    def begin_again(self, pipe: Pipeline, state: State) -> None:
+        """Hook the model anew, for a pipeline of the same chain in which more leaves are trained.
+
+        No rank is in a collective of the model. Its parameters stay the same objects, and its process groups open.
+
+        Args:
+            pipe: the pipeline, whose views read no state.
+            state: its state.
+        """
+        before, last = self.gradients, self.stored_params.last
+        if self.units is not None:
+            self.units.schedule.reshard()
+            self.units.left = True
+        hooks = self.undo[self.lasting :]
+        del self.undo[self.lasting :]
+        take_back(hooks)
+        self.unread, self.pipe = pipe, pipe.reading(self.current.of_transform)
+        if self.context is not None:
+            self.in_backward = _in_backward(self.pipe, self.current, self.context)
+        self.current.state = state
+        self.refreshing, self.boundary = [], None
+        with _unfrozen(self, pipe.layout.trained):
+            self._hook()
+        self.stored_params.last = last
+        self.gradients.go_on_from(before)
+
     def _hook(self) -> None:
         self.stored_params = StoredParameters(self.pipe, self.params, self.current)
         if self.pipe.gathering is None:
             # Where parameters are gathered, so is the place where their gradients are made dense.
-            trained = [self.shown[path] for path in self.pipe.layout.trained]
-            make_gradients_dense(self.model, trained, self.undo)
+            make_gradients_dense(self.model, self.shown.values(), self.undo)
         self.hook(self)
         self.stored_params.movable &= self.fully_sharded is None
         self.alone = self.channels.control is None and not self.stored_params.watched

@@ -291,8 +291,7 @@ def to_resident(pipe: Pipeline, leaf: Leaf, p: Tensor) -> Tensor:
     if not dense(resident) or (pipe.road.after_update and not resident.is_contiguous()):
         resident = resident.contiguous()
     put(pipe, p, resident, "zf.attach")
-    if leaf.trainable:
-        keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
+    keep_grads_in(p, pipe.road.resident_grad_dtype(leaf))
     if resident.dtype != wide.dtype or pipe.road.renumbers_after_update:
         return pipe.road.store(full, leaf).clone(memory_format=torch.contiguous_format)
     # The stored tensor is a view of `p`, so that a step's write into it counts as a write into `p`. Under `shard` it is
@@ -361,8 +360,7 @@ def move_out(pipe: Pipeline, params: Leaves, grad_dtypes: Mapping[str, torch.dty
         if grad is not None and grad.shape != p.shape:
             # This is a shard, to which a later backward could not add a full gradient.
             write_grad(p, None)
-        if leaf.trainable:
-            keep_grads_in(p, grad_dtypes.get(leaf.path, p.dtype))
+        keep_grads_in(p, grad_dtypes.get(leaf.path, p.dtype))
 
 
 def keep_grads_in(p: Tensor, dtype: torch.dtype | None) -> None:

@@ -10,7 +10,7 @@ user code may hold: a later use would read memory that is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -62,6 +62,8 @@ class Units:
     Attributes:
         suspended: inside `opt.gathered()`: the model's parameters are full ones and are used as they are.
         left: the model is detached.
+        unfrozen: by unit, for each leaf the sum of full gradients that came since it was unfrozen. Until the next step
+            no bucket has a place for them.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class Units:
         # (unit, place in it) -> how often a parameter has changed.
         self.age = self.schedule.age
         self.suspended = self.left = False
+        self.unfrozen: dict[int, dict[str, Tensor]] = {}
+        self.all_trained = len(pipe.layout.trained) == len(pipe.layout.leaves)
 
     def look(self, path: str, keep: bool) -> Tensor:
         """A full parameter, differentiable; with `keep`, each call returns the same tensor until its unit is freed."""
@@ -174,6 +178,37 @@ class Units:
         with self._sending():
             found = self.schedule.perform(GRADIENTS, i, fulls)
         return found if self.faces is None else list(map(self.faces.gradient, self.units[i], found))
+
+    def keep_unfrozen(self, node: Any, grads: tuple[Tensor | None, ...]) -> None:
+        """Keep the gradients of leaves that were unfrozen since the last step, until the next one."""
+        found = [
+            (x.path, g) for x, g in zip(self.units[node.i], grads, strict=True) if g is not None and not x.trainable
+        ]
+        if not found:
+            return
+        if reaches(()) is None:
+            raise RuntimeError(
+                explain(
+                    f"torch.autograd.grad by {found[0][0]}, unfrozen since the last step, under shard",
+                    "the step after it is unfrozen makes a place for its gradient in what ranks send to each other",
+                    "loss.backward() and opt.step() first; or zf.attach(model, tx, hold_frozen=True)",
+                )
+            )
+        kept = self.unfrozen.setdefault(node.i, {})
+        for path, g in found:
+            kept[path] = g.detach() if path not in kept else kept[path] + g.detach()
+
+    def reduce_unfrozen(self, paths: Collection[str]) -> None:
+        """Reduce the gradients that were kept of these leaves. All ranks call it, with the same paths."""
+        kept, self.unfrozen = self.unfrozen, {}
+        for i, unit in enumerate(self.units):
+            if any([leaf.path in paths for leaf in unit]):
+                own = kept.get(i, {})
+                with self._sending(), torch.no_grad():
+                    found = self.schedule.perform(GRADIENTS, i, tuple([own.get(leaf.path) for leaf in unit]))
+                    for leaf, g in zip(unit, found, strict=True):
+                        if g is not None:
+                            self.schedule.accept(leaf, g, True)
 
     def reduced_later(self, node: Any, grads: tuple[Tensor | None, ...]) -> bool:
         """Reduce the gradients of a node's unit while backward goes on, if nothing needs them before its end.
@@ -268,6 +303,8 @@ class GatherUnit(Function):
         if not all_plain(gs):
             gs = tuple([g if g is None or g.layout == torch.strided else g.to_dense() for g in gs])
             check_alone(units.units[ctx.i], gs)
+        if not units.all_trained:
+            units.keep_unfrozen(ctx, gs)
         # If nobody differentiates this backward, it needs no node.
         plain = untracked()
         if plain and ctx.kind == PARAMETERS and units.reduced_later(ctx, gs):

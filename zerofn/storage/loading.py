@@ -187,6 +187,8 @@ def load(
     """
     check_flag("load", "strict", strict)
     opt = like if isinstance(like, Optimizer) else None
+    if opt is not None:
+        opt._own.train_unfrozen("zf.load(directory, like=opt)")
     state = state_of(like, "zf.load(directory, like={})", form=strict)
     path = absolute_path("zf.load({}, like=state)", directory)
     return _load(directory, path, state, opt, strict, _pipe(state, opt, strict, tx))

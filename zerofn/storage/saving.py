@@ -409,6 +409,10 @@ def misfit_message(directory: Any, bad: list[tuple[str, str]]) -> str:
             "; then, for a chain with quantize,\n"
             "         state = zf.quantize_state(new_tx, state, like=zf.init(new_tx, params))"
         )
+    if all(reason.startswith("unexpected") and not key.startswith(("params/", "buffers/")) for key, reason in bad):
+        right += (
+            ";\n         where parameters were trained that are frozen here: p.requires_grad_(True) before the load"
+        )
     if all(key.startswith("buffers/") for key, _ in bad):
         right = "the model that saved it; without its buffers, opt.load_state(zf.load(directory, like=opt.state))"
     return bad_leaves(f"the checkpoint in {directory} does not fit this state", bad, right)
