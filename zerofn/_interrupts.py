@@ -126,6 +126,51 @@ class interrupts_held:
                     handler(number, frame)
 
 
+class Writing(set[str]):
+    """`Context.written` of a step: signals are held from the first write into the state on, to the end of `with`.
+
+    What a step computes before it writes (norms, overflows, rates, traced formulas) may be interrupted: the state is
+    then that of before.
+
+    Args:
+        at_once: hold signals from the beginning. Steps over ranks do: collectives come before the first write.
+
+    Examples:
+        >>> import signal
+        >>> try:
+        ...     with Writing() as written:
+        ...         written.add("adamw.")
+        ...         signal.raise_signal(signal.SIGINT)
+        ...         print("to the end")
+        ... except KeyboardInterrupt:
+        ...     print("and then")
+        to the end
+        and then
+    """
+
+    __slots__ = ("at_once", "hold")
+
+    def __init__(self, at_once: bool = False):
+        self.at_once, self.hold = at_once, interrupts_held()
+
+    def __enter__(self) -> Writing:
+        self.hold.held = []
+        set.clear(self)
+        if self.at_once:
+            self.hold.__enter__()
+        return self
+
+    def add(self, prefix: str) -> None:
+        """Note that the transform with this prefix writes."""
+        if not self and not self.at_once:
+            # It may raise, and then nothing is written.
+            self.hold.__enter__()
+        set.add(self, prefix)
+
+    def __exit__(self, *error: object) -> None:
+        self.hold.__exit__(*error)
+
+
 def take_back(actions: list[Callable[[], object]]) -> None:
     """Call functions that undo something, from the last to the first. An interrupted one (Ctrl-C) is called again."""
     while actions:

@@ -243,8 +243,8 @@ class State:
         Args:
             written: `Context.written` of the step in the `with` block. It is empty until the step begins to write.
         """
-        mark(self.micro_step, Fate.DONATED)
         try:
+            mark(self.micro_step, Fate.DONATED)
             yield
         except BaseException:
             mark(self.micro_step, Fate.TORN if written else Fate.NONE)

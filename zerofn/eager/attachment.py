@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from itertools import chain
 from operator import attrgetter, is_not
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,7 +24,7 @@ from .._compat.tensors import (
     write_grad,
 )
 from .._errors import bad_leaves, explain
-from .._interrupts import interrupts_held, take_back
+from .._interrupts import Writing, interrupts_held, take_back
 from ..core.context import Context, Norms
 from ..core.layout import Layout, Leaves, make_layout, parameters_of
 from ..core.number_graphs import ATTACHED, check_numbers
@@ -343,7 +342,6 @@ CLOSURE = """def closure():
     loss.backward()
     return loss
 opt.step(closure)"""
-NO_NUMBERS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Attachment:
@@ -530,7 +528,8 @@ class Attachment:
         home, forced = self.home, self.window.forced
         if home.alone:
             if self.watch.unfrozen and home.in_backward is None:
-                self._train_more()
+                with interrupts_held():
+                    self._train_more()
             return home.gradients.grads()
         frozen = self.watch.frozen
         settings = as_text(rates, numbers, frozen) if rates or numbers or frozen else ""
@@ -638,8 +637,13 @@ class Attachment:
             closure()
         self.loss = loss
 
-    def step(self, weight: Any, given: Mapping[str, Any] = NO_NUMBERS) -> dict[str, Tensor]:
-        """Run one micro-step. Return its metrics, each a tensor of its own."""
+    def step(self, weight: Any, given: Mapping[str, Any], written: Writing) -> dict[str, Tensor]:
+        """Run one micro-step. Return its metrics, each a tensor of its own.
+
+        Args:
+            weight, given: as `opt.step` gets them.
+            written: begins to hold signals when the state is first written. Its `with` block is the caller's.
+        """
         home, early = self.home, self.home.in_backward
         self.check("step")
         if self.watch.now() != self.watch.known:
@@ -658,7 +662,7 @@ class Attachment:
                 # This comes after the exchange, in which all ranks raise if only some have a torn state.
                 home.current.check("opt.step()")
             if early is None:
-                metrics = self._update(grads, weight, rates, numbers, given)
+                metrics = self._update(grads, weight, rates, numbers, given, written)
             else:
                 metrics = self._finish(early, grads)
             # If only a GPU knows whether the step was skipped, parameters are refreshed in any case.
@@ -677,12 +681,14 @@ class Attachment:
         finally:
             self._writes += 1
 
-    def step_fully_sharded(self, fully: FullySharded, weight: Any, given: Mapping[str, Any]) -> dict[str, Tensor]:
+    def step_fully_sharded(
+        self, fully: FullySharded, weight: Any, given: Mapping[str, Any], written: Writing
+    ) -> dict[str, Tensor]:
         """Run one micro-step of a model whose gradients FSDP2 has reduced."""
         self.check("step")
         fully.bring()
         try:
-            metrics = self.step(weight, given)
+            metrics = self.step(weight, given, written)
         finally:
             fully.take()
         if self.spent is not None:
@@ -736,7 +742,8 @@ class Attachment:
         weight: Any,
         rates: dict[str, Any],
         numbers: dict[str, Any],
-        given: Mapping[str, Any] = NO_NUMBERS,
+        given: Mapping[str, Any],
+        written: Writing,
     ) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
         if weight is not None:
@@ -763,6 +770,7 @@ class Attachment:
             lr=rates,
             numbers=numbers,
             micro_step=old.micro_step,
+            written=written,
             **lost,
         )
         try:
@@ -772,7 +780,7 @@ class Attachment:
                 _store(new.leaves, old.leaves, ctx)
             current.state = new
         except BaseException:
-            if ctx.written:
+            if written:
                 current.tear()
             raise
         if self.home.reduces:
@@ -795,7 +803,7 @@ class Attachment:
         rates, numbers = self.groups.given()
         # Grad mode is off in every backward, so it does not say that the user wants constants.
         lost = self._lost_graphs(recorded(), numbers, None, enabled=True)
-        return self.pipe.context(donate=True, lr=rates, numbers=numbers, **lost)
+        return self.pipe.context(donate=True, lr=rates, numbers=numbers, written=Writing(), **lost)
 
     def _lost_graphs(self, record: bool, numbers: dict[str, Any], weight: Any, enabled: bool) -> dict[str, Any]:
         """The entries of a step's context by which numbers that require grad are refused, if grad mode is `enabled`."""

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from .._compat.autograd import at_end_of_backward, in_backward
 from .._errors import explain
-from .._interrupts import interrupts_held
 from ..core.context import Context
 from ..core.executor import GRAD_NORM, Segment, stretch
 from ..core.facts import Scope
@@ -127,7 +126,7 @@ class InBackward:
         Raises:
             RuntimeError: it has been updated since the last `step`.
         """
-        with interrupts_held(), torch.no_grad():
+        with torch.no_grad():
             self._begin(path, grad)
             if path in self.done or path in self.waiting:
                 return
@@ -165,7 +164,7 @@ class InBackward:
     def update(self) -> None:
         """Update the leaves that wait."""
         if self.waiting:
-            with interrupts_held(), torch.no_grad():
+            with torch.no_grad():
                 self._update()
 
     def _update(self) -> None:
@@ -174,20 +173,22 @@ class InBackward:
         if not grads or self.under_way is None:
             return
         stored, ctx = {path: self.current.state.leaves[path] for path in grads}, self.under_way.ctx
-        ctx.written.clear()
-        try:
-            with self.updating(grads):
-                with torch.set_grad_enabled(ctx.looks):
-                    new = self.under_way.feed(grads, stored)
-                for path, x in new.items():
-                    if x is not stored[path]:
-                        stored[path].copy_(x)
-        except BaseException:
-            if ctx.written:
-                self.current.tear()
-            raise
-        self.done.update(grads)
-        self.updated(grads)
+        written: Any = ctx.written
+        with written:
+            try:
+                with self.updating(grads):
+                    with torch.set_grad_enabled(ctx.looks):
+                        new = self.under_way.feed(grads, stored)
+                    for path, x in new.items():
+                        if x is not stored[path]:
+                            written.add("")
+                            stored[path].copy_(x)
+            except BaseException:
+                if written:
+                    self.current.tear()
+                raise
+            self.done.update(grads)
+            self.updated(grads)
 
     def wait_for_copies(self) -> None:
         """Wait for the copies into the state that updates so far have begun."""

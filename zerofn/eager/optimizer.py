@@ -15,7 +15,7 @@ from .._compat.autograd import grad_mode_kept, set_grad_mode
 from .._compat.functorch import register_pytree_node, uncompiled
 from .._compat.tensors import HOOKS_OF, profiler_runs
 from .._errors import explain
-from .._interrupts import interrupts_held
+from .._interrupts import Writing, interrupts_held
 from .._profiler_ranges import NOTHING, PHASE, heard, ranged
 from ..core.arguments import check_flag
 from ..core.facts import OVERFLOW_LEAF, SKIPPED_STEPS
@@ -155,9 +155,11 @@ class Optimizer(torch.optim.Optimizer):
         listened = heard() is not None or profiler_runs()
         fully, mode = own.fully_sharded, torch.is_grad_enabled()
         try:
-            with interrupts_held(), ranged(PHASE, "update") if listened else NOTHING:
+            # Over ranks collectives come before the first write. Updates in backward have written already.
+            at_once = not own.home.alone or own.home.in_backward is not None
+            with Writing(at_once) as written, ranged(PHASE, "update") if listened else NOTHING:
                 step = own.step if fully is None else partial(own.step_fully_sharded, fully)
-                self.metrics = Metrics(step(weight, given))
+                self.metrics = Metrics(step(weight, given, written))
                 if self.lr_scheduler is not None and bool(self.metrics["updated"]):
                     self.lr_scheduler.step(**(lr_kwargs or {}))
         except BaseException:
