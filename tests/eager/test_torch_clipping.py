@@ -162,7 +162,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 
 
 def test_edits_of_gradients_are_made_or_refused():
-    looks, unlike = {"printed", "sizes"}, {"factor", "value"}
+    looks, unlike = {"printed", "sizes", "copy"}, {"factor", "value"}
     for found in zf.launch(edits, 2, timeout=limit()):
         for (stage, name), said in found.items():
             if name == "optimizer":

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from .._compat.autograd import gradient_hooks, has_hooks, hooks_after
+from .._compat.autograd import NO_BACKWARD, gradient_hooks, graph_task, has_hooks, hooks_after
 from .._compat.functorch import uncompiled
 from .._compat.tensors import read_grad, write_grad
+from .._errors import explain
 from .._interrupts import interrupts_held
 from ..core.bucketed_views import Like
-from ..core.layout import Leaf, Leaves
+from ..core.layout import Leaf, Leaves, as_complex
 from ..core.pipeline import Pipeline
 from ..core.returned_values import check_readable
 from ..core.view import pull
@@ -384,6 +385,37 @@ class MicroStep(OwnGradients):
         """Bring the gradients of these leaves, which are trained from now on, to `p.grad`. All ranks call it."""
         if self.hooks.units is not None:
             self.hooks.units.reduce_unfrozen(paths)
+
+    def mean(self, path: str) -> Tensor | None:
+        """The mean over ranks of a gradient that has left, in full, between backwards; zeros if no rank has one.
+
+        All ranks call it. `None` if it is used already, or is a mean over some of the ranks so far.
+
+        Raises:
+            RuntimeError: it is called in the middle of a backward; or ranks read other gradients, or are at a step.
+        """
+        hooks, stream, road = self.hooks, self.hooks.stream, self.pipe.road
+        wires = sum([view.wire is not None for view in self.pipe.stages])
+        if stream is None or not hooks.left() or hooks.in_backward is not None or wires > 1 or path not in stream.home:
+            return None
+        if graph_task() != NO_BACKWARD:
+            wrong = f"a copy of p.grad of the parameter {path} in the middle of a backward"
+            raise RuntimeError(explain(wrong, "gradients are still arriving", "p.grad.clone() behind loss.backward()"))
+        with interrupts_held(), torch.no_grad():
+            i, j = stream.home[path]
+            read = 2 + sum(stream.sizes[:i]) + j
+            stream.settle(self.agreement.marks(int(self.current.state.micro_step), None, dropped=read))
+            leaf, own = stream.buckets[i].leaves[j], {**hooks.taken, **hooks.reduced}.get(path)
+            dtype, shape = hooks.forms[path]
+            mine = self.current.state.leaves[path].new_zeros(shape, dtype=dtype) if own is None else own
+            if road.behind_reduction:
+                mine = pull(road.behind_reduction, mine, leaf)
+            wire = stream.wire
+            if wire.cuts:
+                _, rows = wire.send_parts([mine.reshape(-1)], [leaf])
+                (mine,) = wire.join_parts(rows, [leaf])
+            full = mine.reshape(leaf.shape)
+            return full.clone() if leaf.complex is None else as_complex(full, leaf).clone()
 
     def used(self) -> None:
         """A step has used the gradients that it was given, which have left `p.grad`."""

@@ -515,7 +515,8 @@ def attach(
       in PyTorch.
     - Under `shard`, after `backward()`, `p.grad` is this rank's shard of the mean gradient over ranks.
     - If `reduce_scatter` or `all_reduce` comes before any `accumulate`, `p.grad` has a shape and no numbers after
-      `backward()` on several ranks, because the gradient is being reduced.
+      `backward()` on several ranks, because the gradient is being reduced. Before `opt.step()`, `p.grad.clone()` on
+      every rank is the mean over ranks, in full; zeros if no rank has a gradient.
     - With `in_backward`, `p.grad` has a shape and no numbers after `backward()`, because the gradient was used.
     - After `step()`, `p.grad` is `None` with `accumulate(k > 1)`, which has moved the gradient into its sum, and with
       `in_backward`. Otherwise `step()` does not change `p.grad`.

@@ -58,7 +58,7 @@ def hook(home: ResidentParams) -> None:
             hooks.stream.agreement.opening = functools.partial(home.wholes.before_backward, hooks.stream.control)
     agreement = StepAgreement(channels.control, home.wholes)
     home.gradients = ends = MicroStep(hooks, agreement, home.stored_params, home.refresh)
-    asks = Asks(hooks.left, ends.gone, ends.cleared, functools.partial(_moved, home))
+    asks = Asks(hooks.left, ends.gone, ends.cleared, functools.partial(_moved, home), ends.mean)
     if home.fully_sharded is not None:
         home.state_views = as_dtensors(home.fully_sharded)
         return

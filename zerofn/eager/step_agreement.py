@@ -124,7 +124,7 @@ class WholeParameters:
 
 
 # Names of the numbers that must be equal on all ranks at every step.
-STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step() or zero_grad()"
+STEPS, CLOSES, DROPPED = "the number of steps", "what closes a window", "step(), zero_grad() or p.grad.clone()"
 SET = "what opt.param_groups sets and which leaves are frozen"
 SET_ALIKE = "Set and freeze the same on every rank: a scheduler that reads a loss is to read its mean over ranks."
 TORN = (
@@ -153,7 +153,7 @@ class StepAgreement:
         steps: int,
         boundary: bool | None,
         given: str = "",
-        dropped: bool = False,
+        dropped: int = False,
         torn: bool = False,
         more: dict[str, int] = NO_MORE,
     ) -> dict[str, int]:
@@ -163,7 +163,7 @@ class StepAgreement:
             steps: micro-steps before this one.
             boundary: the argument of `set_boundary`.
             given: the settings of `opt.param_groups` that differ from the pipeline's, as text.
-            dropped: whether the step is given up.
+            dropped: whether the step is given up; above 1 it is not, and says whose gradient is copied.
             torn: whether the state is torn. A load may have raised on some ranks alone, with equal counts on all.
             more: the result of `Schedule.marks`, where parameters are gathered on use.
         """

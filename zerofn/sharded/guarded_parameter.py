@@ -63,12 +63,14 @@ class Asks(NamedTuple):
         gone: the same, or used within backward since the last step, or used by that step and not cleared yet.
         cleared: the user has cleared gradients otherwise than by `opt.zero_grad()`; whether to `None`.
         moved: the user has given a sharded parameter other memory; its path.
+        numbers: the mean over ranks of the gradient that has left, in full, by path; `None` if it is used.
     """
 
     left: Callable[[], bool]
     gone: Callable[[], bool]
     cleared: Callable[[bool], None]
     moved: Callable[[str], None]
+    numbers: Callable[[str], Tensor | None] = lambda path: None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -87,12 +89,14 @@ INSTEAD_OF_SCALER = (
 )
 UNREDUCED = "p.grad is this rank's own gradient, which is averaged over ranks later: each rank would clip differently"
 NORMS = frozenset({"norm", "linalg_vector_norm"})
+COPIES = frozenset({"clone", "_to_copy"})
 
 
 class GoneGradient(Tensor):
     """`p.grad` of a parameter whose gradient has left: its shape, dtype and device, and no numbers.
 
-    It can be cleared, by `p.grad = None` or `p.grad.zero_()`, as `model.zero_grad()` does. Its norm is infinite, for
+    It can be cleared, by `p.grad = None` or `p.grad.zero_()`, as `model.zero_grad()` does. A copy of it has the mean
+    over ranks, if it is not used yet: every rank must make the copy. Its norm is infinite, for
     programs that ask for the norm only to log it: those divide infinity by it, and scale by the NaN that comes of it,
     which changes nothing here. Whoever clips scales by a number, which is refused as everything else is.
     """
@@ -123,6 +127,8 @@ class GoneGradient(Tensor):
                 return norms if listed else norms[0]
             if name == "mul_" and isinstance(args[1], Tensor) and not args[1].ndim and bool(args[1].isnan()):
                 return None if listed else first[0]
+            if name in COPIES and not listed and (found := first[0].of.asks.numbers(first[0].of.path)) is not None:
+                return func(found.to(first[0].dtype), *args[1:], **kwargs or {})
         gone = next(x for x in flatten((args, kwargs))[0] if isinstance(x, GoneGradient))
         wrong = f"{name} with p.grad of the parameter {gone.of.path}, which has no numbers here"
         raise RuntimeError(explain(wrong, gone.of.why, INSTEAD_OF_SCALER if name.startswith("_amp_") else IN_CHAIN))
@@ -130,12 +136,12 @@ class GoneGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"GoneGradient(of {self.of.path}, of shape {tuple(self.shape)}: {self.of.why})"
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        wrong = f"a copy of p.grad of the parameter {self.of.path}, which has no numbers here"
-        raise RuntimeError(explain(wrong, self.of.why, IN_CHAIN))
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.__deepcopy__(None)
+        wrong = f"a copy of p.grad of the parameter {self.of.path}, which has no numbers here"
+        raise RuntimeError(explain(wrong, self.of.why, IN_CHAIN))
 
 
 class UnreducedGradient(Tensor):

@@ -372,6 +372,47 @@ class Stream:
             check_marks([row[1:] for row in rows], list(marks), self.control)
         return found
 
+    def settle(self, marks: dict[str, int]) -> None:
+        """Reduce what has arrived so far, in the middle of a micro-step. All ranks call it; nothing is sent if no rank
+        has a gradient that is not reduced yet.
+
+        Args:
+            marks: as for `finish_reductions`: a rank that is at another call has others.
+
+        Raises:
+            RuntimeError: as `finish_reductions`.
+        """
+        if self.broken:
+            raise _lost()
+        agreement, self.broken = self.agreement, True
+        rows, busy = self._answers(marks)
+        alike = rows.count(rows[0]) == len(rows)
+        # A rank that is at its step has sent its buckets already, and waits for them.
+        while busy or not alike:
+            while self.rounds < agreement.allowed:
+                self._send()
+            before = agreement.allowed
+            if alike:
+                agreement.ask(self.pending, marks)
+                agreement.answer()
+            if agreement.allowed == before:
+                break
+        while self.flying:
+            self._land()
+        self.rounds, agreement.allowed, self.broken = 0, 1, False
+        if not alike:
+            check_marks([row[1:] for row in rows], list(marks), self.control)
+
+    def _answers(self, marks: dict[str, int]) -> tuple[list[list[int]], bool]:
+        """The numbers of all ranks, and whether any has gradients under way, once none asks for one more round."""
+        agreement = self.agreement
+        while True:
+            before = agreement.allowed
+            agreement.ask(False, marks, noticed=not self.idle)
+            rows, busy = agreement.answer()
+            if agreement.allowed == before:
+                return [[0, *row[1:]] for row in rows], busy
+
     def discard(self, marks: dict[str, int]) -> None:
         """Drop the gradients that have arrived. This rank completes rounds that others have begun, with zeros."""
         self._forget()
