@@ -126,14 +126,15 @@ class interrupts_held:
                     handler(number, frame)
 
 
-class Writing(set[str]):
+class Writing(interrupts_held):
     """`Context.written` of a step: signals are held from the first write into the state on, to the end of `with`.
 
     What a step computes before it writes (norms, overflows, rates, traced formulas) may be interrupted: the state is
     then that of before.
 
-    Args:
-        at_once: hold signals from the beginning. Steps over ranks do: collectives come before the first write.
+    Attributes:
+        add: notes that the transform with this prefix writes.
+        prefixes: what was noted.
 
     Examples:
         >>> import signal
@@ -148,27 +149,28 @@ class Writing(set[str]):
         and then
     """
 
-    __slots__ = ("at_once", "hold")
-
-    def __init__(self, at_once: bool = False):
-        self.at_once, self.hold = at_once, interrupts_held()
+    __slots__ = ("add", "prefixes")
 
     def __enter__(self) -> Writing:
-        self.hold.held = []
-        set.clear(self)
-        if self.at_once:
-            self.hold.__enter__()
+        self.held: list[tuple[int, Any]] = []
+        self.prefixes: set[str] = set()
+        self.add: Callable[[str], object] = self._begin
         return self
 
-    def add(self, prefix: str) -> None:
-        """Note that the transform with this prefix writes."""
-        if not self and not self.at_once:
-            # It may raise, and then nothing is written.
-            self.hold.__enter__()
-        set.add(self, prefix)
+    def _begin(self, prefix: str) -> None:
+        # It may raise, and then nothing is written.
+        interrupts_held.__enter__(self)
+        self.prefixes.add(prefix)
+        self.add = self.prefixes.add
+
+    def __bool__(self) -> bool:
+        return bool(self.prefixes)
 
     def __exit__(self, *error: object) -> None:
-        self.hold.__exit__(*error)
+        # `_begin` is a method of this object: a cycle.
+        self.add = self.prefixes.add
+        if self.held:
+            interrupts_held.__exit__(self, *error)
 
 
 def take_back(actions: list[Callable[[], object]]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .._compat.tensors import foreach, foreach_of
 from .._errors import explain, kind_of
+from .._interrupts import Writing
 from ..kernels.lists import at_once, in_place, results
 from ..kernels.norms import leaf_norms
 from ..kernels.program import TensorList, computed, write_where
@@ -241,7 +242,8 @@ class Context:
         standing: the metrics of this transform, by name, for a step in which no update reaches the transform.
         under_way: copies into the new state, filled by `before_the_end`.
         written: prefixes of the transforms that have begun to write into donated memory. If an error is raised after
-            that, the state is neither the old one nor the new. Filled by `own` and `into`.
+            that, the state is neither the old one nor the new. Filled by `own` and `into`. The first one may begin to
+            hold signals (`_interrupts.Writing`).
         prefix: the place of a nested transform, for instance ``"partition.decay."``.
         rounding: how a transform that says `Facts.rounds` rounds what it stores in 16 bits; by default to nearest.
     """
@@ -269,7 +271,7 @@ class Context:
     comes: bool | Tensor = True
     standing: Mapping[str, Any] = field(default_factory=dict)
     under_way: list[UnderWay] = field(default_factory=list)
-    written: set[str] = field(default_factory=set)
+    written: set[str] | Writing = field(default_factory=set)
     prefix: str = ""
     rounding: Rounding | None = None
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from .._compat.functorch import innermost, innermost_transform, is_wrapped, register_pytree_node
 from .._compat.saved_states import state_from
 from .._errors import bad_leaves, explain, kind_of
+from .._interrupts import Writing
 from ..kernels.recording import recorded
 from .facts import AVERAGE
 from .layout import Layout, Leaf, Leaves, as_plain, from_plain
@@ -237,7 +238,7 @@ class State:
         return self.transforms
 
     @contextmanager
-    def given_away(self, written: Collection[str]) -> Iterator[None]:
+    def given_away(self, written: Collection[str] | Writing) -> Iterator[None]:
         """Mark that the memory of this state belongs to the next one, unless the `with` block raises before it writes.
 
         Args:

@@ -531,8 +531,7 @@ class Attachment:
                 with interrupts_held():
                     self._train_more()
             return home.gradients.grads()
-        frozen = self.watch.frozen
-        settings = as_text(rates, numbers, frozen) if rates or numbers or frozen else ""
+        settings = as_text(rates, numbers, self.watch.frozen)
         grads = home.gradients.collect(forced, settings)
         if self.watch.unfrozen and home.in_backward is None:
             self._train_more()
@@ -637,7 +636,7 @@ class Attachment:
             closure()
         self.loss = loss
 
-    def step(self, weight: Any, given: Mapping[str, Any], written: Writing) -> dict[str, Tensor]:
+    def step(self, weight: Any, given: Mapping[str, Any], written: set[str] | Writing) -> dict[str, Tensor]:
         """Run one micro-step. Return its metrics, each a tensor of its own.
 
         Args:
@@ -656,8 +655,15 @@ class Attachment:
         try:
             # Settings are read first: they may be refused, and collected gradients cannot be put back.
             rates, numbers = self.groups.given()
-            grads = self._collect(rates, numbers)
-            before = home.current.state
+            if self.watch.unfrozen:
+                grads = self._collect(rates, numbers)
+                before = home.current.state
+            elif home.alone:
+                grads = home.gradients.grads()
+            else:
+                frozen = self.watch.frozen
+                settings = as_text(rates, numbers, frozen) if rates or numbers or frozen else ""
+                grads = home.gradients.collect(self.window.forced, settings)
             if home.current.torn:
                 # This comes after the exchange, in which all ranks raise if only some have a torn state.
                 home.current.check("opt.step()")
@@ -682,7 +688,7 @@ class Attachment:
             self._writes += 1
 
     def step_fully_sharded(
-        self, fully: FullySharded, weight: Any, given: Mapping[str, Any], written: Writing
+        self, fully: FullySharded, weight: Any, given: Mapping[str, Any], written: set[str] | Writing
     ) -> dict[str, Tensor]:
         """Run one micro-step of a model whose gradients FSDP2 has reduced."""
         self.check("step")
@@ -743,7 +749,7 @@ class Attachment:
         rates: dict[str, Any],
         numbers: dict[str, Any],
         given: Mapping[str, Any],
-        written: Writing,
+        written: set[str] | Writing,
     ) -> dict[str, Tensor]:
         """Run the update halves on the gradients that have arrived."""
         if weight is not None:

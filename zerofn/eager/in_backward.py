@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .._compat.autograd import at_end_of_backward, in_backward
 from .._errors import explain
+from .._interrupts import Writing
 from ..core.context import Context
 from ..core.executor import GRAD_NORM, Segment, stretch
 from ..core.facts import Scope
@@ -173,7 +174,8 @@ class InBackward:
         if not grads or self.under_way is None:
             return
         stored, ctx = {path: self.current.state.leaves[path] for path in grads}, self.under_way.ctx
-        written: Any = ctx.written
+        written = ctx.written
+        assert isinstance(written, Writing)
         with written:
             try:
                 with self.updating(grads):

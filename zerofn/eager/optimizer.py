@@ -156,10 +156,11 @@ class Optimizer(torch.optim.Optimizer):
         fully, mode = own.fully_sharded, torch.is_grad_enabled()
         try:
             # Over ranks collectives come before the first write. Updates in backward have written already.
-            at_once = not own.home.alone or own.home.in_backward is not None
-            with Writing(at_once) as written, ranged(PHASE, "update") if listened else NOTHING:
+            late = own.home.alone and own.home.in_backward is None
+            hold: Any = Writing() if late else interrupts_held()
+            with hold, ranged(PHASE, "update") if listened else NOTHING:
                 step = own.step if fully is None else partial(own.step_fully_sharded, fully)
-                self.metrics = Metrics(step(weight, given, written))
+                self.metrics = Metrics(step(weight, given, hold if late else set()))
                 if self.lr_scheduler is not None and bool(self.metrics["updated"]):
                     self.lr_scheduler.step(**(lr_kwargs or {}))
         except BaseException:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._compat.autograd import set_grad_mode
 from .._compat.functorch import COMPILES_STATES, begins_uncompiled, uncompiled, while_traced
 from .._errors import explain, kind_of
-from .._interrupts import Writing
+from .._interrupts import Writing, interrupts_held
 from .._profiler_ranges import PHASE, ranged
 from ..core.arguments import check_flag, check_function, check_positional
 from ..core.capture import check_capturable, refuse_cold_capture
@@ -240,7 +240,7 @@ def _runner(loss_fn: Callable[..., Any], donate: bool, capturable: bool) -> Any:
             more = {**more, "given": given}
         ctx = pipe.context(weight=weight, donate=donate, recorded=record, micro_step=state.micro_step, **more)
         if donate and not tracing:
-            ctx = replace(ctx, unread=capturable and not record, written=Writing(at_once=bool(pipe.step_groups)))
+            ctx = replace(ctx, unread=capturable and not record)
             new, metrics = _donated(pipe, grads, old, state, ctx)
         else:
             with ranged(PHASE, "update"):
@@ -257,9 +257,13 @@ def _donated(pipe: Pipeline, grads: Leaves, given: State, state: State, ctx: Con
     `state` is the one that was given, or has its leaves.
     """
     made: tuple[State, Metrics] | None = None
+    # Over ranks collectives come before the first write.
+    hold = interrupts_held() if pipe.step_groups else Writing()
+    if type(hold) is Writing:
+        ctx = replace(ctx, written=hold)
     try:
         # The state is marked as given away before it is written, since another thread may be saving it.
-        with ctx.written, given.given_away(ctx.written), ranged(PHASE, "update"):  # type: ignore[attr-defined]
+        with hold, given.given_away(ctx.written), ranged(PHASE, "update"):
             made = apply(pipe, grads, state, ctx)
     except BaseException:
         if made is not None:
