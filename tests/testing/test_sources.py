@@ -62,3 +62,13 @@ def test_nothing_stays_behind():
     with pytest.raises(ValueError):
         kernel_source(zf.chain(squashed(), zf.adamw(lr=0.1)), {"w": x})
     assert torch.equal(x, before[0]) and x.grad is None and program.printer_for(x.device) is before[1]
+
+
+def test_check_transform_tells_why_a_function_is_no_kernel():
+    (reason,) = zf.testing.check_transform(squashed())
+    assert reason.startswith("tanh, in squashed, line ") and reason.endswith("return grad.tanh()")
+
+
+@pytest.mark.parametrize("made", [momentum, lambda: zf.adafactor(0.1), lambda: zf.centralize(), lambda: zf.lamb(0.1)])
+def test_check_transform_says_nothing_of_kernels_and_of_the_librarys_own(made):
+    assert zf.testing.check_transform(made()) == []

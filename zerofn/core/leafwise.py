@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec
 
 import torch
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
 from ..kernels.lists import batches, on_lists
+from ..kernels.numbers import NotOnLists, untold
+from ..kernels.plans import SHARED, Plans
 from ..kernels.program import TensorList, computed
 from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
 from .context import Context, Prepared
 from .facts import Facts
 from .layout import Layout, Leaves
-from .optimizer import SHORT, LeafStep
+from .optimizer import SHORT, LeafStep, places_of
+from .outside import constants
 from .returned_values import misfit
 from .state import counter
 from .transform import Transform, TransformState
@@ -29,6 +33,8 @@ P = ParamSpec("P")
 # The library passes these to a function that has them as keyword-only arguments without a default.
 STEP, PATH, OFFSET = "step", "path", "offset"
 WIDER = ": it would lose bits there"
+# The number of the update, by which results are rounded at random. No argument has this name.
+ROUNDED = "rounded at random"
 
 
 @made_outside_of_graphs
@@ -86,8 +92,9 @@ def leafwise(
             place in the leaf. If leaves are sharded, one rank, the owner, gathers the leaf, updates it and keeps its
             state. `zf.save` saves this state for any number of ranks; `opt.state_dict()` has it on the owner only. With
             `"row"` the state of a sharded leaf has the shape of the rows or `(rows, k)`. With
-            `"element"`, without `path` and `offset`, a GPU computes many leaves in one call if the function consists of
-            arithmetic of its tensors.
+            `"element"`, without `path` and `offset`, one kernel computes many leaves if the function consists of
+            arithmetic of its tensors (docs/your-formula-is-a-kernel.md). It is called in the first step, and later ones
+            repeat what it did, unless it reads something that may change and is no argument.
 
     Raises:
         TypeError: the function, or `init`, cannot be called, or takes other arguments: a `state` without `init`, too
@@ -257,7 +264,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
 class _OnLeaves:
     """A user's function on one tensor, run on each leaf; `provided` are the arguments that the library passes.
 
-    With `of_lists` leaves of a GPU are computed together.
+    With `of_lists` large leaves, and those of a GPU, are computed together.
     """
 
     function: Callable
@@ -266,6 +273,10 @@ class _OnLeaves:
     of_lists: bool
     config: dict[str, Any]
     provided: frozenset[str]
+    plans: Plans = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plans", Plans(self.traced))
 
     @property
     def name(self) -> str:
@@ -338,10 +349,14 @@ class _OnLeaves:
     def on_lists(
         self, grads: Leaves, params: Leaves, kept: Mapping[str, Any], options: Any, ctx: Context
     ) -> dict[str, Any]:
-        """Result and state, by path, of leaves that a GPU computes together; not of those that run leaf by leaf."""
-        paths, stateful = list(grads), self.start is not None
+        """Result and state, by path, of leaves that are computed together; not of those that run leaf by leaf.
+
+        What the function has done in one step is repeated in later ones, if it reads nothing that may change but its
+        arguments.
+        """
+        paths, stateful, rounding = list(grads), self.start is not None, ctx.rounding
         columns = [[*grads.values()], [params[path] for path in paths]]
-        if not on_lists(columns) or (ctx.rounding is not None and isinstance(ctx.rounding.step, Tensor)):
+        if not on_lists(columns) or (rounding is not None and isinstance(rounding.step, Tensor)):
             return {}
         trees = [flatten(kept[path] if stateful else {}) for path in paths]
         form = trees[0][1]
@@ -350,28 +365,62 @@ class _OnLeaves:
             len({x.shape for x in row}) > 1 for row in zip(*columns, strict=True)
         ):
             return {}
+        numbers = {name: x for name in ("lr", STEP) if type(x := options.get(name)) in (int, float)}
+        known = constants(self.function, *[x for name, x in options.items() if name not in numbers])
+        if rounding is not None:
+            numbers[ROUNDED], rounding = rounding.step, rounding._replace(step=None)
+        into = None
+        if ctx.donate and not ctx.unread:
+            into = [1 if self.optimizes else SHARED, *range(2, len(columns))]
         found: dict[str, Any] = {}
-        for batch, (g, p, *olds) in batches(*columns):
-            lists = [g, p, *olds] if ctx.rounding is None else list(map(_wide, (g, p, *olds)))
-            given = (*lists[:2], unflatten(form, lists[2:])) if stateful else lists
-            try:
-                returned = self.function(*given, **options)
-                first, own = returned if stateful else (returned, {})
-                news, now = flatten(own)
-            except Exception:
-                # A function that gets lists may raise any error. Its leaves then run one by one, and if that fails
-                # too, the error is about one leaf.
-                continue
-            fits = now == form and all(type(x) is TensorList for x in (first, *news))
-            if fits and all(_holds(old.dtype, new.dtype) for old, new in zip(lists[2:], news, strict=True)):
-                own_paths = [paths[i] for i in batch]
-                at = _step(ctx, "", 0, own_paths, [ctx.offsets.get(path, 0) for path in own_paths])
-                made = [at.stored(first, p.dtype, 0) if self.optimizes else _as_given(first, g, ctx)]
-                made += [at.stored(new, old.dtype, i) for i, (old, new) in enumerate(zip(olds, news, strict=True), 1)]
-                computed(*made)
-                rows = zip(*(x.tensors for x in made), strict=True)
-                found |= {paths[i]: (x, unflatten(form, values)) for i, (x, *values) in zip(batch, rows, strict=True)}
+        for batch, lists in batches(*columns):
+            own_paths = [paths[i] for i in batch]
+            made: list[list[Tensor]] | None = None
+            if known is not None:
+                about, rows = (form, rounding, known), [x.like for x in lists]
+                with untold(), contextlib.suppress(NotOnLists):
+                    made, _ = self.plans.run(rows, numbers, into, about, functools.partial(places_of, own_paths, ctx))
+                    if into is not None:
+                        ctx.written.add(ctx.prefix)
+            if made is None:
+                offsets = [ctx.offsets.get(path, 0) for path in own_paths]
+                try:
+                    results, _ = self.traced(lists, {**options, **numbers}, (form, rounding), own_paths, offsets)
+                except Exception:
+                    # A function that gets lists may raise any error. Its leaves then run one by one, and if that fails
+                    # too, the error is about one leaf.
+                    continue
+                computed(*results)
+                made = [x.tensors for x in results]
+            of_leaves = zip(own_paths, zip(*made, strict=True), strict=True)
+            found |= {path: (x, unflatten(form, values)) for path, (x, *values) in of_leaves}
         return found
+
+    def traced(
+        self, lists: list[Any], numbers: Mapping[Any, Any], about: Any, paths: Sequence[str] = (), offsets: Any = ()
+    ) -> tuple[list[Any], list[Any]]:
+        """The function on lists of gradients, parameters and states: what it returns, as it is stored.
+
+        Args:
+            numbers: arguments of the function that are not those of `config`, and the number of the update.
+            about: the structure of a leaf's state, and how results are rounded.
+            paths, offsets: of the leaves, where numbers are those of a step.
+        """
+        (form, rounding), (g, p, *olds), stateful = about[:2], lists, self.start is not None
+        options = {**self.config, **numbers}
+        at = LeafStep(options.pop(ROUNDED, None), None, "", 0, paths=paths, offsets=offsets, rounding=rounding)
+        wide = lists if rounding is None else list(map(_wide, lists))
+        given = (*wide[:2], unflatten(form, wide[2:])) if stateful else wide
+        returned = self.function(*given, **options)
+        first, own = returned if stateful else (returned, {})
+        news, now = flatten(own)
+        if now != form or any(type(x) is not TensorList for x in (first, *news)):
+            raise NotOnLists("a result that is made of no argument")
+        if not all(_holds(old.dtype, new.dtype) for old, new in zip(wide[2:], news, strict=True)):
+            raise NotOnLists("a state in another dtype")
+        made = [at.stored(first, p.dtype, 0) if self.optimizes else first if rounding is None else first.to(g.dtype)]
+        made += [at.stored(new, old.dtype, i) for i, (old, new) in enumerate(zip(olds, news, strict=True), 1)]
+        return made, []
 
 
 def _wide(x: Any) -> Any:

@@ -1155,7 +1155,7 @@ def _by_plans(
             rows += torch.stack([norms[path] for path in paths], 1).to(torch.float32).unbind()
         about = shared, squares is None and _rides(paths, given), step.rounding and step.rounding._replace(step=None)
         try:
-            made, sums = plans.run(rows, numbers, into, about, partial(_places, paths, ctx))
+            made, sums = plans.run(rows, numbers, into, about, partial(places_of, paths, ctx))
         except NotOnLists:
             rest += paths
             continue
@@ -1189,7 +1189,7 @@ def _offsets(paths: Sequence[str], ctx: Context) -> list[int]:
     return [ctx.offsets.get(path, 0) for path in paths]
 
 
-def _places(paths: Sequence[str], ctx: Context) -> tuple[list[int], list[int]]:
+def places_of(paths: Sequence[str], ctx: Context) -> tuple[list[int], list[int]]:
     """The keys and the offsets of leaves, for random bits."""
     return list(map(leaf_key, paths)), _offsets(paths, ctx)
 
@@ -1240,7 +1240,7 @@ def _on_stored(
             about = shared, _rides(paths, given), None, *([True] if masters else [])
             into = written if lr is not None else [None, *written]
             try:
-                (x, *made), sums = plans.run(columns, values, into, about, partial(_places, paths, ctx))
+                (x, *made), sums = plans.run(columns, values, into, about, partial(places_of, paths, ctx))
             except NotOnLists:
                 continue
             if ctx.donate:

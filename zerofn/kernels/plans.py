@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.overrides import TorchFunctionMode
 
 from .codes import MOST as MOST_OF_BLOCK
 from .codes import Coded
@@ -32,8 +33,27 @@ def nowhere() -> tuple[Sequence[int], Sequence[int]]:
     return (), ()
 
 
-# The plans of one formula for one kind of columns.
+# The plans of one formula for one kind of columns, and the kinds.
 MOST = 16
+MOST_KINDS = 64
+# For a result that may share the memory of another one, if both are one value.
+SHARED = -1
+
+
+# What a formula may ask torch, besides what a tensor is.
+_ASKED = {"__get__", "promote_types", "result_type", "can_cast", "get_default_dtype", "is_tensor"}
+
+
+class _Alone(TorchFunctionMode):
+    """While a formula is traced: it computes with its arguments alone.
+
+    Another tensor, such as a random one, would be the same in every step.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ not in _ASKED and not any([issubclass(x, TensorList | Number) for x in types]):
+            raise NotOnLists(f"{function.__name__} of a tensor that is no argument")
+        return function(*args, **kwargs or {})
 
 
 class Plan(NamedTuple):
@@ -103,7 +123,7 @@ class Plans:
                 list, a tensor of shape (leaves,), on any device, has a number for each leaf.
             numbers: by name.
             into: for each result the place of the column whose memory it is written into; by default, and where it is
-                `None`, into new memory.
+                `None`, into new memory; `SHARED` is new memory, or that of another result.
             about: a key of what else the formula depends on.
             places: returns the keys and the offsets of the leaves. It is called for random bits alone.
             comes: a bool of a GPU. If it is false, nothing is written.
@@ -118,14 +138,15 @@ class Plans:
         """
         kinds = [(True, x.dtype) if isinstance(x, Tensor) else (x[0].dtype, type(x[0]) is Coded) for x in columns]
         kind = about, None if into is None else tuple(into), tuple(kinds)
-        plans = self.known.setdefault(kind, [])
-        plan = next((x for x in plans if all([guard.of(numbers) == guard.answer for guard in x.guards])), None)
+        plans = self.known.get(kind, [])
+        # One after the other: a later question may have no answer where an earlier one has another.
+        plan = next((x for x in plans if all(guard.of(numbers) == guard.answer for guard in x.guards)), None)
         if plan is None:
             # A formula whose answers differ from step to step would be traced in each.
-            if len(plans) >= MOST:
+            if len(plans) >= MOST or (not plans and len(self.known) >= MOST_KINDS):
                 raise NotOnLists("a formula that asks too much of its numbers")
             plan = self._traced(columns, numbers, into, about)
-            plans.append(plan)
+            self.known.setdefault(kind, []).append(plan)
         return run(plan, columns, numbers, places, comes, roots)
 
     def _traced(
@@ -142,18 +163,28 @@ class Plans:
             for i, x in enumerate(columns)
         ]
         try:
-            made, sums = self.formula(lists, {name: named(name) for name in numbers}, about)
+            with _Alone():
+                made, sums = self.formula(lists, {name: named(name) for name in numbers}, about)
         except NotOnLists:
             raise
         except Exception as error:
             # A formula that gets lists and such numbers may raise any error. A real one is raised again by a tensor.
             raise NotOnLists(f"{type(error).__name__}: {error}") from error
+        if any([x.pending for x in lists if x.memory is not None]):
+            raise NotOnLists("an argument that the formula writes")
         results, stores, by_leaf = [], [], []
         fresh: dict[int, list[Tensor]] = {}
         split = _Split()
         sums = [TensorList(x.like, split.of(x.term)) for x in sums]
         for i, x in enumerate(made):
             place = None if into is None else into[i]
+            if into is not None and place == SHARED:
+                same = [j for j, y in zip(into, made, strict=True) if y is x and j not in (None, SHARED)]
+                place = same[0] if same and lists[same[0]].dtype == x.dtype else None
+                if place is not None:
+                    results.append(place)
+                    by_leaf.append(None)
+                    continue
             by_leaf.append(None)
             if place is not None and isinstance(columns[place], Tensor):
                 by_leaf[-1] = as_dtype(x.term, lists[place].dtype)
@@ -172,7 +203,9 @@ class Plans:
                 stores[-1].memory = fresh[i] = [torch.empty(0, dtype=x.dtype, device=first[0].device)]
                 results.append(None)
             else:
-                results.append(next(i for i, given in enumerate(lists) if given.memory is x.memory))
+                results.append(next((i for i, given in enumerate(lists) if given.memory is x.memory), None))
+                if results[-1] is None:
+                    raise NotOnLists("a result that is computed while the formula is traced")
         pending = [x for x in stores if x.pending or type(x.memory[0]) is Coded]
         found = Traced([*pending, *sums])
         program = found.program(pending, sums)
@@ -183,6 +216,8 @@ class Plans:
                 place = -1 - next(i for i, memory in fresh.items() if memory is column)
             places.append(place)
         draws = found.draws
+        if found.scalars:
+            raise NotOnLists("a tensor that is no argument")
         return Plan(
             program,
             tuple(places),
@@ -343,7 +378,12 @@ def run(
     if plan.drawn is not None:
         seed, step = (of(numbers) for of in plan.drawn)
         draws = Draws(seed, step, plan.program.form, *places())
-    found = printer.run(plan.program, used, [of(numbers) for of in plan.numbers], [], True, draws, **more)
+    try:
+        values = [float(of(numbers)) for of in plan.numbers]
+    except (ArithmeticError, TypeError, ValueError) as error:
+        # It is raised again where the formula runs leaf by leaf.
+        raise NotOnLists(f"{type(error).__name__}: {error}") from error
+    found = printer.run(plan.program, used, values, [], True, draws, **more)
     if found is None:
         raise NotOnLists("no kernel")
     written = [x for i in plan.written for x in columns[i]]

@@ -4,6 +4,7 @@ Examples:
     >>> import zerofn as zf
     >>> from zerofn.testing import check_transform
     >>> check_transform(zf.chain(zf.clip_by_value(1.0), zf.adamw(lr=0.1)))
+    []
 """
 
 from ..core.tree import clone

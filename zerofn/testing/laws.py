@@ -48,6 +48,7 @@ from .cutting import (
     singly,
     start,
 )
+from .sources import reasons
 from .trees import assert_trees_close, assert_trees_equal, difference, random_like, sample_params
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -486,7 +487,7 @@ RANDOM_BITS = """random_bits(grad.numel(), seed=seed, step=step, key=leaf_key(pa
 as in docs/writing-a-transform.md; in zerofn/transforms/add_noise.py for a transform that is not leafwise"""
 
 
-def check_transform(tx: Any, params: Tree = None) -> None:
+def check_transform(tx: Any, params: Tree = None) -> list[str]:
     """Check a transform, or a pipeline, against the laws that every transform obeys.
 
     If a chain has no optimizer, `check_transform` adds `sgd`. The laws:
@@ -517,6 +518,10 @@ def check_transform(tx: Any, params: Tree = None) -> None:
         tx: whatever a chain accepts.
         params: a tree to check it on; by default `sample_params()`.
 
+    Returns:
+        Why functions of yours with `needs="element"` run by torch's operations and not as kernels, each with the line
+        that was the reason; an empty list if all of them are kernels (docs/your-formula-is-a-kernel.md).
+
     Raises:
         AssertionError: names the transform, the law, and every leaf that breaks it.
         ValueError, TypeError: `zf.init` or a step refuses what the transform does, such as leaving out a leaf.
@@ -541,6 +546,8 @@ def check_transform(tx: Any, params: Tree = None) -> None:
     case = Case(tx, completed(tx), sample_params() if params is None else params)
     for law in LAWS:
         law(case)
+    state = init(case.pipe, clone(case.params))
+    return reasons(lambda: update(case.pipe, case.grads(state, 0), state, **case.numbers))
 
 
 def _purity(case: Case) -> None:

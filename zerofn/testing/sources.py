@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,6 +80,14 @@ def kernel_source(tx: Any, params: Any = None, target: str = "c") -> str:
     return "\n".join([*reasons, *map(_in_c if target == "c" else printer.source, found.programs)])
 
 
+def reasons(step: Callable[[], Any]) -> list[str]:
+    """Why functions of yours that a step calls are no kernels, each with the line that was the reason."""
+    found = _Found(print_c)
+    with found.watching():
+        step()
+    return [x for x in found.reasons if ", line " in x]
+
+
 class _Found:
     """A printer that keeps the programs of a step, which run by torch's operations; and why others are none."""
 
@@ -98,8 +106,9 @@ class _Found:
     def told(self, why: str) -> None:
         frame = inspect.currentframe()
         while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zerofn", "torch"):
-            frame = frame.f_back
-        if frame is not None and frame.f_code.co_name != "<module>":
+            # Behind these is who called them, and no formula.
+            frame = None if frame.f_code in (kernel_source.__code__, reasons.__code__) else frame.f_back
+        if frame is not None:
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
             why += f", in {frame.f_code.co_name}, line {frame.f_lineno}: {line}"
         self.reasons[why] = None
