@@ -127,11 +127,13 @@ from zerofn.kernels.formulas import plus_quotient as plus_quotient
 from zerofn.kernels.formulas import times as times
 from zerofn.kernels.formulas import towards as towards
 from zerofn.kernels.fused_adam import alike as alike
+from zerofn.kernels.fused_adam import formula_of_torch as formula_of_torch
 from zerofn.kernels.fused_adam import fused_on_device as fused_on_device
 from zerofn.kernels.fused_adam import fused_operator as fused_operator
 from zerofn.kernels.fused_adam import fused_update as fused_update
 from zerofn.kernels.fused_adam import many_for_fused as many_for_fused
 from zerofn.kernels.fused_adam import plain as plain
+from zerofn.kernels.fused_adam import takes_stored as takes_stored
 from zerofn.kernels.fused_adam import typed as typed
 from zerofn.kernels.lists import at_once as at_once
 from zerofn.kernels.lists import in_batches as in_batches
@@ -182,12 +184,10 @@ if _TYPE_CHECKING:
     from zerofn.kernels.adam import adam_update as adam_update
     from zerofn.kernels.adam import has_kernel as has_kernel
     from zerofn.kernels.adam import implementation_for as implementation_for
-    from zerofn.kernels.coded_adam import CodedAdam as CodedAdam
     from zerofn.kernels.codes import BlockDraws as BlockDraws
     from zerofn.kernels.codes import Coded as Coded
     from zerofn.kernels.codes import Codes as Codes
     from zerofn.kernels.codes import Draws as Draws
-    from zerofn.kernels.master_adam import MasterAdam as MasterAdam
     from zerofn.kernels.rounding import FIRST_FORMAT as FIRST_FORMAT
     from zerofn.kernels.rounding import FORMAT as FORMAT
     from zerofn.kernels.rounding import FORMAT_ENTRY as FORMAT_ENTRY
@@ -209,8 +209,6 @@ _NAMES_OF = {
     "zerofn.core.wires": "Averaging CodedSharding Sharding",
     "zerofn.kernels.adam": "adam_ adam_on_device adam_operator adam_update has_kernel implementation_for",
     "zerofn.kernels.codes": "BlockDraws Coded Codes Draws",
-    "zerofn.kernels.coded_adam": "CodedAdam",
-    "zerofn.kernels.master_adam": "MasterAdam",
     "zerofn.kernels.rounding": "FIRST_FORMAT FORMAT FORMAT_ENTRY known_formats leaf_key random_bits stochastic_round",
     "zerofn.ranks.collectives": "all_gather_into all_reduce_ reduce_scatter_into",
     "zerofn.ranks.scalar_reduction": "mean_over",

@@ -23,9 +23,8 @@ from pathlib import Path
 
 import torch
 
+import zerofn as zf
 from zerofn.kernels.adam import adam_, implementation_for
-from zerofn.kernels.coded_adam import CodedAdam
-from zerofn.kernels.codes import Coded, Codes, Draws
 
 # Ratio to fused float32 that is aimed at, by number of threads.
 TARGETS = {
@@ -78,16 +77,13 @@ def ours(state: list[torch.Tensor], compensation: torch.Tensor, rounding: str, i
     return update
 
 
-def coded(state: list[torch.Tensor], bits: int, arithmetic: CodedAdam) -> Callable[[], object]:
-    """The update of `zf.quantize(adamw)` or of `zf.quantize(low_precision_adam)`, whose moments are codes."""
-    p, g, m, v = (x.view(-1, ROW) for x in state)
-    how, steps = Codes(bits), iter(range(1, 1_000_000))
-    draws = [Draws(0, torch.tensor(1), key) for key in (1, 2)]
-    moments = [Coded(how, *how.encode(x.float(), one), one) for x, one in zip((m, v), draws, strict=True)]
-    if not all(arithmetic.takes([p], [g], *([x] for x in moments))):
-        raise SystemExit("there is no C kernel for moments that are codes: no compiler, or too few elements")
-    numbers = dict(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, keys=[1], offsets=[0])
-    return lambda: arithmetic.run([p], [g], *([x] for x in moments), step=next(steps), **numbers)
+def coded(state: list[torch.Tensor], bits: int, optimizer: zf.Transform) -> Callable[[], object]:
+    """The update of an optimizer whose moments are codes."""
+    p, g = (x.view(-1, ROW) for x in state[:2])
+    model = torch.nn.ParameterList([torch.nn.Parameter(p)])
+    opt = zf.attach(model, zf.quantize(optimizer, bits=bits))
+    model[0].grad = g
+    return opt.step
 
 
 def main() -> None:
@@ -127,8 +123,8 @@ def main() -> None:
         # Codes and scales of two moments, read and written.
         size = 4 * (bits / 8 + 4 / 128)
         for name, state, arithmetic, bytes_ in (
-            ("fp32", wide, CodedAdam(fused=True), 12),
-            ("bf16, stochastic", low, CodedAdam(fused=False, rounding="stochastic"), 6),
+            ("fp32", wide, zf.adamw(1e-4), 12),
+            ("bf16, stochastic", low, zf.low_precision_adam(1e-4, state_dtype=torch.float32), 6),
         ):
             contestants[f"{name}, moments in {bits} bits"] = bytes_ + size, coded(state, bits, arithmetic)
     for rounding in () if args.coded else TARGETS:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import zerofn as zf
 from zerofn.core import optimizer  # inside: which leaves are updated as they are stored
 from zerofn.extend import Coded, Codes, flatten
-from zerofn.kernels import coded_adam as module  # inside: from which size on the kernel is called
-from zerofn.kernels import lists  # inside: from which size on programs run
+from zerofn.kernels import lists, plans  # inside: from which size on programs run, and on which leaves
 
 LOW: Any = dict(lr=0.1, weight_decay=0.1, state_dtype=torch.float32)
 EVEN: Any = dict(bits=4, code="linear", rounding="nearest")
@@ -67,18 +66,8 @@ def updated(tx, params, grads, large):
         leaves += len(found[0])
         return found
 
-    def by_adam(self, params, *rest, **how):
-        nonlocal leaves
-        leaves += len(params)
-        return run(self, params, *rest, **how)
-
-    on_stored, run = optimizer._on_stored, module.CodedAdam.run
-    with (
-        mock.patch.object(module, "LARGE", large),
-        mock.patch.object(lists, "LARGE", large),
-        mock.patch.object(optimizer, "_on_stored", by_program),
-        mock.patch.object(module.CodedAdam, "run", by_adam),
-    ):
+    on_stored = optimizer._on_stored
+    with mock.patch.object(lists, "LARGE", large), mock.patch.object(optimizer, "_on_stored", by_program):
         state = zf.init(tx, params)
         for step in grads:
             state, _ = zf.update(tx, step, state)
@@ -191,11 +180,9 @@ def test_what_the_kernel_leaves_to_the_formula():
 def test_a_leaf_that_crosses_a_key_of_random_bits_is_left_to_the_formula():
     """Also if its codes are rounded to nearest: its parameters are not."""
     p, how = torch.ones(8, 256, dtype=torch.bfloat16), Codes()
-    coded = [Coded(how, *how.encode(p.float()), None)]
-    takes = lambda offset: module.CodedAdam(False, rounding="stochastic").takes(  # noqa: E731
-        [p], [p], coded, coded, offsets=[offset]
-    )
-    assert [takes(2**32 - at) for at in (2048, 2047, 1, 0)] == [[True], [False], [False], [True]]
+    coded = Coded(how, *how.encode(p.float()), None)
+    found = [plans.in_blocks([p, p, coded, coded], 2**32 - at) for at in (2048, 2047, 1, 0)]
+    assert found == [True, False, False, True]
 
 
 @pytest.mark.parametrize("missing", ["taken", "tail"])

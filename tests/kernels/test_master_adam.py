@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.extend import CodedAdam, MasterAdam, flatten
-from zerofn.kernels import coded_adam, master_adam  # inside: from which size on a kernel is called
+from zerofn.core import optimizer  # inside: which leaves are updated as they are stored
+from zerofn.extend import flatten
+from zerofn.kernels import lists  # inside: from which size on programs run
 
 BF16, F32 = torch.bfloat16, torch.float32
 TABLE: dict[str, Any] = {
@@ -36,20 +37,14 @@ def updated(tx, params, residuals, grads, one_pass, odd=()):
     """The state after these updates, and how many leaves were updated in one pass."""
     leaves, large = 0, 0 if one_pass else 1 << 60
 
-    def counted(run):
-        def counting(self, params, *rest, **how):
-            nonlocal leaves
-            leaves += len(params)
-            return run(self, params, *rest, **how)
+    def counted(*given):
+        nonlocal leaves
+        found = on_stored(*given)
+        leaves += len(found[0])
+        return found
 
-        return counting
-
-    with (
-        mock.patch.object(coded_adam, "LARGE", large),
-        mock.patch.object(master_adam, "LARGE", large),
-        mock.patch.object(CodedAdam, "run", counted(CodedAdam.run)),
-        mock.patch.object(MasterAdam, "run", counted(MasterAdam.run)),
-    ):
+    on_stored = optimizer._on_stored
+    with mock.patch.object(lists, "LARGE", large), mock.patch.object(optimizer, "_on_stored", counted):
         state = zf.init(tx, params)
         for place, value in odd:
             state.leaves["a"].view(-1)[place % state.leaves["a"].numel()] = value
@@ -90,7 +85,8 @@ def test_the_kernel_gives_the_bits_of_the_formula(name, shape, grad, odd, odd_gr
         grads[place % 2]["a"].view(-1)[place % grads[0]["a"].numel()] = value
     one, by_kernel = updated(tx, params, residuals, grads, True, odd)
     other, none = updated(tx, params, residuals, grads, False, odd)
-    assert none == 0 and by_kernel >= (2 if "bits" in name else 6)
+    # torch's kernel rounds the last elements of a leaf in another way, so only whole vectors are a program's.
+    assert none == 0 and by_kernel >= 2
     (mine, form), (theirs, other_form) = flatten(one), flatten(other)
     assert form == other_form and all(map(same, mine, theirs))
     assert not torch.equal(one.leaves["b"], params["b"])

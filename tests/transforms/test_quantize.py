@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import zerofn as zf
 from zerofn.extend import Codes, entries
-from zerofn.kernels import coded_adam  # inside: from which size on the kernel is called
+from zerofn.kernels import lists  # inside: from which size on programs run
 from zerofn.testing import assert_trees_equal
 
 LR, BLOCK = 0.03, 4
@@ -109,7 +109,7 @@ def trained(name, stage, route, steps=range(6), directory=None, state=None):
 
 
 def on_a_rank(cells, directory):
-    coded_adam.LARGE = 0
+    lists.LARGE = 0
     for i, (name, stage, route) in enumerate(cells):
         trained(name, stage, route, steps=range(3), directory=f"{directory}/{i}")
     for i, name in enumerate(CONVERTED):
@@ -123,7 +123,7 @@ SOME += [("moments", "ZeRO-3", "in backward")]
 
 @pytest.fixture(autouse=True)
 def _leaves_of_every_size_by_the_kernel(monkeypatch):
-    monkeypatch.setattr(coded_adam, "LARGE", 0)
+    monkeypatch.setattr(lists, "LARGE", 0)
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,8 @@ def format_of(state: Mapping[str, Any]) -> Any:
 
     A state without one has the first format: it was pickled before there was another.
     """
-    return number(state[FORMAT_ENTRY]) if FORMAT_ENTRY in state else FIRST_FORMAT
+    form = state.get(FORMAT_ENTRY, FIRST_FORMAT)
+    return number(form) if isinstance(form, Tensor) else form
 
 
 def check_format(name: str, state: Mapping[str, Any], ctx: Context) -> None:

@@ -164,10 +164,10 @@ class LeafList:
         norms: an empty list if a metric needs the norms of the gradients, otherwise `None`. A kernel that computes the
             norms anyway appends one for each leaf. If the list stays empty, zerofn computes the norms in another pass.
         comes: a 0-d bool tensor on the device, or `None`. If it is false, the kernel must write nothing.
-        where: where the kernel runs. `"step"`: an ordinary step. `"stored"`: a step on leaves as they are stored, whose
-            slots are each a `Coded` or whose parameters are each a `Master`. `"graph"`: a compiled graph, for which the
-            kernel calls an operator that `torch.library` knows. `"device"`: a step in which Python may not read counts
-            or rates (`Context.unread`).
+        where: where the kernel runs. `"step"`: an ordinary step. `"graph"`: a compiled graph, for which the kernel
+            calls an operator that `torch.library` knows. `"device"`: a step in which Python may not read counts or
+            rates (`Context.unread`). And `"stored"`, which no kernel is given: leaves as they are stored, whose slots
+            are each a `Coded` or whose parameters are each a `Master`.
     """
 
     params: list[Tensor]
@@ -519,10 +519,11 @@ NormFormula = Callable[
 
 
 class ByHand(NamedTuple):
-    """A kernel by hand: the arguments of `with_kernel`."""
+    """A kernel by hand: the arguments of `with_kernel`, and the programs of `stored`."""
 
     run: Kernel
     takes: Callable[[LeafList], Sequence[bool]]
+    plans: Plans
 
     def takes_all(self, leaves: LeafList) -> bool:
         return all(self.takes(leaves))
@@ -692,7 +693,12 @@ def optimizer(
     )
 
 
-def with_kernel(built: Transform, run: Kernel, takes: Callable[[LeafList], Sequence[bool]] | None = None) -> Transform:
+def with_kernel(
+    built: Transform,
+    run: Kernel,
+    takes: Callable[[LeafList], Sequence[bool]] | None = None,
+    stored: Formula | None = None,
+) -> Transform:
     """An optimizer of `optimizer` with a kernel by hand, which runs in the place of the one printed from its formula.
 
     Write one only where it is faster than the printed one. It must compute the same bits as the formula, or the
@@ -704,9 +710,11 @@ def with_kernel(built: Transform, run: Kernel, takes: Callable[[LeafList], Seque
         built: the result of `optimizer(...)` without `of_norms`.
         run: a function of a `LeafList` that writes new parameters and slots into the old ones.
         takes: a function of a `LeafList` that is not of an ordinary step (`LeafList.where`). It returns a bool for each
-            leaf: whether `run` updates it. Leaves as they are stored may go either way; in a graph and on a device
-            `run` updates all or none. By default it is `False` for all. The bits of leaves as they are stored must be
-            those of decoding them, `run`, and encoding them again.
+            leaf: in a graph and on a device whether `run` updates it, which updates all or none; of leaves as they are
+            stored whether a program of `stored` updates it. By default it is `False` for all.
+        stored: a formula with the bits of `run`, of tensors in their dtypes. Leaves that are kept as codes
+            (`zf.quantize`) or masters of 24 bits (`precision(store_dtype="bf16+8")`) are updated by it in one pass. By
+            default it is the formula of `built`.
 
     Raises:
         TypeError: `built` is not made by `optimizer`, or needs norms.
@@ -724,7 +732,8 @@ def with_kernel(built: Transform, run: Kernel, takes: Callable[[LeafList], Seque
     if not isinstance(update, _OptimizerUpdate):
         why = "only an optimizer of zerofn.extend.optimizer, without of_norms, runs a formula that a kernel replaces"
         raise TypeError(explain(f"with_kernel({built.name}(...))", why, "with_kernel(optimizer(...), run)"))
-    made = replace(update, by_hand=ByHand(run, takes or _none))
+    plans = update.plans if stored is None else plans_of(stored, list(update.slots))
+    made = replace(update, by_hand=ByHand(run, takes or _none, plans))
     return replace(built, init_fn=made.init, prepare_fn=made.prepare, update_fn=made.halves())
 
 
@@ -827,12 +836,9 @@ class _OptimizerUpdate:
         if self.by_hand is None:
             return _on_stored(self.plans, self.derived, state["count"], given)
         every = _asked(given, "stored")
-        paths = [path for path, taken in zip(every.paths, self.by_hand.takes(every), strict=True) if taken]
-        if not paths:
-            return {}, {}
-        groups, before, _ = next_counts(state["count"], paths)
-        new, own = _in_place(self.by_hand.run, groups.items(), given, where="stored")
-        return new, {**own, "count": dict(zip(paths, torch.tensor(before).add_(1).unbind(), strict=True))}
+        taken = dict(zip(every.paths, self.by_hand.takes(every), strict=True))
+        some = {path: g for path, g in grads.items() if taken[path]}
+        return _on_stored(self.by_hand.plans, self.derived, state["count"], given._replace(grads=some))
 
     def _on_device(self, given: Given, by_hand: ByHand | None) -> tuple[Leaves, TransformState]:
         """The update in a step that reads no count and no rate in Python."""
@@ -1237,15 +1243,16 @@ def _on_stored(
             written = [*([0] if lr is not None else []), *range(2, len(columns))]
             for i in () if ctx.donate else written:
                 columns[i] = [x.clone() for x in columns[i]]
-            about = shared, _rides(paths, given), None, *([True] if masters else [])
+            about = shared, ctx.wants_norms(paths, grads), None, *([True] if masters else [])
             into = written if lr is not None else [None, *written]
             try:
-                (x, *made), sums = plans.run(columns, values, into, about, partial(places_of, paths, ctx))
+                (x, *made), norms = plans.run(columns, values, into, about, partial(places_of, paths, ctx), roots=True)
             except NotOnLists:
                 continue
             if ctx.donate:
                 ctx.written.add(ctx.prefix)
-            _add_norms(paths, sums, ctx)
+            if norms is not None and ctx.norms is not None:
+                ctx.norms.add(paths, norms[0].tolist() if norms.is_cpu else norms[0].unbind())
             new.update(zip(paths, list(map(Master, x, made.pop())) if masters else x, strict=True))
             for slot, tensors in zip(slots, made, strict=True):
                 own[slot].update(zip(paths, tensors, strict=True))

@@ -18,7 +18,7 @@ from zerofn.kernels import native as _native
 from zerofn.kernels.formulas import moment_root, once
 from zerofn.kernels.fused_adam import check_step, not_wrapped
 from zerofn.kernels.lists import at_once
-from zerofn.kernels.numbers import NotOnLists
+from zerofn.kernels.numbers import NotOnLists, Number
 from zerofn.kernels.plans import Plans
 from zerofn.kernels.program import Bits, Draws, TensorList, interpreted, printed_by, triton_module
 from zerofn.kernels.recording import differentiated, operator, straight_through
@@ -75,7 +75,12 @@ def scalars(step: Any, *numbers: Any) -> Scalars:
     if torch.compiler.is_compiling():
         # All numbers become tensors. A float that differs between two pipelines would make the compiler recompile.
         return Scalars(*once(*(torch.as_tensor(x, dtype=torch.float64).float() for x in values)))
-    return Scalars(*(x.float() if isinstance(x, Tensor) else c_float(x).value for x in values))
+    return Scalars(*map(_in_fp32, values))
+
+
+def _in_fp32(x: Any) -> Any:
+    # A program rounds the numbers that it is given.
+    return x.float() if isinstance(x, Tensor) else x if isinstance(x, Number) else c_float(x).value
 
 
 def _values(power1: Any, power2: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any) -> tuple[Any, ...]:
@@ -523,11 +528,11 @@ def _check_entries(leaves: Leaves) -> None:
 
 
 def adam_update(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    c: Tensor | None = None,
+    p: Any,
+    g: Any,
+    m: Any,
+    v: Any,
+    c: Any = None,
     *,
     step: int | Tensor,
     lr: float | Tensor,
@@ -537,11 +542,13 @@ def adam_update(
     weight_decay: Any = 0.0,
     rounding: str = "stochastic",
     seed: int = 0,
-    key: int,
-    offset: int,
+    key: Any,
+    offset: Any,
     form: int | Tensor = FORMAT,
-) -> list[Tensor]:
+) -> list[Any]:
     """The formula of `adam_` on one entry: returns the new parameter, moments, and compensation under ``"kahan"``.
+
+    Tensors may be the lists that a formula of `optimizer` is given for many leaves. Then `key` and `offset` are lists.
 
     No argument is written. It can be differentiated, also by numbers that are 0-d tensors; derivatives pass straight
     through each rounding.
@@ -555,9 +562,15 @@ def adam_update(
     Notes:
         The bits are those of `adam_`.
     """
-    leaves = Leaves([p], [g], [m], [v], [c] if rounding == "kahan" and c is not None else None, [key], [offset])
-    _check(leaves, step, rounding, form, "auto", "adam_update")
+    used = c if rounding == "kahan" else None
+    leaves = Leaves([p], [g], [m], [v], None if used is None else [used], [key], [offset])
+    if not isinstance(p, TensorList):
+        _check(leaves, step, rounding, form, "auto", "adam_update")
     settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
+    if isinstance(p, TensorList):
+        mode, draws = settings.mode((p.dtype, g.dtype, m.dtype, v.dtype)), Draws(seed, step, int(form), key, offset)
+        bits = [Bits(draws, k) if on else None for k, on in enumerate(mode.streams)]
+        return [x for x in formula(p, g, m, v, used, settings.scalars, mode, bits) if x is not None]
     return [x for x in formula_on_entry(leaves, 0, settings) if x is not None]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -16,12 +16,7 @@ from zerofn._compat.functorch import functorch_active, is_wrapped
 from zerofn._compat.tensors import foreach, fused_adam_, fused_adamw_
 from zerofn._errors import explain, kind_of
 from zerofn.kernels import native
-from zerofn.kernels.masters import (
-    Master,
-    laid_out,
-    master_of,
-    taken_apart,
-)
+from zerofn.kernels.masters import Master
 from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.numbers import NotOnLists
 from zerofn.kernels.plans import Plans
@@ -157,14 +152,12 @@ LINE = 16
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 
-def formula(
-    p: Any, g: Any, m: Any, v: Any, n: Mapping[str, Any], decoupled: bool, masters: Any = None
-) -> tuple[Any, Any, Any]:
+def formula(p: Any, g: Any, m: Any, v: Any, n: Mapping[str, Any], decoupled: bool) -> tuple[Any, Any, Any]:
     """torch's fused Adam in five lines: its order of operations, and its products that are fused with sums.
 
     Returns the new parameter in fp32, and the new moments.
     """
-    x, g = p.to(torch.float32) if masters is None else p.joined(masters), g.to(torch.float32)
+    x, g = p.to(torch.float32), g.to(torch.float32)
     x, g = (x * n["keep"], g) if decoupled else (x, g.add(x, alpha=n["decay"]))
     m = m.to(torch.float32).lerp(g, n["weight"])
     v = (v.to(torch.float32) * n["beta2"]).addcmul(g, g, value=n["rest"])
@@ -173,13 +166,11 @@ def formula(
 
 @functools.cache
 def _plans(decoupled: bool) -> Plans:
-    """The programs of `formula`; of five lists the parameters are masters of 24 bits, and the last has residuals."""
+    """The programs of `formula`."""
 
     def traced(lists: list[Any], numbers: Any, norms: bool) -> Any:
-        p, g, m, v, *residuals = lists
-        x, m, v = formula(p, g, m, v, numbers, decoupled, *residuals)
-        sums = [g.to(torch.float32).square()] if norms else []
-        return [x, m, v] if not residuals else [x.upper_half(), m, v, x.residual()], sums
+        p, g, m, v = lists
+        return formula(p, g, m, v, numbers, decoupled), [g.to(torch.float32).square()] if norms else []
 
     return Plans(traced)
 
@@ -200,16 +191,60 @@ def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
     return native.quiet_compiler() is not None and gives_bits(decoupled, beta1 > 0.5, columns[1][0].dtype)
 
 
-def can_masters(decoupled: bool, dtype: torch.dtype) -> bool:
-    """Whether `run` takes masters of 24 bits and fp32 moments, all contiguous and on the CPU.
+def formula_of_torch(decoupled: bool) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """`formula` as `zerofn.extend.optimizer` wants it, with slots `exp_avg` and `exp_avg_sq`.
 
     Args:
         decoupled: whether the weight decay is decoupled from the gradient.
-        dtype: of gradients, fp32 or bf16.
+
+    Returns:
+        A function of a parameter, a gradient, the slots and a `LeafStep`. Its products that are fused with sums have
+        the bits of torch's fused kernel where it is printed in C or Triton.
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> numbers = {"beta1": 0.5, "beta2": 0.5, "eps": 0.0, "weight_decay": 0.0}
+        >>> at = SimpleNamespace(count=1, lr=0.25, numbers=numbers)
+        >>> zeros = {"exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+        >>> formula_of_torch(True)(torch.ones(1), torch.ones(1), zeros, at)[0]
+        tensor([0.7500])
     """
-    return native.quiet_compiler() is not None and all(
-        [gives_bits(decoupled, near, dtype, True) for near in (True, False)]
-    )
+
+    def of_step(p: Any, g: Any, slots: Mapping[str, Any], at: Any) -> tuple[Any, dict[str, Any]]:
+        numbers: dict[str, Any] = dict(zip(NAMES, scalars(at.count, at.lr, **at.numbers), strict=True))
+        # Without a decay the kernel adds no term: 0 * p would be NaN for an infinite parameter.
+        no_sum = decoupled or at.numbers["weight_decay"] == 0
+        x, m, v = formula(p, g, slots["exp_avg"], slots["exp_avg_sq"], numbers, no_sum)
+        return x, {"exp_avg": m, "exp_avg_sq": v}
+
+    return of_step
+
+
+def takes_stored(decoupled: bool, beta1: float, param: Any, g: Tensor, moments: Sequence[Any]) -> bool:
+    """Whether `formula` has the bits of torch's kernel on a leaf as it is stored.
+
+    Args:
+        decoupled: whether the weight decay is decoupled from the gradient.
+        beta1: the decay of the first moment.
+        param: a tensor, or a `Master`.
+        g: its gradient.
+        moments: each a tensor, or a `Coded`.
+    """
+    masters = type(param) is Master
+    p: Tensor = param.p if masters else param
+    dtype = torch.float32 if masters else p.dtype
+    if dtype not in _LINES or g.dtype not in _LINES or any([x.dtype is not dtype for x in moments]):
+        return False
+    if not p.is_cpu:
+        return dtype is torch.float32
+    # torch's kernel rounds the last elements of a leaf in another way.
+    if p.numel() % _LINES[dtype] or (dtype is torch.bfloat16 and g.dtype is not dtype):
+        return False
+    return native.quiet_compiler() is not None and gives_bits(decoupled, beta1 > 0.5, g.dtype, dtype)
+
+
+# Vectors of torch's kernel have at most so many numbers.
+_LINES = {torch.float32: 16, torch.bfloat16: 32}
 
 
 def run(
@@ -246,7 +281,7 @@ def _end(x: Tensor) -> Tensor:
     return flat[len(flat) // LINE * LINE :]
 
 
-def scalars(step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
+def scalars(step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any) -> tuple[Any, ...]:
     """The numbers of `formula`: `NAMES`."""
     rate, spread = -lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     return beta2, 1 - beta1, 1 - beta2, rate, spread, eps, 1 - lr * weight_decay, weight_decay
@@ -256,33 +291,26 @@ NAMES = ("beta2", "weight", "rest", "rate", "spread", "eps", "keep", "decay")
 
 
 def run_program(columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False) -> list[Any]:
-    """One call of a kernel on leaves of one device. On a CPU all elements except `ends` are updated, but for codes.
+    """One call of a kernel on leaves of a CPU: all elements except `ends` are updated.
 
     Raises:
         NotOnLists: there is no kernel.
     """
-    coded = any(type(column[0]) not in _PLAIN for column in columns)
-    on_cpu = columns[0][0].is_cpu
-    whole = coded or not on_cpu or all(n % LINE == 0 for n in map(Tensor.numel, columns[0]))
+    whole = all(n % LINE == 0 for n in map(Tensor.numel, columns[0]))
     lists = [list(column) if whole else list(map(_without_end, column)) for column in columns]
     # These are read before the update, since a gradient may share memory with a tensor that is written.
     rests = [
         float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms and not whole
     ]
-    into = [0, 2, 3, 4][: len(columns) - 1]
-    _, sums = _plans(decoupled).run(lists, dict(zip(NAMES, scalars, strict=True)), into, norms, roots=not on_cpu)
+    _, sums = _plans(decoupled).run(lists, dict(zip(NAMES, scalars, strict=True)), [0, 2, 3], norms)
     if sums is None:
         return []
-    if not on_cpu:
-        return [*sums[0].unbind()]
     rests = rests or [0.0] * len(columns[0])
     return [(x + rest) ** 0.5 for x, rest in zip(sums[0].tolist(), rests, strict=True)]
 
 
 @functools.cache
-def gives_bits(
-    decoupled: bool, near: bool, dtype: torch.dtype, masters: bool = False, param: torch.dtype = torch.float32
-) -> bool:
+def gives_bits(decoupled: bool, near: bool, dtype: torch.dtype, param: torch.dtype = torch.float32) -> bool:
     """Whether `formula` runs as a program in C and gives the bits of torch's kernel on a sample.
 
     Which products torch's kernel fuses with sums depends on torch's compiler and on the processor.
@@ -291,15 +319,11 @@ def gives_bits(
         decoupled: whether the weight decay is decoupled from the gradient.
         near: whether ``1 - beta1`` is below a half: `torch.lerp` has a formula for either case.
         dtype: of gradients, fp32 or bf16.
-        masters: whether parameters are masters of 24 bits.
         param: the dtype of parameters and moments, fp32 or bf16.
     """
     mine, torchs = ([[x.to(param)] for (x,) in _sample()] for _ in range(2))
     mine[1] = [x.to(dtype) for x in mine[1]]
     torchs[1] = [x.to(param) for x in mine[1]]
-    if masters:
-        own = Master.of(mine[0][0])
-        mine, torchs[0] = [[own.p], *mine[1:], [own.residual]], [master_of(own.p, own.residual)]
     beta1 = 0.9 if near else 0.25
     try:
         run_program(mine, scalars(3, 0.01, beta1, 0.999, 1e-8, 0.1), decoupled)
@@ -308,9 +332,6 @@ def gives_bits(
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     how = dict(lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1, amsgrad=False, maximize=False)
     fused(*torchs, [], [torch.tensor(3.0)], **how)
-    if masters:
-        own = Master.of(torchs[0][0])
-        torchs = [[own.p], *torchs[1:], [own.residual]]
     return same_bits([mine[0], *mine[2:]], [torchs[0], *torchs[2:]])
 
 
@@ -379,36 +400,6 @@ def fused_update(
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)
     increment_version([*params, *exp_avgs, *exp_avg_sqs])
-
-
-def fused_update_of_masters(
-    params: list[Master],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    *,
-    step: int,
-    decoupled: bool,
-    lr: Any,
-    norms: list[float] | None = None,
-    **numbers: Any,
-) -> None:
-    """As `fused_update`, of masters of 24 bits: with the bits of joining them, `fused_update` and taking them apart.
-
-    Tensors are as `can_masters` says, or on a GPU, where the last elements are rounded as all others.
-    """
-    lists: Columns = [x.p for x in params], grads, exp_avgs, exp_avg_sqs, [x.residual for x in params]
-    found = run(lists, step, lr, **numbers, decoupled=decoupled, norms=norms is not None)
-    if norms is not None:
-        norms += found
-    p, g, m, v, residuals = ends(lists) if lists[1][0].is_cpu else [[]] * 5
-    if p:
-        wide = taken_apart(master_of(laid_out(p), laid_out(residuals)), p)
-        fused_update(wide, g, m, v, step=step, decoupled=decoupled, lr=lr, **numbers)
-        new = Master.of(laid_out(wide))
-        foreach("copy_", p, taken_apart(new.p, p))
-        foreach("copy_", residuals, taken_apart(new.residual, p))
-    increment_version([*lists[0], *exp_avgs, *exp_avg_sqs, *lists[4]])
 
 
 def fused_on_device(

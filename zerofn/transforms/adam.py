@@ -26,6 +26,7 @@ from ..extend import (
     check_flag,
     check_lr,
     check_number,
+    formula_of_torch,
     fused_on_device,
     fused_operator,
     fused_update,
@@ -37,6 +38,7 @@ from ..extend import (
     plus,
     plus_product,
     plus_quotient,
+    takes_stored,
     transform,
     with_kernel,
 )
@@ -240,33 +242,12 @@ def _graph_kernel(decoupled: bool, group: LeafList) -> None:
     fused_operator(*lists, step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
 
 
-def _stored_kernels(decoupled: bool) -> tuple[Any, Any]:
-    from ..extend import CodedAdam, MasterAdam
-
-    return CodedAdam(True, decoupled), MasterAdam(decoupled)
-
-
 def _takes(decoupled: bool, group: LeafList) -> list[bool]:
-    """Whether torch's kernel, or one with its bits, updates these leaves where the step is no ordinary one."""
+    """Whether torch's kernel, or a program with its bits, updates these leaves where the step is no ordinary one."""
     if group.where != "stored":
         return [group.where == "device" or many_for_fused(group.params, group.grads)] * len(group.params)
-    lists = group.params, group.grads, *group.slots.values()
-    coded, masters = _stored_kernels(decoupled)
-    found = coded.takes(*lists, beta1=float(group.numbers["beta1"])), masters.takes(*lists)
-    return list(map(max, *found))
-
-
-def _stored_kernel(decoupled: bool, group: LeafList) -> None:
-    """The kernels for moments that are kept as codes, and for masters of 24 bits."""
-    coded = [type(x) is not Tensor for x in next(iter(group.slots.values()))]
-    if len(set(coded)) > 1:
-        for chosen in (coded, [not x for x in coded]):
-            _stored_kernel(decoupled, group.only(chosen))
-        return
-    numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
-    lists = group.params, group.grads, *group.slots.values()
-    kernel = _stored_kernels(decoupled)[0 if coded[0] else 1]
-    kernel.run(*lists, step=group.count, lr=float(group.lr), norms=group.norms, **numbers)
+    rows = zip(group.params, group.grads, zip(*group.slots.values(), strict=True), strict=True)
+    return [takes_stored(decoupled, float(group.numbers["beta1"]), *row) for row in rows]
 
 
 def adam_of(
@@ -294,13 +275,14 @@ def adam_of(
     if not corrected:
         more: Any = dict(settable=settable, derived=uncorrected, in_fp32=True, rounds_grads=True)
         return with_moment_check(optimizer(name, lr, slots, formula, numbers=numbers, **more))
-    like_torch = torch.optim.AdamW if decoupled else torch.optim.Adam
-    more = dict(settable=settable, derived=_corrections, counterpart=like_torch)
+    counterpart = torch.optim.AdamW if decoupled else torch.optim.Adam
+    more = dict(settable=settable, derived=_corrections, counterpart=counterpart)
     more |= {"in_fp32": True, "rounds_grads": True}
     built = optimizer(name, lr, slots, formula, numbers, **more)
-    return with_moment_check(with_kernel(built, partial(_run, decoupled), partial(_takes, decoupled)))
+    by_hand = partial(_run, decoupled), partial(_takes, decoupled), formula_of_torch(decoupled)
+    return with_moment_check(with_kernel(built, *by_hand))
 
 
 def _run(decoupled: bool, group: LeafList) -> None:
-    kernels = {"graph": _graph_kernel, "device": _device_kernel, "stored": _stored_kernel}
+    kernels = {"graph": _graph_kernel, "device": _device_kernel}
     kernels.get(group.where, _kernel)(decoupled, group)

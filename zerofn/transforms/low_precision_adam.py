@@ -12,7 +12,6 @@ from .._errors import bad_leaves, explain
 from ..extend import (
     FORMAT,
     FORMAT_ENTRY,
-    CodedAdam,
     Context,
     Layout,
     LeafList,
@@ -129,14 +128,14 @@ class _Rounded:
         return torch.zeros_like(x, dtype=self.state_dtype)
 
     def run(self, group: LeafList) -> None:
-        kernels = {"graph": self.graph_kernel, "device": self.device_kernel, "stored": self.stored_kernel}
+        kernels = {"graph": self.graph_kernel, "device": self.device_kernel}
         kernels.get(group.where, self.kernel)(group)
 
     def takes(self, group: LeafList) -> list[bool]:
         if group.where == "graph":
             found = has_kernel(group.params, group.grads, group.slots["exp_avg"], self.rounding)
             return [found] * len(group.params)
-        return [True] * len(group.params) if group.where == "device" else self.takes_stored(group)
+        return [True] * len(group.params)
 
     def kernel(self, group: LeafList) -> None:
         numbers = {key: float(x) for key, x in group.numbers.items()}
@@ -153,27 +152,15 @@ class _Rounded:
         lists = group.params, group.grads, *group.slots.values()
         adam_operator(*lists, step=group.count, lr=group.lr, **group.numbers, **self.draws(group))
 
-    def takes_stored(self, group: LeafList) -> list[bool]:
-        coded = CodedAdam(False, rounding=self.rounding)
-        more: Any = dict(form=format_of(group.shared), offsets=group.offsets)
-        more["beta1"] = float(group.numbers["beta1"])
-        return coded.takes(group.params, group.grads, *group.slots.values(), **more)
-
-    def stored_kernel(self, group: LeafList) -> None:
-        numbers: Any = {key: float(x) for key, x in group.numbers.items()}
-        lists = group.params, group.grads, *group.slots.values()
-        where = self.draws(group)
-        draws: Any = {key: where[key] for key in ("seed", "keys", "offsets")}
-        how = dict(step=group.count, lr=float(group.lr), norms=group.norms)
-        CodedAdam(False, rounding=self.rounding).run(*lists, **how, **numbers, **draws)
-
     def draws(self, group: LeafList) -> dict[str, Any]:
         """The arguments that determine the random bits of these leaves."""
         keys, form = [leaf_key(path) for path in group.paths], format_of(group.shared)
         return dict(rounding=self.rounding, seed=self.seed, form=form, offsets=group.offsets, keys=keys)
 
     def formula(self, p: Tensor, g: Tensor, slots: dict[str, Tensor], at: LeafStep) -> tuple[Tensor, dict[str, Tensor]]:
-        where: Any = dict(key=leaf_key(at.path), offset=at.offset, form=format_of(at.shared))
+        several = not isinstance(p, Tensor)
+        key, offset = (list(map(leaf_key, at.paths)), at.offsets) if several else (leaf_key(at.path), at.offset)
+        where: Any = dict(key=key, offset=offset, form=format_of(at.shared))
         how: Any = dict(rounding=self.rounding, seed=self.seed, **where)
         x, *made = adam_update(p, g, *slots.values(), step=at.count, lr=at.lr, **at.numbers, **how)
         return x, dict(zip(slots, made, strict=True))
