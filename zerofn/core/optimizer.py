@@ -1252,7 +1252,8 @@ def _on_stored(
             if ctx.donate:
                 ctx.written.add(ctx.prefix)
             if norms is not None and ctx.norms is not None:
-                ctx.norms.add(paths, norms[0].tolist() if norms.is_cpu else norms[0].unbind())
+                found: Any = norms[0].tolist() if norms.is_cpu else norms[0].unbind()
+                ctx.norms.add(paths, found)
             new.update(zip(paths, list(map(Master, x, made.pop())) if masters else x, strict=True))
             for slot, tensors in zip(slots, made, strict=True):
                 own[slot].update(zip(paths, tensors, strict=True))

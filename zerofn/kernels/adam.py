@@ -568,9 +568,10 @@ def adam_update(
         _check(leaves, step, rounding, form, "auto", "adam_update")
     settings = Settings(step, scalars(step, lr, beta1, beta2, eps, weight_decay), rounding, beta1, seed, form)
     if isinstance(p, TensorList):
+        on_lists: Any = formula
         mode, draws = settings.mode((p.dtype, g.dtype, m.dtype, v.dtype)), Draws(seed, step, int(form), key, offset)
         bits = [Bits(draws, k) if on else None for k, on in enumerate(mode.streams)]
-        return [x for x in formula(p, g, m, v, used, settings.scalars, mode, bits) if x is not None]
+        return [x for x in on_lists(p, g, m, v, used, settings.scalars, mode, bits) if x is not None]
     return [x for x in formula_on_entry(leaves, 0, settings) if x is not None]
 
 
