@@ -65,7 +65,10 @@ class Graph(TorchDispatchMode):
         return out
 
     def replay(self) -> None:
-        with torch.no_grad():
+        # A replay of CUDA's runs no code of torch's, which would count the writes.
+        used = tree_leaves([call[1:] for call in self.calls])
+        kept = tuple({id(x): x for x in used if isinstance(x, Tensor) and not x.is_inference()}.values())
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(kept):
             for func, args, kwargs, out in self.calls:
                 name = "" if out is None else func._schema.name
                 if out is not None and ("empty" in name or _views(func)):
