@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import zerofn as zf
+from zerofn.core import executor  # inside: what takes norms otherwise
 from zerofn.extend import like, optimizer
 from zerofn.kernels import lists  # inside: which leaves are computed together
 from zerofn.kernels.numbers import NotOnLists  # inside: what is no program
@@ -129,3 +130,21 @@ def test_norms_of_leaves_are_those_of_float64(monkeypatch):
     expected = -0.5 * x.double().norm() / g.double().norm() * g.double()
     error = (state.params["x"].double() - x.double() - expected).norm() / expected.norm()
     assert error < 1e-6
+
+
+@printed
+@pytest.mark.parametrize("made", [lambda: zf.lamb(0.1), lambda: zf.lars(0.1), lambda: zf.nadam(0.1)])
+def test_the_metric_of_a_norm_rides_on_the_pass_of_the_optimizer(made, monkeypatch):
+    monkeypatch.setattr(lists, "LARGE", 1)
+
+    def another_pass(*args):
+        raise AssertionError("gradients are read once more")
+
+    for name in ("squared_norm_unrecorded", "leaf_squares"):
+        monkeypatch.setattr(executor, name, another_pass)
+    tx = zf.chain(zf.precision(), made())
+    grads = {"x": torch.full((1000,), 1e15), "y": torch.full((3, 5), 2.0)}
+    state = zf.init(tx, {path: torch.ones_like(g) for path, g in grads.items()})
+    step = zf.make_step(lambda p: sum((x * grads[path]).sum() for path, x in p.items()), tx, donate=True)
+    _, metrics = step(state)
+    assert metrics["grad_norm"].item() == pytest.approx(1e15 * 1000**0.5, rel=1e-6)

@@ -380,7 +380,7 @@ ROWS: dict[str, Row] = {
         within="tree",
         # Norms are added up in float32 there.
         near=1e-6,
-        launches=22,
+        launches=21,
     ),
     "lamb, clamped": Row(
         lambda at: zf.lamb(at.rate, BETAS, weight_decay=0.1, bias_correction=False, ratio_bounds=(0.2, 0.4)),
@@ -388,7 +388,7 @@ ROWS: dict[str, Row] = {
         verdict="near",
         often="laws",
         within="tree",
-        launches=24,
+        launches=23,
     ),
     "lars": Row(
         lambda at: zf.lars(at.rate, weight_decay=0.1, trust_coefficient=0.3),
@@ -397,7 +397,7 @@ ROWS: dict[str, Row] = {
         often="capture bits verdict waits",
         within="tree",
         near=1e-6,
-        launches=25,
+        launches=24,
     ),
     "lars, nesterov": Row(
         lambda at: zf.lars(at.rate, weight_decay=0.1, trust_coefficient=0.3, nesterov=True),
@@ -599,7 +599,7 @@ ROWS: dict[str, Row] = {
         often="capture bits verdict waits",
         within="tree",
         near=1e-6,
-        launches=19,
+        launches=18,
         verdict="near",
     ),
     "adaptive_clip, mars, lamb": Row(

@@ -148,6 +148,7 @@ def run(
     signal: Leaves = grads
     old: Leaves | None = None
     emitted: bool | Tensor = True
+    waiting: list[Callable[[], None]] = []
     if ctx.donate and len(parts) > 1:
         # A schedule that fails must do so before the first write, so that the state is whole after an error. All of the
         # first stretch is prepared before any of it is run. A rate that is a number was checked when it was given.
@@ -165,7 +166,10 @@ def run(
         # These metrics are computed before this stretch writes, since a schedule among them may raise an error.
         held = _held_metrics(segment.behind, parts[i + 1 :], states, params, ctx) if segment.held else {}
         signal = segment.feed(signal, params)
-        for close in segment.closing:
+        closing, waiting = [*waiting, *segment.closing], []
+        if segment.closing and not segment.held and _rides_on(parts[i + 1 :], segment.prepared):
+            closing, waiting = waiting, closing
+        for close in closing:
             close()
         states, emitted = segment.states(emitted)
         if segment.held:
@@ -173,6 +177,11 @@ def run(
                 ctx.metrics.setdefault(name, x)
             return None, states, False
     return signal, states, emitted
+
+
+def _rides_on(later: Sequence[Stretch], prepared: Sequence[Prepared]) -> bool:
+    """Whether an optimizer comes next, on whose pass norms of the gradients ride that are wanted before it."""
+    return bool(later) and later[0].parts[0].facts.optimizes and not any([x.carries_state for x in prepared])
 
 
 def _held_metrics(

@@ -1099,15 +1099,14 @@ def _read_norms(
             squares[path] = torch.stack([_sum_of_squares(x) for x in measured])
             then[path] = [torch.promote_types(x.dtype, torch.float32) for x in measured], after
         totals = ctx.total_each({path: squares[path] for path in paths})
-        norms: Leaves = dict(zip(totals, foreach("sqrt", [*totals.values()]), strict=True))
-        rest = _by_plans(plans, step, [path for path in paths if path not in then], given, new, own, norms)
+        rest = _by_plans(plans, step, [path for path in paths if path not in then], given, new, own, totals)
         for path in rest:
             # Its squares were a program, but nothing else is.
             at = replace(step, path=path, offset=ctx.offsets.get(path, 0))
             measured, after = formula(params[path], grads[path], {slot: old[path] for slot, old in slots.items()}, at)
             then[path] = [torch.float32] * len(measured), after
         for path, (dtypes, after) in then.items():
-            found = after(*map(Tensor.to, norms[path].unbind(), dtypes))
+            found = after(*map(Tensor.to, totals[path].sqrt().unbind(), dtypes))
             _written(found, path, given, new, own)
 
 
@@ -1128,13 +1127,13 @@ def _by_plans(
     given: Given,
     new: Leaves,
     own: TransformState,
-    norms: Mapping[str, Tensor] = NONE,
+    totals: Mapping[str, Tensor] = NONE,
     squares: Leaves | None = None,
 ) -> list[str]:
     """Update leaves by a program of the formula. Returns those for which there is none.
 
     Args:
-        norms: rows of the norms of each leaf, by path, that the formula needs.
+        totals: sums of squares of each leaf, by path, whose roots are the norms that the formula needs.
         squares: gets the sums of squares of a program that gives these alone.
     """
     grads, params, slots, _, lr, _, _, ctx = given
@@ -1157,8 +1156,8 @@ def _by_plans(
     for batch, lists in batches(*columns):
         paths = group if len(batch) == len(group) else [group[i] for i in batch]
         rows = [torch.stack(x.like) if one else x.like for x, one in zip(lists, of_leaf, strict=True)]
-        if norms:
-            rows += torch.stack([norms[path] for path in paths], 1).to(torch.float32).unbind()
+        if totals:
+            rows += torch.stack([totals[path] for path in paths], 1).sqrt().to(torch.float32).unbind()
         about = shared, squares is None and _rides(paths, given), step.rounding and step.rounding._replace(step=None)
         try:
             made, sums = plans.run(rows, numbers, into, about, partial(places_of, paths, ctx))
