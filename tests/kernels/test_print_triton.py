@@ -102,3 +102,35 @@ def test_compiled_for_an_h100_it_fuses_what_torch_fuses(compiling, kind):
 
 def test_functions_of_numbers_and_bools_are_compiled_for_an_h100(compiling):
     assert compiling.submit(list_programs.compiled_functions).result(timeout=limit()) == []
+
+
+CODED = [(kind, bits, code) for kind in (0, 1) for bits in (8, 4) for code in ("companded", "linear")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "code"),
+    [pytest.param(*row, marks=() if row in CODED[1:7:5] else pytest.mark.slow) for row in CODED],
+)
+def test_codes_of_any_program_have_the_bits_of_torch(apart, kind, bits, code):
+    """Of blocks at the ends of rows, and of leaves of whole blocks for one program and more."""
+    for block, shapes in ((100, [(3, 130), (2, 7)]), (128, [(65, 256), (1, 128)])):
+        found = apart.submit(list_programs.compare_codes, kind, bits, code, block, shapes).result(timeout=limit())
+        assert found == [], block
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "code"),
+    [pytest.param(*row, marks=() if row == CODED[4] else pytest.mark.slow) for row in CODED],
+)
+def test_codes_are_compiled_for_an_h100(compiling, kind, bits, code):
+    found = compiling.submit(list_programs.compiled_codes, kind, bits, code).result(timeout=limit())
+    floats = {name for name in found if ".f32" in name and not name.startswith("cvt")}
+    assert floats <= {f"{op}.rn.f32" for op in ("mul", "add", "sub", "div", "sqrt")}
+    # Codes of two columns in 8 bytes, or in 4.
+    wide = "v2.b32" if bits == 8 else "b32"
+    assert found[f"ld.global.{wide}"] >= 2 and found[f"st.global.{wide}"] >= 2
+
+
+def test_wide_numbers_and_integers_are_compiled_for_an_h100(compiling):
+    found = compiling.submit(list_programs.compiled_wide).result(timeout=limit())
+    assert any(name.startswith("mul") and "f64" in name for name in found)

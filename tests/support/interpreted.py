@@ -458,6 +458,7 @@ CALLS = re.compile(r"^\s*(?:@%p\d+ )?((?:fma|mad|mul|add|sub|div|rcp|sqrt|ex2|ld
 # The arguments of printed kernels.
 TYPES = {name: "i32" for name in ("rows", "chunks", "several", "block")}
 TYPES |= {name: "*i64" for name in ("starts", "table", "words", "steps")} | {"numbers": "*fp64", "partials": "*fp32"}
+TYPES |= {"entries": "*fp64", "comes": "*u8"}
 
 
 class _Kept:

@@ -11,7 +11,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from zerofn.extend import Coded, Codes
+from zerofn.extend import Draws as CodeDraws
 from zerofn.kernels import masters, print_torch  # inside: what kernels are compared with
+from zerofn.kernels.codes import Coding  # inside: as above
 from zerofn.kernels.operations import COMPARED, OPERATIONS  # inside: as above
 from zerofn.kernels.program import KINDS, Draws, Program  # inside: as above
 
@@ -256,6 +259,45 @@ def by_triton(drawn: Drawn) -> list[str]:
     return rows + different(mine, theirs)
 
 
+def of_codes(kind: int) -> Program:
+    """A program of numbers and of two columns for codes: sums, squares, a random rounding, a sum over a leaf."""
+    steps = (("mul", ("x0", "n0"), F32), ("add", ("x3", "x1"), F32), ("mul", ("x2", "x2"), kind))
+    steps += (("random", ("x4", "r0", "16"), BF16), ("to", ("x4",), kind))
+    return Program(
+        (F32, kind, kind), (), (F32,), steps, ((1, "x7"), (2, "x5"), (3, "x6")), (kind, kind, BF16), ("x1",), (0,), 2
+    )
+
+
+def compare_codes(kind: int, bits: int, code: str, block: int, shapes: Sequence[tuple[int, int]]) -> list[str]:
+    """What differs between a kernel of Triton and torch on leaves of which two columns are codes, in either rounding.
+
+    Args:
+        kind: of the numbers that are kept as codes.
+        bits, code, block: of the codes.
+        shapes: of the leaves.
+    """
+    from zerofn.kernels import print_triton  # inside: a kernel by itself
+
+    how, rows, offsets = Codes(bits, block, code), [], [5, 2**35][: len(shapes)]
+    for random in (False, True):
+        ways: list[Any] = [[[], [], [], []], [[], [], [], []]]
+        for i, (shape, offset) in enumerate(zip(shapes, offsets, strict=True)):
+            p, _, m, v = (x.view(shape) for x in interpreted.leaf(shape[0] * shape[1], (torch.float32,) * 4, i, i)[:4])
+            own = [CodeDraws(5, torch.tensor(2**33 + k), 2 * i + k, offset) if random else None for k in (1, 2)]
+            for way in ways:
+                way[0].append(p.clone())
+                way[3].append(torch.zeros(shape, dtype=torch.bfloat16))
+                for k, x in enumerate((m, v)):
+                    coded = how.encode_by_torch(x.nan_to_num(1.0, 1.0, -1.0).to(DTYPES[kind]), own[k])
+                    way[1 + k].append(Coded(how, *coded, own[k]))
+        draws = Draws(7, 3, 2, list(range(len(shapes))), offsets)
+        print_triton.run(of_codes(kind), ways[0], [0.75], [], True, draws)
+        print_torch.run(of_codes(kind), ways[1], [0.75], [], True, draws)
+        mine, theirs = ([[y for x in way[k] for y in x.tensors] for k in (1, 2)] + [way[3]] for way in ways)
+        rows += [f"random: {random}, {x}" for x in different(mine, theirs)]
+    return rows
+
+
 def sums(sizes: Sequence[int]) -> list[float]:
     """How far sums of squares are from those in float64, relatively: of each leaf, and of all."""
     from zerofn.kernels import print_triton  # inside: a kernel by itself
@@ -350,3 +392,16 @@ def compiled_functions() -> list[str]:
             except Exception as error:
                 wrong.append(f"{found}: {error}")
     return wrong
+
+
+def compiled_codes(kind: int, bits: int, code: str) -> dict[str, int]:
+    """The instructions of a kernel of codes, as it is compiled for an H100."""
+    return interpreted.compiled(of_codes(kind), Coding((1, 2), bits, code))
+
+
+def compiled_wide() -> dict[str, int]:
+    """Those of a program of float64, a count, a bool, a residual and a number by leaf."""
+    steps = (("mul", ("x0", "e0"), F64), ("to", ("x2",), F32), ("residual", ("x5",), I8))
+    steps += (("where", ("x3", "x0", "x4"), F64),)
+    stores, written = ((0, "x7"), (4, "x6"), (1, "x1")), (F64, I8, I64)
+    return interpreted.compiled(Program((F64, I64, F16, BOOL), (), (), steps, stores, written, (), (), 0, (F64,)))
