@@ -7,8 +7,10 @@ weights. Later the slots are taken anew, which closed forms say in float64.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -353,3 +355,38 @@ BETWEEN = list(itertools.product(KINDS, (0, 1, 2, 3)))
 def test_writes_between_steps_on_ranks(ranks, rows):
     for found in zf.launch(far_on_ranks, ranks, rows, timeout=limit()):
         assert found == []
+
+
+# -- the pure route: nobody sees a write into a state, so new parameters are refused where a copy would win ----------
+
+
+FOLLOWED = {"adamw", "ema", "masked ema", "masters on the host", "24 bits alone", "kahan"}
+TRAVELS: dict[str, Callable[[zf.State], zf.State]] = {
+    "as it is": lambda state: state,
+    "copied": copy.deepcopy,
+    "pickled": lambda state: pickle.loads(pickle.dumps(state)),
+}
+
+
+@pytest.mark.parametrize("how", TRAVELS)
+@pytest.mark.parametrize("name", [*CHAINS, "24 bits alone"])
+def test_replaced_parameters_are_trained_or_refused(name, how):
+    chain = (zf.precision(store_dtype="bf16+8"), zf.adamw(LR)) if name == "24 bits alone" else CHAINS[name]()
+    tx = zf.chain(*chain)
+    params = [{n: p.detach().clone() for n, p in model_of(i).named_parameters()} for i in (0, 1)]
+    start, want = (zf.init(tx, x) for x in params)
+    start, new = TRAVELS[how](start), want.params
+    grads = {n: torch.ones_like(x) for n, x in want.leaves.items()}
+
+    def replaced() -> zf.State:
+        return zf.update(tx, grads, start.replace(params=new))[0]
+
+    if name in FOLLOWED:
+        # Averages stay, as documented; parameters are those of a state that begins with them.
+        want, _ = zf.update(tx, grads, want)
+        assert all(torch.equal(x, want.leaves[n]) for n, x in replaced().leaves.items())
+    else:
+        with pytest.raises(
+            ValueError, match=r"state\.replace\(params=\.\.\.\) of a state of (schedule_free|lookahead)"
+        ):
+            replaced()

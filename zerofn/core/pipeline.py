@@ -30,7 +30,7 @@ from .number_graphs import check_numbers
 from .optimizer import apart, whole
 from .returned_values import COMPARED, CheckedUpdate, Comparing, own_prepared, own_start
 from .spec import Station
-from .state import State, counter
+from .state import State, check_replaced, counter
 from .survey import (
     NEEDED,
     at_views,
@@ -862,6 +862,8 @@ def check_fits(pipe: Pipeline, state: State, where: str, stacked: bool = True) -
     if rows:
         right = "a state of zf.init(tx, params), or of a step, with this very tx and these parameters"
         raise ValueError(bad_leaves(f"{where}: the state was made by another pipeline", rows, right))
+    if state._replaced:
+        check_replaced(pipe.tx)
     if not lead:
         state.fitting(pipe.tx)
 

@@ -191,6 +191,26 @@ def counter(x: int = 0) -> Tensor:
     return torch.tensor(x, dtype=torch.int64)
 
 
+def check_replaced(tx: Any) -> None:
+    """Refuse new parameters of a state whose chain starts an update from a copy of them: that copy would win.
+
+    A model that is attached notices what is written into it. A state does not.
+
+    Raises:
+        ValueError: the transform and its slot are named.
+    """
+    for part in tx.parts:
+        check_replaced(part)
+    slots = [x.slot for x in tx.facts.shadows if not x.residual and x.due is None]
+    if tx.facts.optimizes and slots:
+        # A wrapper has the name of what it wraps.
+        name = tx.name if tx.factory is None else tx.factory.__name__
+        why = f"{name} starts the next update from a copy of them ({slots[0]!r}), so the new ones would be lost"
+        right = "zf.init(tx, params) for a state that begins with them; or zf.attach(model, tx), where a write into a\n"
+        right += "parameter is followed"
+        raise ValueError(explain(f"state.replace(params=...) of a state of {name}", why, right))
+
+
 @dataclass(frozen=True, eq=False)
 class State:
     """Stored parameters, the state of every transform, and counters: a node for optree and for torch.func.
@@ -223,6 +243,8 @@ class State:
     # The chain whose `init` or step has made this state, or for which its form was checked (`fitting`). A state that is
     # made otherwise has none: by `dataclasses.replace`, a copy, a pickle, a map over trees.
     _fits: Any = field(default=None, init=False, repr=False)
+    # Whether parameters were replaced, of a state without such a chain: the next function that has a chain looks.
+    _replaced: bool = field(default=False, init=False, repr=False)
 
     def fitting(self, tx: Any) -> State:
         """This state, marked as one that has the form which this chain makes. The compiler must not trace this."""
@@ -407,6 +429,7 @@ class State:
 
         Raises:
             ValueError: they do not fit, for instance full parameters for a state with shards. Every such leaf is named.
+                Or the chain has `schedule_free` or `lookahead`, which keep copies that the next update starts from.
 
         Examples:
             >>> import torch, zerofn as zf
@@ -417,6 +440,8 @@ class State:
             ({'w': tensor([5., 5.])}, 1, {'w': tensor([1., 1.])})
         """
         self.check_usable("state.replace")
+        if self._fits is not None:
+            check_replaced(self._fits)
         matched = self.layout.match(params, "these are not the parameters of this state", "a tree like state.params")
         given: Leaves = {}
         wrong: list[tuple[str, str]] = []
@@ -433,7 +458,9 @@ class State:
             raise ValueError(bad_leaves("state.replace: these parameters do not fit the state", wrong, right))
         keep = create_graph or recorded()
         copies = {p: (x if keep else x.detach()).clone(memory_format=torch.contiguous_format) for p, x in given.items()}
-        return replace(self, leaves={path: copies[path] for path in self.leaves}).fitting(self._fits)
+        made = replace(self, leaves={path: copies[path] for path in self.leaves}).fitting(self._fits)
+        object.__setattr__(made, "_replaced", self._fits is None)
+        return made
 
     def __reduce__(self) -> Any:
         # torch.load accepts plain containers by default. `_parameters` is left out: a copy or a pickle belongs to no
