@@ -205,6 +205,11 @@ def test_replays_of_a_captured_step_are_steps(device, pipeline, route):
     assert wrong == [] and of_host == []
 
 
+def test_a_number_of_a_member_that_never_changes_stays_on_the_host(device):
+    """The format of random bits of `low_precision_adam` in a group is read in a captured step too."""
+    assert ask(device, "replayed", "pure", "partition, of partitions", module="virtual_graphs") == ([], [])
+
+
 # Clipped gradients have other addresses in each step, which a kernel's table has as numbers.
 @pytest.mark.parametrize(
     "pipeline",

@@ -92,7 +92,7 @@ def in_turn(parts: tuple[Transform, ...]) -> Transform:
         "chain",
         Scope.LEAF if alone else Scope.WHOLE,
         most(p.needs for p in parts),
-        Facts(capturable=_capturable(parts), rounds=_round(parts)),
+        Facts(capturable=_capturable(parts), rounds=_round(parts), constant=_constant({p.name: p for p in parts})),
         init_fn=init,
         prepare_fn=prepare if alone else nothing_to_prepare,
         update_fn=update,
@@ -302,21 +302,23 @@ def replace_innermost(t: Transform, fn: Callable[[Transform, Set[str], str], Tra
 
     def over(t: Transform, paths: Set[str], where: str) -> Transform:
         if t.in_turn:
-            return replace(t, **_running_fields(in_turn(tuple(over(x, paths, f"{where}{x.name}/") for x in t.parts))))
+            return _running(t, in_turn(tuple(over(x, paths, f"{where}{x.name}/") for x in t.parts)))
         if t.members_fn is None or t.update_fn is not t.hands_out:
             return fn(t, paths, where)
         found = t.members_by_key(layout.only(paths))
         labels = {path: k for k, (_, own) in found.items() for path in own}
         inner = {k: over(member, own & paths, f"{where}{k}/") for k, (member, own) in found.items()}
-        return replace(t, **_running_fields(_by_label(t.name, lambda *_: {p: labels.get(p) for p in paths}, inner)))
+        return _running(t, _by_label(t.name, lambda *_: {p: labels.get(p) for p in paths}, inner))
 
     return over(t, layout.every, "")
 
 
-def _running_fields(t: Transform) -> dict[str, Any]:
-    """The fields with which `t` runs. A copy of another transform takes these and keeps its own name and config."""
+def _running(t: Transform, new: Transform) -> Transform:
+    """`t` with the members of `new`: the fields with which a transform runs, and its own name and config."""
     names = ("scope", "needs", "init_fn", "prepare_fn", "update_fn", "parts", "members_fn", "hands_out", "named_fn")
-    return {name: getattr(t, name) for name in names}
+    fields: Any = {name: getattr(new, name) for name in names}
+    # The states of other members may have other entries.
+    return replace(t, facts=replace(t.facts, constant=new.facts.constant), **fields)
 
 
 def labels_by_path(
@@ -497,6 +499,11 @@ def _capturable(parts: Iterable[Transform]) -> bool:
     return all(part.facts.capturable for part in parts)
 
 
+def _constant(members: Mapping[str, Transform]) -> tuple[str, ...]:
+    """Entries of a state of members that never change."""
+    return tuple(f"{key}/{entry}" for key, t in members.items() for entry in t.facts.constant)
+
+
 def _check_labels(given: Mapping[str, Any], inner: Mapping[str, Any]) -> None:
     wrong = [(p, f"label {v!r} has no transform") for p, v in given.items() if v not in inner]
     if wrong:
@@ -518,7 +525,8 @@ def _by_label(
     # A member that looks at its whole group cannot be run bucket by bucket, nor leaf by leaf.
     alone = all(t.scope is Scope.LEAF for t in members.values())
     facts = _outcome(next(iter(members.values())))[1] if members else Facts(optimizes=True)
-    facts = replace(facts, capturable=_capturable(members.values()), rounds=_round(members.values()))
+    folded: Any = dict(capturable=_capturable(members.values()), rounds=_round(members.values()))
+    facts = replace(facts, constant=_constant(members), **folded)
 
     def groups(layout: Layout, paths: Set[str]) -> dict[str, set[str]]:
         given = labels(layout, paths)

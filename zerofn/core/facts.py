@@ -77,8 +77,8 @@ class Facts:
         evaluates_at: a function `(grads, params, ctx) -> params` of dicts by path. It gets reduced gradients without a
             loss scale, and the stored parameters, into which it must not write. It returns the parameters at which the
             step evaluates the loss a second time. The gradient of the second evaluation goes through the chain.
-        constant: names of entries of its state that never change. They are not moved when zerofn moves the counters in
-            the state to the GPU.
+        constant: names of entries of its state that never change; those of a member are `label/name`. They are not
+            moved when zerofn moves the counters in the state to the GPU.
         owes: its state has tensors that each rank computes from its own gradients, before these are reduced. In each
             window it adds the tensors to the accumulated gradients, before the reduction.
         shadows: slots of its state, with a tensor for each leaf, that follow from the parameter: copies of it, and what

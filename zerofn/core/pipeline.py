@@ -311,20 +311,21 @@ def with_counters_on_device(pipe: Pipeline, state: State, first: int | None = No
     own = dict(state.transforms)
     for part in pipe.parts[first or 0 :]:
         if part.name in own:
-            own[part.name] = {
-                key: x if key in part.facts.constant else _moved(x, device) for key, x in own[part.name].items()
-            }
+            constant = set(part.facts.constant)
+            own[part.name] = {key: _moved(x, device, constant, key) for key, x in own[part.name].items()}
     micro_step = state.micro_step.to(device) if first is None else state.micro_step
     return replace(state, transforms=own, step=state.step.to(device), micro_step=micro_step).fitting(state._fits)
 
 
-def _moved(x: Any, device: torch.device) -> Any:
-    """Tensors of a state, on a device; counters of leaves that are one tensor stay one."""
+def _moved(x: Any, device: torch.device, constant: Set[str], name: str) -> Any:
+    """Tensors of a state, on a device; those named as constant and counters of leaves that are one tensor stay so."""
+    if name in constant:
+        return x
     if isinstance(x, dict):
         together = whole(x.values()) if all(isinstance(y, Tensor) for y in x.values()) else None
         if together is not None:
-            return dict(zip(x, apart(_moved(together, device)), strict=True))
-        return {key: _moved(y, device) for key, y in x.items()}
+            return dict(zip(x, apart(_moved(together, device, constant, name)), strict=True))
+        return {key: _moved(y, device, constant, f"{name}/{key}") for key, y in x.items()}
     return tree_map(lambda y: y.to(device) if isinstance(y, Tensor) and y.is_cpu else y, x)
 
 
