@@ -38,9 +38,16 @@ def whole(size: int, step: int) -> Tensor:
     return torch.cat([batch(rank, step) for rank in range(size)])
 
 
-def freeze(model: nn.Sequential, layers: tuple[int, ...]) -> None:
+def freeze(model: nn.Sequential, layers: tuple[int, ...], before: tuple[int, ...] | None = None) -> None:
+    """Freeze these layers, and unfreeze the others; `before` is what was frozen: what stays is not touched."""
     for i in (0, 2, 4):
-        model[i].requires_grad_(i not in layers)
+        if before is None or (i in layers) != (i in before):
+            model[i].requires_grad_(i not in layers)
+
+
+def change(model: nn.Sequential, schedule: list[tuple[int, ...]], i: int) -> None:
+    """Freeze and unfreeze what differs from the step before."""
+    freeze(model, schedule[i], schedule[i - 1] if i else None)
 
 
 def torch_optim(schedule: list[tuple[int, ...]], every: int, size: int, clip: bool) -> list[Tensor]:
@@ -71,7 +78,7 @@ def attached(
     tx = zf.chain(*front, *clips, zf.adamw(RATE, weight_decay=DECAY))
     opt = zf.attach(model, tx, hold_frozen=how == HELD, in_backward=early)
     for i in range(STEPS):
-        freeze(model, schedule[i])
+        change(model, schedule, i)
         model(data(i)).square().mean().backward()
         opt.step()
         opt.zero_grad()
@@ -163,7 +170,7 @@ def others(stage: str, data: Callable[[int], Tensor], how: str) -> dict[str, lis
         tx = zf.chain(*around(stage, *middle(), *held, window=zf.accumulate(2)), *rest())
         opt = zf.attach(model, tx, hold_frozen=how == HELD)
         for i in range(STEPS):
-            freeze(model, BETWEEN[i])
+            change(model, BETWEEN, i)
             model(data(i)).square().mean().backward()
             opt.step()
             opt.zero_grad()
@@ -251,7 +258,7 @@ def test_a_leaf_that_was_frozen_at_attach_gets_its_state_at_its_first_step():
 
 def trained_on(model: nn.Module, opt: zf.Optimizer, steps: range, run: nn.Module | None = None) -> None:
     for i in steps:
-        freeze(model, BETWEEN[i])
+        change(model, BETWEEN, i)
         (run or model)(batch(dist.get_rank(), i)).square().mean().backward()
         opt.step()
         opt.zero_grad()
@@ -323,6 +330,53 @@ def test_unfrozen_leaves_are_saved_loaded_compiled_and_cut_by_torch(stage, tmp_p
     for found in zf.launch(meetings, 2, stage, str(tmp_path), timeout=limit()):
         for how, mine in found.items():
             close(mine, reference, (stage, how))
+
+
+def second_gradients(stage: str, hold: bool) -> list[Tensor]:
+    """`sam` takes its second gradient at a point that an unfrozen leaf moves to as well."""
+    model = net()
+    freeze(model, BETWEEN[0])
+    opt = zf.attach(model, zf.chain(*fronts(stage, 1), zf.sam(), zf.adamw(RATE)), hold_frozen=hold)
+    for i in range(STEPS):
+        change(model, BETWEEN, i)
+
+        def closure(i: int = i) -> Tensor:
+            loss = model(batch(dist.get_rank(), i)).square().mean()
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+        opt.zero_grad()
+    opt.detach()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def asked_by_hand() -> str:
+    model = net()
+    freeze(model, (0,))
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(RATE)))
+    freeze(model, ())
+    with pytest.raises(RuntimeError) as error:
+        torch.autograd.grad(model(batch(0, 0)).sum(), [model[0].weight])
+    opt.zero_grad()
+    model(batch(0, 0)).sum().backward()
+    opt.step()
+    assert model[0].weight.requires_grad and model[0].weight.grad is not None
+    torch.autograd.grad(model(batch(0, 0)).sum(), [model[0].weight])
+    opt.detach()
+    return str(error.value)
+
+
+def seconds(stages: list[str]) -> tuple[list[list[list[Tensor]]], str]:
+    return [[second_gradients(stage, hold) for hold in (True, False)] for stage in stages], asked_by_hand()
+
+
+def test_what_else_asks_for_gradients_of_unfrozen_leaves():
+    for found, said in zf.launch(seconds, 2, ["ZeRO-3", "data parallel"], timeout=limit()):
+        assert "torch.autograd.grad by 0.weight, unfrozen since the last step" in said
+        for held, unfrozen in found:
+            for a, b in zip(held, unfrozen, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_a_captured_step_trains_no_unfrozen_leaf():

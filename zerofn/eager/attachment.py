@@ -623,6 +623,7 @@ class Attachment:
         if closure is None:
             wrong, why = f"opt.step() through {asking.name}", "a transform asks for the gradient at a second point"
             raise ValueError(explain(wrong, why, CLOSURE))
+        self.watch.check()
         with interrupts_held():
             grads = self._collect(*self.groups.given())
         if home.reduces:

@@ -617,8 +617,9 @@ def _in_backward(pipe: Pipeline, current: CurrentState, context: Callable[[], Co
 def _unfrozen(home: ResidentParams, trained: Iterable[str]) -> Iterator[None]:
     """Inside, parameters require grad: torch hooks no others, and a frozen one may be unfrozen later."""
     with torch.DisableTorchFunctionSubclass():
-        frozen = [path for path in trained if not home.params[path].requires_grad]
-        for path in frozen:
+        # What is kept of a leaf that the user has unfrozen may still be frozen.
+        frozen = [path for path in trained if not home.shown[path].requires_grad]
+        for path in trained:
             for p in (home.params[path], home.shown[path]):
                 p.requires_grad_(True)
     try:

@@ -186,7 +186,7 @@ class Units:
         ]
         if not found:
             return
-        if reaches(()) is None:
+        if reaches([leads_to for leads_to, _ in node.next_functions if leads_to is not None]) is None:
             raise RuntimeError(
                 explain(
                     f"torch.autograd.grad by {found[0][0]}, unfrozen since the last step, under shard",
