@@ -56,6 +56,7 @@ from zerofn.core.context import RoundedToNearest as RoundedToNearest
 from zerofn.core.context import Rounding as Rounding
 from zerofn.core.context import check_format as check_format
 from zerofn.core.context import format_of as format_of
+from zerofn.core.elementwise import Elementwise as Elementwise
 from zerofn.core.executor import buckets as buckets
 from zerofn.core.facts import AVERAGE as AVERAGE
 from zerofn.core.facts import COUNT as COUNT
@@ -64,6 +65,9 @@ from zerofn.core.facts import SKIPPED_STEPS as SKIPPED_STEPS
 from zerofn.core.facts import Facts as Facts
 from zerofn.core.facts import Scope as Scope
 from zerofn.core.facts import Shadow as Shadow
+from zerofn.core.halves import Joining as Joining
+from zerofn.core.halves import UpdateOfStored as UpdateOfStored
+from zerofn.core.halves import stored_fn_of as stored_fn_of
 from zerofn.core.layout import AxisPlacement as AxisPlacement
 from zerofn.core.layout import Flat as Flat
 from zerofn.core.layout import Layout as Layout
@@ -79,12 +83,10 @@ from zerofn.core.leafwise import transform as transform
 from zerofn.core.number_graphs import Unrecorded as Unrecorded
 from zerofn.core.optimizer import LeafList as LeafList
 from zerofn.core.optimizer import LeafStep as LeafStep
-from zerofn.core.optimizer import UpdateOfStored as UpdateOfStored
 from zerofn.core.optimizer import direction as direction
 from zerofn.core.optimizer import like as like
 from zerofn.core.optimizer import optimizer as optimizer
 from zerofn.core.optimizer import rate_of as rate_of
-from zerofn.core.optimizer import stored_fn_of as stored_fn_of
 from zerofn.core.optimizer import wide_copy as wide_copy
 from zerofn.core.optimizer import with_kernel as with_kernel
 from zerofn.core.optimizer import without_elements as without_elements
@@ -124,6 +126,7 @@ from zerofn.kernels.formulas import once as once
 from zerofn.kernels.formulas import plus as plus
 from zerofn.kernels.formulas import plus_product as plus_product
 from zerofn.kernels.formulas import plus_quotient as plus_quotient
+from zerofn.kernels.formulas import rounded as rounded
 from zerofn.kernels.formulas import times as times
 from zerofn.kernels.formulas import towards as towards
 from zerofn.kernels.fused_adam import alike as alike

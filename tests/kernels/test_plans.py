@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C co
 def by_torch(monkeypatch):
     """Programs run by torch's operations: no test here waits for a compiler."""
 
-    def run(program, columns, numbers, scalars, each=True, draws=None):
+    def run(program, columns, numbers, scalars, each=True, draws=None, entries=()):
         drawn = list_programs.Drawn(program, numbers, [], 0, 0, draws)
         return list_programs.by_torch(drawn, columns)
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from .._compat.tensors import foreach, foreach_of
 from .._errors import explain, kind_of
 from .._interrupts import Writing
-from ..kernels.lists import at_once, in_place, results
+from ..kernels.joined import Passes
+from ..kernels.lists import at_once, in_place
 from ..kernels.norms import leaf_norms
-from ..kernels.program import TensorList, computed, write_where
+from ..kernels.program import TensorList, write_where
 from ..kernels.recording import concrete, number
 from ..kernels.rounding import FIRST_FORMAT, FORMAT_ENTRY, known_formats
 from .layout import Layout, Leaves
@@ -247,6 +248,8 @@ class Context:
             hold signals (`_interrupts.Writing`).
         prefix: the place of a nested transform, for instance ``"partition.decay."``.
         rounding: how a transform that says `Facts.rounds` rounds what it stores in 16 bits; by default to nearest.
+        passes: where an update half that is `Joining` leaves its programs, which run together with its neighbours'.
+            With `None` a program runs at once.
     """
 
     layout: Layout
@@ -275,6 +278,7 @@ class Context:
     written: set[str] | Writing = field(default_factory=set)
     prefix: str = ""
     rounding: Rounding | None = None
+    passes: Passes | None = None
 
     @property
     def loss(self) -> Tensor:
@@ -324,35 +328,11 @@ class Context:
         self.written.add(self.prefix)
         return operation(old, *given, out=old)
 
-    def put_over(
-        self, function: Callable[..., Sequence[Any]], olds: Sequence[Leaves], *given: Mapping[str, Any]
-    ) -> list[Leaves]:
-        """Replace tensors of every leaf by those that a function makes of them, in one pass over memory.
-
-        Args:
-            function: takes one value from each of `olds` and `given`, computes element by element, and returns a new
-                tensor for each of `olds`, which is converted to the dtype of the old one.
-            olds: tensors by path; written if they are donated. The paths are those of the first.
-            given: tensors by path that are only read.
-
-        Returns:
-            The new tensors by path, for each of `olds`.
-        """
-        found: list[Leaves] = [{} for _ in olds]
-
-        def written(*row: Any) -> list[Any]:
-            news = function(*row)
-            return [self.into(old, new.to(old.dtype)) for old, new in zip(row, news, strict=False)]
-
-        for paths, made in results(written, *olds, *given):
-            if isinstance(made[0], TensorList):
-                computed(*made)
-                made = [x.tensors for x in made]
-            else:
-                made = [[x] for x in made]
-            for of_one, tensors in zip(found, made, strict=True):
-                of_one.update(zip(paths, tensors, strict=True))
-        return [{path: x[path] for path in olds[0]} for x in found]
+    def settle(self) -> None:
+        """Run the programs that wait in `passes`, before an update half looks at what is in a tensor of a leaf."""
+        if self.passes is not None:
+            self.passes.settled += 1
+            self.passes.run()
 
     @property
     def choosing(self) -> Tensor | None:

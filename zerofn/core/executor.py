@@ -13,11 +13,13 @@ from torch import Tensor
 
 from .._compat.tensors import profiler_runs
 from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
+from ..kernels.joined import Passes
 from ..kernels.lists import over_leaves
 from ..kernels.norms import added, leaf_squares, squared_norm_unrecorded, sum_of_squares
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
 from .facts import Facts, Scope
+from .halves import joins
 from .layout import Leaves
 from .returned_values import CheckedUpdate, in_order
 from .transform import OfTensors, Transform, TransformState, gives_parameters, nothing_to_prepare, pass_through
@@ -134,7 +136,7 @@ DEVICE_BUCKET_BYTES = 1 << 28
 WIDEST = 8  # bytes of a float64
 NOTHING = Prepared()
 # Every step reads the dtype of every leaf. attrgetter does it in C, which is faster than a lambda.
-_DTYPE = attrgetter("dtype")
+_DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
 def run(
@@ -301,7 +303,9 @@ class Segment:
         An in-place update runs on all leaves at once: a bucket costs half a millisecond if a kernel has emptied the
         caches.
         """
-        if self.ctx.recorded or self.copies_old or self.stretch.copies[len(self.parts) - 1]:
+        if self.ctx.recorded or self.copies_old:
+            return True
+        if any([part.facts.copies and not _by_programs(part, self.params) for part in self.parts]):
             return True
         # A kernel copies gradients of another dtype than the parameters'.
         return any(map(is_not, map(_DTYPE, signal.values()), map(_DTYPE, map(params.__getitem__, signal))))
@@ -309,6 +313,7 @@ class Segment:
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
         emitted, comes, old_params = self.emitted, self.comes, params
         of_step = self.ctx if every or self.whole else self._within_bucket()
+        passes = Passes()
         if self.copies_old:
             old_params = over_leaves(lambda x: x.clone(), params)
         elif self.before is not None:
@@ -329,8 +334,14 @@ class Segment:
                 out, own = signal, state
             else:
                 trusted = type(update) is CheckedUpdate and update.trusted and not ctx.recorded
-                update = update.update_fn if trusted else update
-                out, own = update(signal, state, seen, p.carry, ctx)
+                if trusted and joins(update.update_fn):
+                    settled = passes.settled
+                    out, own = update.update_fn(signal, state, seen, p.carry, replace(ctx, passes=passes))
+                    update.by_programs = passes.settled == settled
+                else:
+                    passes.run()
+                    update = update.update_fn if trusted else update
+                    out, own = update(signal, state, seen, p.carry, ctx)
                 if trusted and out is not None and out is not signal and [*out] != [*signal]:
                     out = in_order(out, params)
             if p.carries_state:
@@ -338,6 +349,7 @@ class Segment:
             elif own is not state:
                 _merge(self.changed.setdefault(part.name, {}), own, old)
             if p.emit is False or out is None:
+                passes.run()
                 return {}
             signal = out
             if not isinstance(p.emit, bool):
@@ -346,6 +358,7 @@ class Segment:
                 emitted, comes = both(emitted, p.emit), both(comes, p.emit)
                 # A result that is not chosen must be finite only if it is differentiated.
                 signal = passed(emitted, out) if self.ctx.recorded else out
+        passes.run()
         return signal
 
     def _within_bucket(self) -> Context:
@@ -389,6 +402,12 @@ class Segment:
                 new[part.name] = merged
             emitted = emitted if p.emit is True else both(emitted, p.emit)
         return new, emitted
+
+
+def _by_programs(part: Transform, params: Leaves) -> bool:
+    """Whether a transform's last update left all to programs; on a CPU, where memory without data costs nothing."""
+    update = part.update_fn
+    return type(update) is CheckedUpdate and update.by_programs and all(map(_IS_CPU, params.values()))
 
 
 def _places_in(state: TransformState, name: str, found: dict[str, Places], ctx: Context) -> Places:

@@ -31,8 +31,8 @@ from ..kernels.rounding import leaf_key, stochastic_round
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared, Rounding
 from .facts import Facts, Scope
+from .halves import Joining, UpdateOfStored
 from .layout import Layout, Leaves
-from .returned_values import CheckedUpdate
 from .spec import Spec, changes_gradients
 from .state import counter
 from .transform import OfTensors, ScalarOrSchedule, Transform, TransformState
@@ -529,36 +529,6 @@ class ByHand(NamedTuple):
         return all(self.takes(leaves))
 
 
-class UpdateOfStored(partial):
-    """An update half with a second function that updates leaves in the form in which they are stored.
-
-    `UpdateOfStored(update_fn, stored_fn)` is called like `update_fn`.
-
-    Attributes:
-        stored_fn: a function with the arguments of `update_fn`, for slots whose tensors are each a
-            `zerofn.kernels.codes.Coded`, or for parameters that are each a `zerofn.kernels.masters.Master`. It returns
-            new parameters and slots of only those leaves that it can update in this form. If the state is donated, it
-            writes the new values into the memory of the old ones.
-    """
-
-    stored_fn: Callable[..., tuple[Leaves, TransformState]]
-
-    def __new__(
-        cls,
-        update_fn: Callable[..., tuple[Leaves, TransformState]],
-        stored_fn: Callable[..., tuple[Leaves, TransformState]],
-    ) -> UpdateOfStored:
-        made = super().__new__(cls, update_fn)
-        made.stored_fn = stored_fn
-        return made
-
-
-def stored_fn_of(update_fn: Any) -> Callable[..., tuple[Leaves, TransformState]] | None:
-    """The `stored_fn` of an update half, also of one whose results are checked; `None` if it has none."""
-    update_fn = update_fn.update_fn if type(update_fn) is CheckedUpdate else update_fn
-    return update_fn.stored_fn if type(update_fn) is UpdateOfStored else None
-
-
 def in_one_dtype(formula: Any, slots: Slots, in_fp32: bool, rounds_grads: bool, directs: bool = False) -> Any:
     """A formula for tensors in their dtypes, from one for those of `optimizer(in_fp32=, rounds_grads=)`."""
     if in_fp32:
@@ -689,7 +659,7 @@ def optimizer(
         facts,
         init_fn=update.init,
         prepare_fn=update.prepare,
-        update_fn=update.update if of_norms else update.halves(),
+        update_fn=Joining(update.update) if of_norms else update.halves(),
     )
 
 
@@ -757,7 +727,7 @@ class _OptimizerUpdate:
     by_hand: ByHand | None = None
 
     def halves(self) -> UpdateOfStored:
-        return UpdateOfStored(self.update, self.on_stored)
+        return UpdateOfStored(Joining(self.update), self.on_stored)
 
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
@@ -793,6 +763,8 @@ class _OptimizerUpdate:
         derived, by_hand = self.derived, self.by_hand if ctx.rounding is None else None
         kernel = None if by_hand is None else by_hand.run
         runs = not ctx.recorded and not ctx.unread
+        if not runs or kernel is not None:
+            ctx.settle()
         counts = {} if runs else one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
         slots = dict(zip(self.slots, map(state.__getitem__, self.slots), strict=True))
@@ -1050,6 +1022,8 @@ def _read(
             _read_norms(formula, plans, sums, step, group, given, new, own)
             continue
         rest = _by_plans(plans, step, group, given, new, own)
+        if rest:
+            ctx.settle()
         rest = _on_lists(formula, step, rest, given, new, own) if rest else rest
         if not rest and ctx.donate and lr is not None and len(group) == len(params):
             # All leaves were written in place.
@@ -1093,6 +1067,8 @@ def _read_norms(
         squares: Leaves = {}
         then: dict[str, tuple[list[torch.dtype], Callable[..., Any]]] = {}
         alone = _by_plans(sums, step, paths, given, new, own, squares=squares)
+        if alone:
+            ctx.settle()
         for path in alone:
             at = replace(step, path=path, offset=ctx.offsets.get(path, 0))
             measured, after = formula(params[path], grads[path], {slot: old[path] for slot, old in slots.items()}, at)
@@ -1102,6 +1078,7 @@ def _read_norms(
         rest = _by_plans(plans, step, [path for path in paths if path not in then], given, new, own, totals)
         for path in rest:
             # Its squares were a program, but nothing else is.
+            ctx.settle()
             at = replace(step, path=path, offset=ctx.offsets.get(path, 0))
             measured, after = formula(params[path], grads[path], {slot: old[path] for slot, old in slots.items()}, at)
             then[path] = [torch.float32] * len(measured), after
@@ -1160,7 +1137,9 @@ def _by_plans(
             rows += torch.stack([totals[path] for path in paths], 1).sqrt().to(torch.float32).unbind()
         about = shared, squares is None and _rides(paths, given), step.rounding and step.rounding._replace(step=None)
         try:
-            made, sums = plans.run(rows, numbers, into, about, partial(places_of, paths, ctx))
+            take = None if squares is not None else partial(_add_norms, paths, ctx)
+            place = partial(places_of, paths, ctx)
+            made, sums = plans.run(rows, numbers, into, about, place, passes=ctx.passes, take=take)
         except NotOnLists:
             rest += paths
             continue
@@ -1168,7 +1147,6 @@ def _by_plans(
             squares.update(zip(paths, sums.mT.double().unbind(), strict=True))
             continue
         x, *made = made
-        _add_norms(paths, sums, ctx)
         new.update(zip(paths, x, strict=True))
         for i, (slot, tensors) in enumerate(zip(slots, made, strict=True), 2):
             if of_leaf[i]:
@@ -1183,9 +1161,9 @@ def _rides(paths: Sequence[str], given: Given) -> bool:
     return given.ctx.wants_norms(paths, given.grads) and given.grads[paths[0]].is_cpu
 
 
-def _add_norms(paths: Sequence[str], squares: Tensor | None, ctx: Context) -> None:
+def _add_norms(paths: Sequence[str], ctx: Context, squares: Tensor) -> None:
     """Take the norms of gradients whose squares a pass has added up: numbers, or 0-d tensors that are not read."""
-    if squares is not None and ctx.norms is not None:
+    if ctx.norms is not None:
         norms: Any = squares[0].sqrt()
         ctx.norms.add(paths, norms.tolist() if norms.is_cpu else norms.unbind())
 
@@ -1289,7 +1267,8 @@ def _on_lists(
         kept: dict[str, Any] = {slot: ctx.into(old, after[slot]) for slot, old in olds.items()}
         squares = [g.to(torch.float32).square()] if _rides(paths, given) else []
         sums = computed(written, *kept.values(), sums=squares)
-        _add_norms(paths, sums, ctx)
+        if sums is not None:
+            _add_norms(paths, ctx, sums)
         new.update(zip(paths, written.tensors, strict=True))
         for slot, value in kept.items():
             own[slot].update(zip(paths, value.tensors, strict=True))
@@ -1411,6 +1390,7 @@ def direction(
     def update(grads: Leaves, state: TransformState, params: Leaves, found: Numbers, ctx: Context):
         given = Given(grads, params, {slot: state[slot] for slot in slots}, {}, None, found, {}, ctx)
         if ctx.recorded or ctx.unread:
+            ctx.settle()
             counts = one_more(state["count"], grads, ctx)
             out, own = _by_formula(formula, derived, given._replace(counts=counts), of_norms)
         else:
@@ -1433,7 +1413,7 @@ def direction(
         through=_in_fp32 if in_fp32 else None,
         init_fn=init,
         prepare_fn=prepare,
-        update_fn=update if of_norms else UpdateOfStored(update, on_stored),
+        update_fn=Joining(update) if of_norms else UpdateOfStored(Joining(update), on_stored),
     )
 
 

@@ -292,12 +292,16 @@ class CheckedUpdate:
         update_fn: its update half.
         some: whether it may leave out leaves.
         budget: how many leaves it gets in its first steps. An update may be called for each leaf.
+
+    Attributes:
+        trusted: whether it is checked no more.
+        by_programs: whether the last update left all to `Context.passes`.
     """
 
     def __init__(self, name: str, facts: Facts, update_fn: Callable[..., tuple[Any, Any]], some: bool, budget: float):
         self.name, self.facts, self.update_fn, self.some = name, facts, update_fn, some
         self.comparing = Comparing(budget)
-        self.trusted = False
+        self.trusted = self.by_programs = False
 
     def __call__(self, grads: Leaves, state: Any, params: Leaves, carry: Any, ctx: Context) -> tuple[Any, Any]:
         returned = self.update_fn(grads, state, params, carry, ctx)

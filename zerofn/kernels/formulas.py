@@ -7,12 +7,14 @@ processors, and not in the last elements of a tensor.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .program import TensorList
+from .numbers import Number
+from .program import TensorList, Term, as_dtype, in_dtype
 from .recording import certain, differentiated, recorded
 
 
@@ -44,6 +46,21 @@ def beside(number: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Te
     if number.is_cpu and not number.ndim and like.device.type == "cuda" and not recorded((number,)):
         return number.to(dtype or number.dtype)
     return number.to(like.device, dtype or number.dtype)
+
+
+def rounded(number: Any, like: Tensor) -> Any:
+    """A number, rounded to the dtype of `like`, to compute with beside it.
+
+    Examples:
+        >>> torch.ones(1, dtype=torch.bfloat16) * rounded(torch.tensor(1.001), torch.ones(1, dtype=torch.bfloat16))
+        tensor([1.], dtype=torch.bfloat16)
+    """
+    if isinstance(number, Number):
+        return number.through(partial(in_dtype, like.dtype))
+    if isinstance(like, TensorList) and isinstance(number, Tensor) and not number.is_cpu:
+        # In the kernel, not in a launch of its own.
+        return as_dtype(Term("scalar", (number,), number.dtype), like.dtype)
+    return beside(number, like, like.dtype) if isinstance(number, Tensor) else in_dtype(like.dtype, number)
 
 
 def times(x: Tensor, factor: Any) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .codes import MOST as MOST_OF_BLOCK
 from .codes import Coded
+from .joined import Passes, Run
 from .numbers import Guard, NotOnLists, Number, Values
 from .operations import OPERATIONS
 from .program import Draws, Program, TensorList, Term, Traced, alike, as_dtype, printer_for
@@ -26,6 +28,9 @@ from .rounding import FORMAT
 
 # Keys and offsets of leaves, as `Draws` has them.
 Places = Callable[[], tuple[Sequence[int], Sequence[int]]]
+
+
+Take = Callable[[Tensor], Any]
 
 
 def nowhere() -> tuple[Sequence[int], Sequence[int]]:
@@ -114,6 +119,8 @@ class Plans:
         places: Places = nowhere,
         comes: Tensor | None = None,
         roots: bool = False,
+        passes: Passes | None = None,
+        take: Take | None = None,
     ) -> tuple[list[Any], Tensor | None]:
         """Run the formula on lists of leaves; every element is read before it is written.
 
@@ -128,6 +135,8 @@ class Plans:
             places: returns the keys and the offsets of the leaves. It is called for random bits alone.
             comes: a bool of a GPU. If it is false, nothing is written.
             roots: whether the roots of the sums are wanted.
+            passes: where the program waits for others; by default it runs now.
+            take: gets the sums when it has run. Without it a program with sums waits for nothing.
 
         Returns:
             The results, and the sums, (sums, leaves); `None` if there are none. A result whose `into` is the place of
@@ -147,7 +156,7 @@ class Plans:
                 raise NotOnLists("a formula that asks too much of its numbers")
             plan = self._traced(columns, numbers, into, about)
             self.known.setdefault(kind, []).append(plan)
-        return run(plan, columns, numbers, places, comes, roots)
+        return run(plan, columns, numbers, places, comes, roots, passes, take)
 
     def _traced(
         self, columns: Sequence[list[Any] | Tensor], numbers: Values, into: Sequence[int | None] | None, about: Any
@@ -348,6 +357,8 @@ def run(
     places: Places,
     comes: Tensor | None = None,
     roots: bool = False,
+    passes: Passes | None = None,
+    take: Take | None = None,
 ) -> tuple[list[Any], Tensor | None]:
     """Run a plan on leaves: `Plans.run`."""
     printer, by_leaf, no = printer_for(columns[0][0].device), plan.by_leaf, (None,) * len(plan.results)
@@ -379,13 +390,28 @@ def run(
         seed, step = (of(numbers) for of in plan.drawn)
         draws = Draws(seed, step, plan.program.form, *places())
     try:
-        values = [float(of(numbers)) for of in plan.numbers]
+        values = tuple([float(of(numbers)) for of in plan.numbers])
     except (ArithmeticError, TypeError, ValueError) as error:
         # It is raised again where the formula runs leaf by leaf.
         raise NotOnLists(f"{type(error).__name__}: {error}") from error
-    found = printer.run(plan.program, used, values, [], True, draws, **more)
-    if found is None:
-        raise NotOnLists("no kernel")
-    written = [x for i in plan.written for x in columns[i]]
-    increment_version([y for x in written for y in (x.tensors if type(x) is Coded else (x,))])
-    return made, found if plan.program.sums else None
+    found: list[Tensor] = []
+    take = take or found.append
+    if len(plain) == len(used) and comes is None and not roots:
+        # What is new is written only if somebody holds it when the program runs.
+        waits = [x if i >= 0 else list(map(ref, x)) for i, x in zip(plan.columns, used, strict=True)]
+        takes = ((len(plan.program.sums), take),) if plan.program.sums else ()
+        line = Passes() if passes is None else passes
+        line.add(Run(plan.program, used[0], tuple(waits), values, draws, tuple(more.get("entries", ())), takes))
+        if passes is None or (takes and take == found.append):
+            line.run()
+    else:
+        if passes is not None:
+            passes.run()
+        sums = printer.run(plan.program, used, values, [], True, draws, **more)
+        if sums is None:
+            raise NotOnLists("no kernel")
+        written = [x for i in plan.written for x in columns[i]]
+        increment_version([y for x in written for y in (x.tensors if type(x) is Coded else (x,))])
+        if plan.program.sums:
+            take(sums)
+    return made, found[0] if found else None

@@ -660,7 +660,7 @@ class Traced:
         # A comparison is computed in the dtype of its arguments, any other operation in that of its result.
         dtype = given[0].dtype if name in COMPARED or name == "residual" else term.dtype
         if name.startswith("clamp") or name in COMPARED:
-            given = [x if isinstance(x, Term) else _through(partial(_in_dtype, dtype), x) for x in given]
+            given = [x if isinstance(x, Term) else _through(partial(in_dtype, dtype), x) for x in given]
         args = []
         for i, x in enumerate(given):
             if not isinstance(x, Term):
@@ -734,7 +734,7 @@ def _less_one(dtype: torch.dtype, weight: float) -> float:
     return (weight if dtype is torch.float64 else c_float(weight).value) - 1
 
 
-def _in_dtype(dtype: torch.dtype, x: float) -> float:
+def in_dtype(dtype: torch.dtype, x: float) -> float:
     return torch.tensor(x, dtype=dtype).item()
 
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from ..extend import (
     Context,
+    Elementwise,
     Facts,
+    Joining,
     LeafStep,
     Leaves,
     ScalarOrSchedule,
@@ -21,7 +23,6 @@ from ..extend import (
     like,
     moment_root,
     optimizer,
-    over_leaves,
     plus,
     plus_product,
     transform,
@@ -129,12 +130,13 @@ def add_decayed_weights(weight_decay: float) -> Transform:
     """
     check_number("add_decayed_weights", "weight_decay", weight_decay)
 
+    decayed = Elementwise(lambda g, p, decay: plus(g, decay, p.to(g.dtype)))
+
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: Any, ctx: Context):
-        decay = ctx.replicated(weight_decay)
-        return over_leaves(lambda g, p: plus(g, decay, p.to(g.dtype)), grads, params), state
+        return decayed(ctx, grads, params, decay=ctx.replicated(weight_decay))[0], state
 
     facts = Facts(directs=True, keeps=False, capturable=True)
-    return Transform("add_decayed_weights", needs="element", facts=facts, update_fn=update)
+    return Transform("add_decayed_weights", needs="element", facts=facts, update_fn=Joining(update))
 
 
 @transform

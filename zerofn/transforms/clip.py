@@ -13,7 +13,9 @@ from .._errors import explain
 from ..extend import (
     TINY,
     Context,
+    Elementwise,
     Facts,
+    Joining,
     Leaves,
     Prepared,
     Scope,
@@ -21,9 +23,8 @@ from ..extend import (
     TransformState,
     at_most,
     check_number,
-    over_leaves,
     root,
-    scaled,
+    rounded,
     squared_norm,
     transform,
 )
@@ -72,8 +73,12 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
 
     # The result of the user's function is read to check it, which a captured graph cannot do.
     facts = Facts(reports=frozenset(["grad_norm"]), keeps=False, capturable=over is None)
-    prepare = partial(_prepare, max_norm, over)
-    return Transform("clip_by_global_norm", Scope.TREE, "number", facts, prepare_fn=prepare, update_fn=_update)
+    prepare, scaled = partial(_prepare, max_norm, over), Elementwise(lambda g, factor: g * rounded(factor, g))
+
+    def update(grads: Leaves, state: TransformState, params: Leaves, factor: Tensor | None, ctx: Context):
+        return grads if factor is None else scaled(ctx, grads, factor=factor)[0], state
+
+    return Transform("clip_by_global_norm", Scope.TREE, "number", facts, prepare_fn=prepare, update_fn=Joining(update))
 
 
 def _prepare(
@@ -83,10 +88,6 @@ def _prepare(
     norm = root(squares if over is None else _over_pipelines(over, squares, ctx))
     ctx.report("grad_norm", norm, own=True)
     return Prepared(carry=at_most(norm, ctx.replicated(max_norm)))
-
-
-def _update(grads: Leaves, state: TransformState, params: Leaves, factor: Tensor | None, ctx: Context):
-    return scaled(grads, factor), state
 
 
 def _over_pipelines(over: Callable[[Tensor], Any], squares: Tensor, ctx: Context) -> Tensor:
@@ -143,8 +144,10 @@ def clip_by_value(max_value: float) -> Transform:
     """
     check_number("clip_by_value", "max_value", max_value, low=TINY)
 
-    def update(grads: Leaves, state: TransformState, params: Leaves, carry: None, ctx: Context):
-        limit = ctx.replicated(max_value)
-        return over_leaves(lambda g: g.clamp(-limit, limit), grads), state
+    clamped = Elementwise(lambda g, limit: g.clamp(-limit, limit))
 
-    return Transform("clip_by_value", needs="element", facts=Facts(keeps=False, capturable=True), update_fn=update)
+    def update(grads: Leaves, state: TransformState, params: Leaves, carry: None, ctx: Context):
+        return clamped(ctx, grads, limit=ctx.replicated(max_value))[0], state
+
+    facts = Facts(keeps=False, capturable=True)
+    return Transform("clip_by_value", needs="element", facts=facts, update_fn=Joining(update))

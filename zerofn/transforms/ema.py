@@ -7,14 +7,15 @@ from typing import Any
 from ..extend import (
     AVERAGE,
     Context,
+    Elementwise,
     Facts,
+    Joining,
     Layout,
     Leaves,
     Shadow,
     Transform,
     TransformState,
     check_number,
-    over_leaves,
     towards,
     transform,
     wide_copy,
@@ -51,12 +52,14 @@ def ema(decay: float) -> Transform:
     def init(leaves: Leaves, layout: Layout) -> TransformState:
         return {AVERAGE: {path: wide_copy(x) for path, x in leaves.items()}}
 
+    averaged = Elementwise(towards, replaces=1)
+
     def update(params: Leaves, state: TransformState, old: Leaves, carry: Any, ctx: Context):
         averages, weight = state[AVERAGE], 1 - ctx.number(ctx.replicated(decay))
-        averages = {p: averages[p] for p in params}
-        return params, {AVERAGE: over_leaves(lambda old, x: ctx.put(towards, old, x, weight), averages, params)}
+        (new,) = averaged(ctx, {p: averages[p] for p in params}, params, weight=weight)
+        return params, {AVERAGE: new}
 
     # An average of many updates stays what it is. Before the first update it is the parameters.
     first = Shadow(AVERAGE, due=lambda number, step: step == 0)
     facts = Facts(watches=True, sees_old=False, keeps=False, capturable=True, shadows=(first,))
-    return Transform("ema", needs="element", facts=facts, init_fn=init, update_fn=update)
+    return Transform("ema", needs="element", facts=facts, init_fn=init, update_fn=Joining(update))

@@ -7,14 +7,16 @@ import torch
 from ..extend import (
     TINY,
     Context,
+    Elementwise,
     Facts,
+    Joining,
     Leaves,
     Prepared,
     Scope,
     Transform,
     TransformState,
     check_number,
-    scaled,
+    rounded,
     squared_norm,
     transform,
 )
@@ -60,8 +62,10 @@ def scale_by_polyak(f_min: float = 0.0, max_learning_rate: float = 1.0, eps: flo
         ctx.report("polyak_step", step)
         return Prepared(carry=step)
 
+    scaled = Elementwise(lambda g, step: g * rounded(step, g))
+
     def update(grads: Leaves, state: TransformState, params: Leaves, step: torch.Tensor, ctx: Context):
-        return scaled(grads, step), state
+        return scaled(ctx, grads, step=step)[0], state
 
     facts = Facts(reports=frozenset(["polyak_step"]), keeps=False, capturable=True, wants=("loss",))
-    return Transform("scale_by_polyak", Scope.TREE, "number", facts, prepare_fn=prepare, update_fn=update)
+    return Transform("scale_by_polyak", Scope.TREE, "number", facts, prepare_fn=prepare, update_fn=Joining(update))

@@ -12,6 +12,8 @@ from torch import Tensor
 from ..extend import (
     AVERAGE,
     Context,
+    Elementwise,
+    Joining,
     Layout,
     LeafStep,
     Leaves,
@@ -187,20 +189,25 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
         carry = made.carry, ctx.number(share), momentum, rate * decay
         return replace(made, carry=carry, state=kept)
 
+    def averages_of(x: Tensor, y: Tensor, at: Tensor, share: Any, momentum: Any) -> tuple[Tensor, Tensor]:
+        x = towards(x, at, share)
+        return x, towards(at, x, momentum)
+
+    widened = Elementwise(lambda g, z: g.to(z.dtype))
+    decayed = Elementwise(lambda z, p, decay: plus(z, -decay, p.to(z.dtype)), replaces=1)
+    averaged = Elementwise(averages_of, replaces=2)
+
     def update(grads: Leaves, state: TransformState, params: Leaves, carry: tuple[Any, ...], ctx: Context):
         own, share, momentum, decay = carry
         olds, averages = ({path: state[slot][path] for path in grads} for slot in ("z", AVERAGE))
-        z, wide = olds, {path: g.to(olds[path].dtype) for path, g in grads.items()}
+        (wide,), z = widened(ctx, grads, olds), olds
         if isinstance(decay, Tensor) or decay:
-            (z,) = ctx.put_over(lambda x, p: [plus(x, -decay, p.to(x.dtype))], [z], params)
+            (z,) = decayed(ctx, z, params, decay=decay)
         z, new = inner.update_fn(wide, state, z, own, ctx)
-
-        def averaged(x: Tensor, y: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-            x = towards(x, at, share)
-            return x, towards(at, x, momentum)
-
-        x, y = ctx.put_over(averaged, [averages, params], z)
-        z = {path: at if at is olds[path] else ctx.into(olds[path], at) for path, at in z.items()}
+        x, y = averaged(ctx, averages, params, z, share=share, momentum=momentum)
+        if ctx.donate and any([at is not olds[path] for path, at in z.items()]):
+            ctx.settle()
+            z = {path: at if at is olds[path] else ctx.into(olds[path], at) for path, at in z.items()}
         return y, {**new, "z": z, AVERAGE: x}
 
     def init_wide(leaves: Leaves, layout: Layout) -> TransformState:
@@ -208,4 +215,4 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
 
     shadows = (*inner.facts.shadows, Shadow("z"), Shadow(AVERAGE))
     # Parameters are made anew of fp32 tensors in every update, so that nothing is lost.
-    return wrapped(replace(inner, init_fn=init_wide), init, update, prepare, shadows=shadows, rounds=False)
+    return wrapped(replace(inner, init_fn=init_wide), init, Joining(update), prepare, shadows=shadows, rounds=False)

@@ -1,0 +1,105 @@
+"""`Elementwise`: a formula on each leaf alone, which is traced once and runs on many leaves in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels.lists import batches, on_lists, results
+from ..kernels.numbers import NotOnLists
+from ..kernels.plans import Plans
+from ..kernels.program import TensorList, computed
+from .context import Context
+from .layout import Leaves
+
+
+class Elementwise:
+    """A formula of tensors of one leaf, element by element, and of numbers.
+
+    Call it in an update half that is `Joining`, with the context, a dict from path to tensor for each tensor of the
+    formula, and its numbers by name. Leaves that are large together are computed in one pass over memory, which may be
+    joined with those of the neighbours in the chain. Otherwise the formula runs leaf by leaf, or on lists of leaves.
+
+    Args:
+        function: of tensors and, by keyword, numbers. It returns a tensor, or a tuple of several, and writes none of
+            its arguments.
+        replaces: how many of the tensors its results replace, from the first one on: a result is converted to the dtype
+            of the old tensor, and written into its memory if that is donated. With 0 the result is new.
+
+    Examples:
+        >>> import torch
+        >>> from zerofn.core.layout import make_layout
+        >>> average = Elementwise(lambda old, x, weight: old + weight * (x - old), replaces=1)
+        >>> ctx = Context(make_layout({"w": torch.ones(2)}))
+        >>> average(ctx, {"w": torch.zeros(2)}, {"w": torch.ones(2)}, weight=0.5)
+        ({'w': tensor([0.5000, 0.5000])},)
+    """
+
+    def __init__(self, function: Callable[..., Any], replaces: int = 0):
+        self.function, self.replaces = function, replaces
+        self.plans = Plans(self._traced)
+
+    def __call__(self, ctx: Context, *columns: Mapping[str, Any], **numbers: Any) -> tuple[Leaves, ...]:
+        """The results by path, for each result of the formula. The paths are those of the first column."""
+        paths = list(columns[0])
+        found: list[Leaves] = [{} for _ in range(self.replaces or 1)]
+        rows = [list(map(column.__getitem__, paths)) for column in columns]
+        alone = list(range(len(paths)))
+        if not ctx.recorded and ctx.choosing is None and on_lists(rows):
+            alone = self._by_plans(ctx, paths, rows, numbers, found)
+        if alone:
+            ctx.settle()
+            self._by_results(ctx, [{paths[i]: row[i] for i in alone} for row in rows], numbers, found)
+            found = [{path: of[path] for path in paths} for of in found]
+        return tuple(found)
+
+    def _traced(self, lists: list[Any], numbers: Mapping[str, Any], about: Any) -> Any:
+        return self._replacing(lists, _several(self.function(*lists, **numbers))), []
+
+    def _replacing(self, olds: Any, made: tuple[Any, ...]) -> list[Any]:
+        """The results in the dtypes of what they replace."""
+        return [x.to(old.dtype) for x, old in zip(made, olds, strict=False)] if self.replaces else list(made)
+
+    def _by_plans(
+        self, ctx: Context, paths: list[str], rows: list[list[Any]], numbers: Mapping[str, Any], found: list[Leaves]
+    ) -> list[int]:
+        """Compute leaves by a program of the formula. Returns the places of those for which there is none."""
+        values: dict[str, Any] = {
+            name: x.item() if isinstance(x, Tensor) and x.is_cpu else x for name, x in numbers.items()
+        }
+        if not set(map(type, values.values())) <= {int, float, bool}:
+            return list(range(len(paths)))
+        into = None
+        if self.replaces and ctx.donate:
+            ctx.written.add(ctx.prefix)
+            into = list(range(self.replaces))
+        rest: list[int] = []
+        for batch, lists in batches(*rows):
+            try:
+                made, _ = self.plans.run([x.like for x in lists], values, into, passes=ctx.passes)
+            except NotOnLists:
+                rest += batch
+                continue
+            for of, tensors in zip(found, made, strict=True):
+                of.update(zip([paths[i] for i in batch], tensors, strict=True))
+        return rest
+
+    def _by_results(
+        self, ctx: Context, columns: list[Mapping[str, Any]], numbers: Mapping[str, Any], found: list[Leaves]
+    ) -> None:
+        """Compute leaves one by one, or as lists of them by torch's operations."""
+
+        def written(*row: Any) -> list[Any]:
+            made = self._replacing(row, _several(self.function(*row, **numbers)))
+            return list(map(ctx.into, row, made)) if self.replaces else made
+
+        for paths, made in results(written, *columns):
+            computed(*[x for x in made if isinstance(x, TensorList)])
+            for of, x in zip(found, made, strict=True):
+                of.update(zip(paths, x.tensors if isinstance(x, TensorList) else [x], strict=True))
+
+
+def _several(made: Any) -> tuple[Any, ...]:
+    return made if isinstance(made, tuple) else (made,)

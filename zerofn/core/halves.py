@@ -1,0 +1,55 @@
+"""Update halves that tell more about themselves than what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from .returned_values import CheckedUpdate
+
+
+class Joining(partial):
+    """An update half whose pass over memory may be joined with those of its neighbours in a chain.
+
+    `Joining(update_fn)` is called like `update_fn`. If `ctx.passes` is given, the half leaves its programs there, and
+    calls `ctx.settle()` before it looks at what is in a tensor of a leaf. A wrapper's half is another function: it
+    looks at what the inner one returns.
+    """
+
+
+class UpdateOfStored(partial):
+    """An update half with a second function that updates leaves in the form in which they are stored.
+
+    `UpdateOfStored(update_fn, stored_fn)` is called like `update_fn`.
+
+    Attributes:
+        stored_fn: a function with the arguments of `update_fn`, for slots whose tensors are each a
+            `zerofn.kernels.codes.Coded`, or for parameters that are each a `zerofn.kernels.masters.Master`. It returns
+            new parameters and slots of only those leaves that it can update in this form. If the state is donated, it
+            writes the new values into the memory of the old ones.
+        joins: whether `update_fn` is `Joining`.
+    """
+
+    stored_fn: Callable[..., tuple[Any, Any]]
+    joins: bool
+
+    def __new__(
+        cls,
+        update_fn: Callable[..., tuple[Any, Any]],
+        stored_fn: Callable[..., tuple[Any, Any]],
+    ) -> UpdateOfStored:
+        made = super().__new__(cls, update_fn)
+        made.stored_fn, made.joins = stored_fn, type(update_fn) is Joining
+        return made
+
+
+def stored_fn_of(update_fn: Any) -> Callable[..., tuple[Any, Any]] | None:
+    """The `stored_fn` of an update half, also of one whose results are checked; `None` if it has none."""
+    update_fn = update_fn.update_fn if type(update_fn) is CheckedUpdate else update_fn
+    return update_fn.stored_fn if type(update_fn) is UpdateOfStored else None
+
+
+def joins(update_fn: Any) -> bool:
+    """Whether an update half is `Joining`."""
+    return type(update_fn) is Joining or (type(update_fn) is UpdateOfStored and update_fn.joins)
