@@ -735,7 +735,10 @@ def _less_one(dtype: torch.dtype, weight: float) -> float:
 
 
 def in_dtype(dtype: torch.dtype, x: float) -> float:
-    return torch.tensor(x, dtype=dtype).item()
+    """A number rounded to a dtype."""
+    # A formula that is traced asks torch for nothing else than its arguments, also here.
+    with torch._C.DisableTorchFunction():
+        return torch.tensor(x, dtype=dtype).item()
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
