@@ -437,6 +437,12 @@ def schema(op: Any) -> Any:
     return op._schema
 
 
+def rounded_to(x: float, dtype: torch.dtype) -> float:
+    """A number rounded to a dtype; what listens to torch's functions hears nothing of it."""
+    with torch._C.DisableTorchFunction():
+        return torch.tensor(x, dtype=dtype).item()
+
+
 def has_triton() -> bool:
     """Whether triton is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .._compat.tensors import foreach, has_triton
+from .._compat.tensors import foreach, has_triton, rounded_to
 from .native import same_bits, sample
 from .numbers import NotOnLists, Number
 from .operations import COMPARED, OPERATIONS
@@ -735,10 +735,8 @@ def _less_one(dtype: torch.dtype, weight: float) -> float:
 
 
 def in_dtype(dtype: torch.dtype, x: float) -> float:
-    """A number rounded to a dtype."""
-    # A formula that is traced asks torch for nothing else than its arguments, also here.
-    with torch._C.DisableTorchFunction():
-        return torch.tensor(x, dtype=dtype).item()
+    """A number rounded to a dtype. A formula that is traced may ask for it (`plans._Alone`)."""
+    return rounded_to(x, dtype)
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
