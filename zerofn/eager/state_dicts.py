@@ -91,6 +91,7 @@ class StateDicts:
             right += "whole states: get_optimizer_state_dict(model, opt, options=StateDictOptions(\n"
             right += "full_state_dict=True, cpu_offload=True)) on every rank, of which the first one has them"
             self._meet("opt.state_dict()", right)
+        self.home.stored_params.hand_out()
         return as_state_dict(self.pipe, state, self.groups, self.paths)
 
     def _meet(self, call: str, right: str) -> None:

@@ -58,6 +58,8 @@ class StoredParameters:
         shadows: the slots that follow from a parameter, each with the transform that has it, and its place there.
         watched: the parameters by path into which writes are noted: all if there are `shadows`, else `copies`.
         last: copies of stored leaves that were written into before, as the last step has left them.
+        handed_out: by transform, slot and path, how often a shadow was written when somebody last got the state's own
+            tensors, in a `state_dict`. Who writes into both, as `dcp.load` does, has loaded both.
     """
 
     def __init__(self, pipe: Pipeline, params: Leaves, current: CurrentState):
@@ -76,6 +78,7 @@ class StoredParameters:
         self.shadows = _shadows(pipe)
         self.watched = params if self.shadows else self.copies
         self.last: dict[str, Tensor] = {}
+        self.handed_out: dict[tuple[str, str, str], Writes] = {}
         # Plain full parameters can be written directly, without a view of each.
         self.plain = set(map(type, params.values())) <= {Tensor, nn.Parameter}
         self.counts = self._counts()
@@ -204,13 +207,16 @@ class StoredParameters:
         found = entries(state)
         numbers = {(e.owner, e.slot): e.value for e in found if not e.of_leaf}
         for e in found:
-            where, shadow = self.shadows.get((e.owner, e.slot), ("", None)) if e.path == path else ("", None)
+            key = e.owner, e.slot, e.path or ""
+            where, shadow = self.shadows.get(key[:2], ("", None)) if e.path == path else ("", None)
             if shadow is None:
                 continue
             if shadow.due is not None:
                 owner = e.owner
                 if not shadow.due(lambda slot, at=where, owner=owner: numbers[owner, at + slot], int(state.step)):
                     continue
+            if key in self.handed_out and writes([e.value]) != [self.handed_out[key]]:
+                continue
             if e.at_owner or e.below or e.value.shape != new.shape:
                 raise _cannot_follow(path, e.owner, shadow.slot, e.at_owner)
             value = torch.zeros_like(e.value) if shadow.residual else new.to(e.value)
@@ -220,9 +226,20 @@ class StoredParameters:
         if last is not None or changed is None:
             self.last[path] = new.clone()
 
+    def hand_out(self) -> None:
+        """Note that somebody gets the state's own tensors."""
+        if self.shadows:
+            from ..core.state_entries import entries
+
+            found = [x for x in entries(self.current.state) if (x.owner, x.slot) in self.shadows and x.path]
+            found = [x for x in found if not (x.below or x.at_owner)]
+            counts = writes([x.value for x in found])
+            self.handed_out = {(x.owner, x.slot, x.path or ""): n for x, n in zip(found, counts, strict=True)}
+
     def note(self) -> None:
         """Count writes from now on: a step or a load has written the stored leaves."""
         if self.shadows:
+            self.handed_out = {}
             self.counts = self._counts()
             for path, x in self.last.items():
                 x.copy_(self.current.state.leaves[path])
