@@ -27,7 +27,8 @@ def test_an_attach_on_one_process_loads_what_one_process_needs():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert len(loaded) < 72
+    # Six of them are programs of formulas: plans, printers and how neighbours are joined.
+    assert len(loaded) < 77
     assert not [m for m in loaded if m.startswith((*OF_RANKS, *OF_COLLECTIVES, *OF_VIEWS))]
 
 
@@ -56,7 +57,7 @@ def test_a_steady_step_makes_as_many_calls_for_many_leaves_as_for_few(layers):
         model(torch.ones(2, 4)).sum().backward()
         made = calls_of(opt.step)
         opt.zero_grad()
-    assert len(made) <= 37, made
+    assert len(made) <= 39, made
     # No tensor is made for a leaf: moments and counts are written where they are.
     after = [leaves for leaves in opt.state.transforms["adamw"].values() if isinstance(leaves, dict)]
     assert len(before) == 3 and all(new[p] is x for old, new in zip(before, after, strict=True) for p, x in old.items())
@@ -85,7 +86,7 @@ def steady_step(chain):
     return made
 
 
-@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 126, 31), (zero_3, 70, 26)])
+@pytest.mark.parametrize(("chain", "calls", "modules"), [(zero_1, 145, 34), (zero_3, 72, 26)])
 def test_a_step_over_ranks_stays_as_short_as_it_is(chain, calls, modules):
     for made in zf.launch(steady_step, 2, chain, timeout=limit()):
         assert len(made) <= calls, made

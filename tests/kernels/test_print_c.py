@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from time_limits import limit
 
 import zerofn as zf
 from zerofn.kernels import lists, native, print_c  # inside: kernels by themselves
@@ -140,7 +141,7 @@ def test_formulas_of_any_length_are_computed_in_vectors(steps, sums, tmp_path):
     (tmp_path / "formula.c").write_text(text)
     where = ["-I", str(Path(print_c.__file__).parent), str(tmp_path / "formula.c"), "-o", str(tmp_path / "formula.so")]
     made = [*command, *native.FLAGS, *native.TUNING[0], "-fopt-info-vec-optimized", *where]
-    told = subprocess.run(made, capture_output=True, text=True, timeout=60)
+    told = subprocess.run(made, capture_output=True, text=True, timeout=limit(60))
     if told.returncode:
         pytest.skip("the compiler does not know this processor")
     pairs = next(i for i, line in enumerate(text.splitlines(), 1) if "i += 2) pair(" in line)

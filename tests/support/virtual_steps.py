@@ -22,6 +22,7 @@ import zerofn as zf
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
 from zerofn.extend import optimizer
 from zerofn.kernels import adam, print_torch, print_triton, program  # inside: which kernel is taken
+from zerofn.kernels.operations import OPERATIONS  # inside: the root of a device
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -53,11 +54,14 @@ def counting() -> Iterator[None]:
 @contextmanager
 def formulas_by_torch() -> Iterator[None]:
     """Inside, kernels for formulas are computed by torch, whose bits they have (`list_programs.compare`)."""
-    known = print_triton.run, program.triton_for
+    known, root = (print_triton.run, program.triton_for), OPERATIONS["sqrt"]
     try:
+        # Below this device is the CPU, whose torch takes another root than a GPU.
+        OPERATIONS["sqrt"] = root._replace(torch=lambda x: x.double().sqrt().to(x.dtype))
         print_triton.run, program.triton_for = _run, lambda device: print_triton  # type: ignore[assignment]
         yield
     finally:
+        OPERATIONS["sqrt"] = root
         print_triton.run, program.triton_for = known
 
 

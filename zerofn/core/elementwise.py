@@ -20,13 +20,16 @@ class Elementwise:
 
     Call it in an update half that is `Joining`, with the context, a dict from path to tensor for each tensor of the
     formula, and its numbers by name. Leaves that are large together are computed in one pass over memory, which may be
-    joined with those of the neighbours in the chain. Otherwise the formula runs leaf by leaf, or on lists of leaves.
+    joined with those of the neighbours in the chain. Others are computed leaf by leaf, as lists of leaves, or by
+    `instead`.
 
     Args:
         function: of tensors and, by keyword, numbers. It returns a tensor, or a tuple of several, and writes none of
             its arguments.
         replaces: how many of the tensors its results replace, from the first one on: a result is converted to the dtype
             of the old tensor, and written into its memory if that is donated. With 0 the result is new.
+        instead: computes the results of all leaves where no program does, from the arguments of a call without the
+            context: one call of torch for many small leaves. By default the formula runs leaf by leaf.
 
     Examples:
         >>> import torch
@@ -37,8 +40,8 @@ class Elementwise:
         ({'w': tensor([0.5000, 0.5000])},)
     """
 
-    def __init__(self, function: Callable[..., Any], replaces: int = 0):
-        self.function, self.replaces = function, replaces
+    def __init__(self, function: Callable[..., Any], replaces: int = 0, instead: Callable[..., Leaves] | None = None):
+        self.function, self.replaces, self.instead = function, replaces, instead
         self.plans = Plans(self._traced)
 
     def __call__(self, ctx: Context, *columns: Mapping[str, Any], **numbers: Any) -> tuple[Leaves, ...]:
@@ -51,7 +54,11 @@ class Elementwise:
             alone = self._by_plans(ctx, paths, rows, numbers, found)
         if alone:
             ctx.settle()
-            self._by_results(ctx, [{paths[i]: row[i] for i in alone} for row in rows], numbers, found)
+            rest: list[Mapping[str, Any]] = [{paths[i]: row[i] for i in alone} for row in rows]
+            if self.instead is None:
+                self._by_results(ctx, rest, numbers, found)
+            else:
+                found[0].update(self.instead(*rest, **numbers))
             found = [{path: of[path] for path in paths} for of in found]
         return tuple(found)
 

@@ -19,7 +19,7 @@ from ..kernels.norms import added, leaf_squares, squared_norm_unrecorded, sum_of
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
 from .facts import Facts, Scope
-from .halves import joins
+from .halves import joins, stored_fn_of
 from .layout import Leaves
 from .returned_values import CheckedUpdate, in_order
 from .transform import OfTensors, Transform, TransformState, gives_parameters, nothing_to_prepare, pass_through
@@ -39,6 +39,7 @@ class Stretch:
         copies: for each of `parts`, whether it or one before it makes temporary tensors.
         keeps_old: whether a transform in it compares new parameters with old ones that another one in it overwrites.
         keeps_old_for_later: whether a transform of a later stretch does.
+        joins: whether passes over memory may be joined: there are several, or a transform makes several.
     """
 
     parts: tuple[Transform, ...]
@@ -46,6 +47,7 @@ class Stretch:
     copies: tuple[bool, ...] = ()
     keeps_old: bool = False
     keeps_old_for_later: bool = False
+    joins: bool = False
 
 
 def stretch(parts: Iterable[Transform]) -> Stretch:
@@ -54,7 +56,10 @@ def stretch(parts: Iterable[Transform]) -> Stretch:
     writes = next((i for i, part in enumerate(parts) if gives_parameters(part)), len(parts))
     scheduled = tuple(filter(rates_alone, parts))
     copies = tuple(accumulate([part.facts.copies for part in parts], or_))
-    return Stretch(parts, scheduled, copies, any([part.facts.compares for part in parts[writes:]]))
+    compares = any([part.facts.compares for part in parts[writes:]])
+    joining = [part for part in parts if joins(part.update_fn)]
+    several = len(joining) > 1 or any([stored_fn_of(part.update_fn) is None for part in joining])
+    return Stretch(parts, scheduled, copies, compares, joins=several)
 
 
 def rates_alone(part: Transform) -> bool:
@@ -313,7 +318,7 @@ class Segment:
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
         emitted, comes, old_params = self.emitted, self.comes, params
         of_step = self.ctx if every or self.whole else self._within_bucket()
-        passes = Passes()
+        passes = Passes() if self.stretch.joins else None
         if self.copies_old:
             old_params = over_leaves(lambda x: x.clone(), params)
         elif self.before is not None:
@@ -334,12 +339,13 @@ class Segment:
                 out, own = signal, state
             else:
                 trusted = type(update) is CheckedUpdate and update.trusted and not ctx.recorded
-                if trusted and joins(update.update_fn):
+                if passes is not None and trusted and joins(update):
                     settled = passes.settled
                     out, own = update.update_fn(signal, state, seen, p.carry, replace(ctx, passes=passes))
                     update.by_programs = passes.settled == settled
                 else:
-                    passes.run()
+                    if passes is not None:
+                        passes.run()
                     update = update.update_fn if trusted else update
                     out, own = update(signal, state, seen, p.carry, ctx)
                 if trusted and out is not None and out is not signal and [*out] != [*signal]:
@@ -349,8 +355,8 @@ class Segment:
             elif own is not state:
                 _merge(self.changed.setdefault(part.name, {}), own, old)
             if p.emit is False or out is None:
-                passes.run()
-                return {}
+                signal = {}
+                break
             signal = out
             if not isinstance(p.emit, bool):
                 # `emitted` leaves out ctx.comes: a window that closes in a step which does not reach this transform
@@ -358,7 +364,8 @@ class Segment:
                 emitted, comes = both(emitted, p.emit), both(comes, p.emit)
                 # A result that is not chosen must be finite only if it is differentiated.
                 signal = passed(emitted, out) if self.ctx.recorded else out
-        passes.run()
+        if passes is not None:
+            passes.run()
         return signal
 
     def _within_bucket(self) -> Context:

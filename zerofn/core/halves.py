@@ -51,5 +51,6 @@ def stored_fn_of(update_fn: Any) -> Callable[..., tuple[Any, Any]] | None:
 
 
 def joins(update_fn: Any) -> bool:
-    """Whether an update half is `Joining`."""
+    """Whether an update half is `Joining`, also one whose results are checked."""
+    update_fn = update_fn.update_fn if type(update_fn) is CheckedUpdate else update_fn
     return type(update_fn) is Joining or (type(update_fn) is UpdateOfStored and update_fn.joins)

@@ -699,7 +699,7 @@ def with_kernel(
         tensor([0.5000])
     """
     update = getattr(getattr(built.update_fn, "func", None), "__self__", None)
-    if not isinstance(update, _OptimizerUpdate):
+    if not isinstance(update, _OptimizerUpdate) or update.of_norms:
         why = "only an optimizer of zerofn.extend.optimizer, without of_norms, runs a formula that a kernel replaces"
         raise TypeError(explain(f"with_kernel({built.name}(...))", why, "with_kernel(optimizer(...), run)"))
     plans = update.plans if stored is None else plans_of(stored, list(update.slots))
@@ -763,7 +763,7 @@ class _OptimizerUpdate:
         derived, by_hand = self.derived, self.by_hand if ctx.rounding is None else None
         kernel = None if by_hand is None else by_hand.run
         runs = not ctx.recorded and not ctx.unread
-        if not runs or kernel is not None:
+        if ctx.passes is not None and not (runs and kernel is None):
             ctx.settle()
         counts = {} if runs else one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}

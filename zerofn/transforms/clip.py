@@ -25,6 +25,7 @@ from ..extend import (
     check_number,
     root,
     rounded,
+    scaled,
     squared_norm,
     transform,
 )
@@ -73,10 +74,11 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
 
     # The result of the user's function is read to check it, which a captured graph cannot do.
     facts = Facts(reports=frozenset(["grad_norm"]), keeps=False, capturable=over is None)
-    prepare, scaled = partial(_prepare, max_norm, over), Elementwise(lambda g, factor: g * rounded(factor, g))
+    prepare = partial(_prepare, max_norm, over)
+    clipped = Elementwise(lambda g, factor: g * rounded(factor, g), instead=scaled)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, factor: Tensor | None, ctx: Context):
-        return grads if factor is None else scaled(ctx, grads, factor=factor)[0], state
+        return grads if factor is None else clipped(ctx, grads, factor=factor)[0], state
 
     return Transform("clip_by_global_norm", Scope.TREE, "number", facts, prepare_fn=prepare, update_fn=Joining(update))
 

@@ -17,6 +17,7 @@ from ..extend import (
     TransformState,
     check_number,
     rounded,
+    scaled,
     squared_norm,
     transform,
 )
@@ -62,10 +63,10 @@ def scale_by_polyak(f_min: float = 0.0, max_learning_rate: float = 1.0, eps: flo
         ctx.report("polyak_step", step)
         return Prepared(carry=step)
 
-    scaled = Elementwise(lambda g, step: g * rounded(step, g))
+    shortened = Elementwise(lambda g, factor: g * rounded(factor, g), instead=scaled)
 
     def update(grads: Leaves, state: TransformState, params: Leaves, step: torch.Tensor, ctx: Context):
-        return scaled(ctx, grads, step=step)[0], state
+        return shortened(ctx, grads, factor=step)[0], state
 
     facts = Facts(reports=frozenset(["polyak_step"]), keeps=False, capturable=True, wants=("loss",))
     return Transform("scale_by_polyak", Scope.TREE, "number", facts, prepare_fn=prepare, update_fn=Joining(update))

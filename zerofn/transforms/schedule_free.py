@@ -205,7 +205,7 @@ def _averaging(inner: Transform, r: float, power: float, numbers: Callable[..., 
             (z,) = decayed(ctx, z, params, decay=decay)
         z, new = inner.update_fn(wide, state, z, own, ctx)
         x, y = averaged(ctx, averages, params, z, share=share, momentum=momentum)
-        if ctx.donate and any([at is not olds[path] for path, at in z.items()]):
+        if any([at is not olds[path] for path, at in z.items()]):
             ctx.settle()
             z = {path: at if at is olds[path] else ctx.into(olds[path], at) for path, at in z.items()}
         return y, {**new, "z": z, AVERAGE: x}
