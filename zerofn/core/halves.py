@@ -14,7 +14,8 @@ class Joining(partial):
 
     `Joining(update_fn)` is called like `update_fn`. If `ctx.passes` is given, the half leaves its programs there, and
     calls `ctx.settle()` before it looks at what is in a tensor of a leaf. A wrapper's half is another function: it
-    looks at what the inner one returns.
+    looks at what the inner one returns. A kernel by hand (`with_kernel`) is `Joining` too, if it leaves its programs in
+    `LeafList.passes`.
     """
 
 

@@ -20,6 +20,7 @@ from .._errors import explain
 from ..kernels.codes import Coded
 from ..kernels.derivative import reverse
 from ..kernels.formulas import beside, once
+from ..kernels.joined import Passes
 from ..kernels.lists import batches, enough, on_lists
 from ..kernels.masters import Master
 from ..kernels.norms import CHUNK, squared_norm
@@ -168,6 +169,8 @@ class LeafList:
             calls an operator that `torch.library` knows. `"device"`: a step in which Python may not read counts or
             rates (`Context.unread`). And `"stored"`, which no kernel is given: leaves as they are stored, whose slots
             are each a `Coded` or whose parameters are each a `Master`.
+        passes: for a kernel that is `Joining`: where its programs wait for those of its neighbours (`Context.passes`).
+            Then the norms may be appended when they have run.
     """
 
     params: list[Tensor]
@@ -182,6 +185,7 @@ class LeafList:
     norms: list[float] | None = None
     comes: Tensor | None = None
     where: str = "step"
+    passes: Passes | None = None
 
     def only(self, chosen: list[bool]) -> LeafList:
         """The leaves for which `chosen` is true, without a request for norms."""
@@ -763,7 +767,8 @@ class _OptimizerUpdate:
         derived, by_hand = self.derived, self.by_hand if ctx.rounding is None else None
         kernel = None if by_hand is None else by_hand.run
         runs = not ctx.recorded and not ctx.unread
-        if ctx.passes is not None and not (runs and kernel is None):
+        waits = runs and (kernel is None or (type(kernel) is Joining and ctx.donate))
+        if ctx.passes is not None and not waits:
             ctx.settle()
         counts = {} if runs else one_more(state["count"], grads, ctx)
         common = {key: state[key] for key in self.shared if key in state} if self.shared else {}
@@ -854,7 +859,8 @@ def _listed(group: list[str], count: Any, given: Given, comes: Tensor | None = N
         offsets = list(map(ctx.offsets.get, group, offsets))
     gradients, written = list(map(grads.__getitem__, group)), columns.pop("")
     norms = [] if ctx.wants_norms(group, grads) else None
-    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, norms, comes, where)
+    more = norms, comes, where, ctx.passes if where == "step" else None
+    return LeafList(written, gradients, columns, count, lr, group, offsets, numbers, common, *more)
 
 
 def _in_place(
@@ -872,8 +878,11 @@ def _in_place(
         if given.ctx.donate:
             given.ctx.written.add(given.ctx.prefix)
         kernel(leaves)
-        if leaves.norms and given.ctx.norms is not None:
-            given.ctx.norms.add(group, leaves.norms)
+        if leaves.norms is not None and given.ctx.passes is not None:
+            # It must not hold the gradients, which are then written for nobody.
+            given.ctx.passes.then(partial(_add_found, group, leaves.norms, given.ctx))
+        elif leaves.norms:
+            _add_found(group, leaves.norms, given.ctx)
         if given.ctx.donate and group == list(given.params) and {len(group)} >= set(map(len, given.slots.values())):
             # All leaves were written in place.
             return given.params, given.slots
@@ -881,6 +890,12 @@ def _in_place(
         for slot, tensors in leaves.slots.items():
             own.setdefault(slot, {}).update(zip(group, tensors, strict=True))
     return new, own
+
+
+def _add_found(group: list[str], norms: list[float], ctx: Context) -> None:
+    """Take the norms that a kernel has found, if it has."""
+    if norms and ctx.norms is not None:
+        ctx.norms.add(group, norms)
 
 
 def _reversible(given: Given) -> bool:

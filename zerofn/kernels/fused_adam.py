@@ -16,6 +16,7 @@ from zerofn._compat.functorch import functorch_active, is_wrapped
 from zerofn._compat.tensors import foreach, fused_adam_, fused_adamw_
 from zerofn._errors import explain, kind_of
 from zerofn.kernels import native
+from zerofn.kernels.joined import Passes
 from zerofn.kernels.masters import Master
 from zerofn.kernels.native import same_bits, sample
 from zerofn.kernels.numbers import NotOnLists
@@ -257,12 +258,13 @@ def run(
     eps: float,
     weight_decay: float,
     decoupled: bool,
-    norms: bool = False,
-) -> list[float]:
-    """One update in place, of all elements except `ends`; with `norms` it returns the gradients' norms."""
+    norms: list[float] | None = None,
+    passes: Passes | None = None,
+) -> None:
+    """One update in place, of all elements except `ends`, as `run_program` does it."""
     # Without a decay the kernel adds no term: 0 * p would be NaN for an infinite parameter.
     no_sum = decoupled or weight_decay == 0
-    return run_program(columns, scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms)
+    run_program(columns, scalars(step, float(lr), beta1, beta2, eps, weight_decay), no_sum, norms, passes)
 
 
 def ends(columns: Columns) -> Columns:
@@ -290,23 +292,40 @@ def scalars(step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: 
 NAMES = ("beta2", "weight", "rest", "rate", "spread", "eps", "keep", "decay")
 
 
-def run_program(columns: Columns, scalars: Sequence[float], decoupled: bool, norms: bool = False) -> list[Any]:
+def without_ends(columns: Columns) -> bool:
+    """Whether no leaf has elements beyond a multiple of `LINE`."""
+    return all([n % LINE == 0 for n in map(Tensor.numel, columns[0])])
+
+
+def run_program(
+    columns: Columns,
+    scalars: Sequence[float],
+    decoupled: bool,
+    norms: list[float] | None = None,
+    passes: Passes | None = None,
+) -> None:
     """One call of a kernel on leaves of a CPU: all elements except `ends` are updated.
+
+    Args:
+        norms: gets the norms of the gradients, when the program has run.
+        passes: where it waits for others, if no leaf has `ends`; by default it runs now.
 
     Raises:
         NotOnLists: there is no kernel.
     """
-    whole = all(n % LINE == 0 for n in map(Tensor.numel, columns[0]))
+    whole = without_ends(columns)
     lists = [list(column) if whole else list(map(_without_end, column)) for column in columns]
     # These are read before the update, since a gradient may share memory with a tensor that is written.
     rests = [
-        float(_end(g).double().square().sum()) if g.numel() % LINE else 0.0 for g in columns[1] if norms and not whole
+        float(_end(g).double().square().sum()) if g.numel() % LINE and norms is not None else 0.0 for g in columns[1]
     ]
-    _, sums = _plans(decoupled).run(lists, dict(zip(NAMES, scalars, strict=True)), [0, 2, 3], norms)
-    if sums is None:
-        return []
-    rests = rests or [0.0] * len(columns[0])
-    return [(x + rest) ** 0.5 for x, rest in zip(sums[0].tolist(), rests, strict=True)]
+
+    def take(squares: Tensor) -> None:
+        assert norms is not None
+        norms.extend([(x + rest) ** 0.5 for x, rest in zip(squares[0].tolist(), rests, strict=True)])
+
+    numbers: dict[str, float] = dict(zip(NAMES, scalars, strict=True))
+    _plans(decoupled).run(lists, numbers, [0, 2, 3], norms is not None, passes=passes, take=take)
 
 
 @functools.cache
@@ -365,6 +384,7 @@ def fused_update(
     decoupled: bool,
     lr: Any,
     norms: list[float] | None = None,
+    passes: Passes | None = None,
     **numbers: Any,
 ) -> None:
     """One update by torch's kernel, in place, of leaves of one dtype and device with the same number of updates.
@@ -374,6 +394,7 @@ def fused_update(
         decoupled: whether the weight decay is decoupled from the gradient (AdamW).
         lr: a number or a 0-d tensor.
         norms: a list. If the kernel computes the norms of the gradients on its way, they are appended.
+        passes: where a program with the bits of torch's kernel waits for others; what cannot wait runs behind them.
         numbers: beta1, beta2, eps and weight_decay.
 
     Raises:
@@ -385,17 +406,18 @@ def fused_update(
     lists: Columns = params, grads, exp_avgs, exp_avg_sqs
     large = sum(map(Tensor.numel, params)) >= LARGE
     taken = large and can(lists, decoupled, numbers["beta1"])
+    if passes is not None and not (taken and without_ends(lists)):
+        passes.run()
+        passes = None
     if not taken:
         lists = params, typed(params, grads, of_one_dtype=True), exp_avgs, exp_avg_sqs
         taken = large and lists[1] is not grads and can(lists, decoupled, numbers["beta1"])
     # Metrics show the norms of the given gradients, not of gradients that were cast to their parameters' dtype.
     asked = norms is not None and lists[1] is grads
     if taken:
-        found = run(lists, step, lr, **numbers, decoupled=decoupled, norms=asked)
+        run(lists, step, lr, **numbers, decoupled=decoupled, norms=norms if asked else None, passes=passes)
         lists = ends(lists)
         lists = lists[0], typed(lists[0], lists[1], of_one_dtype=True), *lists[2:]
-        if norms is not None:
-            norms += found
     if lists[0]:
         count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
         fused(*lists, [], [count] * len(lists[0]), lr=lr, amsgrad=False, maximize=False, **numbers)

@@ -129,6 +129,7 @@ class Run(NamedTuple):
         draws: of the random bits, if there are some.
         entries: numbers that differ by leaf, a tensor of shape (leaves,) of each.
         takes: who gets the sums, when the program has run: of each how many sums, and a function of (sums, leaves).
+        after: what is called then.
     """
 
     program: Program
@@ -138,6 +139,7 @@ class Run(NamedTuple):
     draws: Draws | None
     entries: tuple[Tensor, ...] = ()
     takes: tuple[tuple[int, Callable[[Tensor], Any]], ...] = ()
+    after: tuple[Callable[[], Any], ...] = ()
 
 
 class Passes:
@@ -172,24 +174,37 @@ class Passes:
             self.run()
         self.waiting = both or run
 
+    def then(self, call: Callable[[], Any]) -> None:
+        """Call a function when what waits has run: now, if nothing does."""
+        if self.waiting is None:
+            call()
+        else:
+            self.waiting = self.waiting._replace(after=(*self.waiting.after, call))
+
     def run(self) -> None:
         """Run what waits."""
         if self.waiting is None:
             return
         run, self.waiting = _wanted(self.waiting), None
-        if not run.program.stores and not run.program.sums:
-            return
-        columns = [_tensors(run, i) for i in range(len(run.columns))]
-        given = run.program, columns, run.numbers, [], True, run.draws, run.entries
-        printer = printer_for(columns[0][0].device)
-        found = None if printer is None else printer.run(*given)
-        # Torch's operations have the same bits, if a kernel cannot be built.
-        sums = print_torch.run(*given) if found is None else found
-        increment_version([x for i in dict(run.program.stores) for x in columns[i]])
-        first = 0
-        for n, take in run.takes:
-            take(sums[first : first + n])
-            first += n
+        if run.program.stores or run.program.sums:
+            _now(run)
+        for call in run.after:
+            call()
+
+
+def _now(run: Run) -> None:
+    """Run a program, and hand out its sums."""
+    columns = [_tensors(run, i) for i in range(len(run.columns))]
+    given = run.program, columns, run.numbers, [], True, run.draws, run.entries
+    printer = printer_for(columns[0][0].device)
+    found = None if printer is None else printer.run(*given)
+    # Torch's operations have the same bits, if a kernel cannot be built.
+    sums = print_torch.run(*given) if found is None else found
+    increment_version([x for i in dict(run.program.stores) for x in columns[i]])
+    first = 0
+    for n, take in run.takes:
+        take(sums[first : first + n])
+        first += n
 
 
 def _wanted(run: Run) -> Run:
@@ -240,4 +255,5 @@ def _both(first: Run, second: Run) -> Run | None:
         first.draws or second.draws,
         (*first.entries, *second.entries),
         (*first.takes, *second.takes),
+        (*first.after, *second.after),
     )

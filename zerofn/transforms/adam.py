@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain, users_line
 from ..extend import (
+    Joining,
     Layout,
     LeafList,
     LeafStep,
@@ -216,12 +217,15 @@ def _kernel(decoupled: bool, group: LeafList) -> None:
     kind_of = _DTYPE if all(map(_IS_CPU, group.params)) else _KIND
     kinds = set(map(kind_of, group.params))
     if len(kinds) > 1:
+        if group.passes is not None:
+            group.passes.run()
         for kind in kinds:
             _kernel(decoupled, group.only([kind_of(p) == kind for p in group.params]))
         return
     numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
     lists = group.params, group.grads, *group.slots.values()
-    fused_update(*lists, step=group.count, decoupled=decoupled, lr=group.lr, norms=group.norms, **numbers)
+    more: Any = dict(norms=group.norms, passes=group.passes)
+    fused_update(*lists, step=group.count, decoupled=decoupled, lr=group.lr, **more, **numbers)
 
 
 def _device_kernel(decoupled: bool, group: LeafList) -> None:
@@ -279,7 +283,7 @@ def adam_of(
     more = dict(settable=settable, derived=_corrections, counterpart=counterpart)
     more |= {"in_fp32": True, "rounds_grads": True}
     built = optimizer(name, lr, slots, formula, numbers, **more)
-    by_hand = partial(_run, decoupled), partial(_takes, decoupled), formula_of_torch(decoupled)
+    by_hand = Joining(_run, decoupled), partial(_takes, decoupled), formula_of_torch(decoupled)
     return with_moment_check(with_kernel(built, *by_hand))
 
 
