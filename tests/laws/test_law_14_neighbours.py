@@ -11,14 +11,7 @@ from torch import nn
 
 import zerofn as zf
 from zerofn.core import executor  # inside: where neighbours are joined
-from zerofn.kernels import (
-    fused_adam,
-    lists,
-    native,
-    print_c,
-    print_torch,
-    program,
-)  # inside: which leaves are lists, and what runs
+from zerofn.kernels import fused_adam, lists, native, print_c, print_torch, program  # inside: what runs
 
 pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
 
