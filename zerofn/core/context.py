@@ -331,8 +331,7 @@ class Context:
     def settle(self) -> None:
         """Run the programs that wait in `passes`, before an update half looks at what is in a tensor of a leaf."""
         if self.passes is not None:
-            self.passes.settled += 1
-            self.passes.run()
+            self.passes.settle()
 
     @property
     def choosing(self) -> Tensor | None:

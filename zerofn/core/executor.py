@@ -310,7 +310,10 @@ class Segment:
         """
         if self.ctx.recorded or self.copies_old:
             return True
-        if any([part.facts.copies and not _by_programs(part, self.params) for part in self.parts]):
+        first = next((i for i, part in enumerate(self.parts) if part.facts.copies), len(self.parts))
+        later = [part for part in self.parts[first:] if part.update_fn is not pass_through]
+        # What waits becomes memory where one of them looks at it.
+        if not all([_by_programs(part, self.params) for part in later]):
             return True
         # A kernel copies gradients of another dtype than the parameters'.
         return any(map(is_not, map(_DTYPE, signal.values()), map(_DTYPE, map(params.__getitem__, signal))))
@@ -342,7 +345,10 @@ class Segment:
                 if passes is not None and trusted and joins(update):
                     settled = passes.settled
                     out, own = update.update_fn(signal, state, seen, p.carry, replace(ctx, passes=passes))
-                    update.by_programs = passes.settled == settled
+                    left = passes.settled == settled
+                    # A bucket may be too small for programs. What all leaves together have shown holds.
+                    if every or (left and update.by_programs is None):
+                        update.by_programs = left
                 else:
                     if passes is not None:
                         passes.run()
@@ -414,7 +420,7 @@ class Segment:
 def _by_programs(part: Transform, params: Leaves) -> bool:
     """Whether a transform's last update left all to programs; on a CPU, where memory without data costs nothing."""
     update = part.update_fn
-    return type(update) is CheckedUpdate and update.by_programs and all(map(_IS_CPU, params.values()))
+    return type(update) is CheckedUpdate and update.by_programs is True and all(map(_IS_CPU, params.values()))
 
 
 def _places_in(state: TransformState, name: str, found: dict[str, Places], ctx: Context) -> Places:

@@ -295,13 +295,15 @@ class CheckedUpdate:
 
     Attributes:
         trusted: whether it is checked no more.
-        by_programs: whether the last update left all to `Context.passes`.
+        by_programs: whether an update of all leaves left all to `Context.passes`, or would; `None` as long as that is
+            not known.
     """
 
     def __init__(self, name: str, facts: Facts, update_fn: Callable[..., tuple[Any, Any]], some: bool, budget: float):
         self.name, self.facts, self.update_fn, self.some = name, facts, update_fn, some
         self.comparing = Comparing(budget)
-        self.trusted = self.by_programs = False
+        self.trusted = False
+        self.by_programs: bool | None = None
 
     def __call__(self, grads: Leaves, state: Any, params: Leaves, carry: Any, ctx: Context) -> tuple[Any, Any]:
         returned = self.update_fn(grads, state, params, carry, ctx)

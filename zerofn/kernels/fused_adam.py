@@ -407,7 +407,7 @@ def fused_update(
     large = sum(map(Tensor.numel, params)) >= LARGE
     taken = large and can(lists, decoupled, numbers["beta1"])
     if passes is not None and not (taken and without_ends(lists)):
-        passes.run()
+        passes.settle()
         passes = None
     if not taken:
         lists = params, typed(params, grads, of_one_dtype=True), exp_avgs, exp_avg_sqs

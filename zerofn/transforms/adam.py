@@ -218,7 +218,7 @@ def _kernel(decoupled: bool, group: LeafList) -> None:
     kinds = set(map(kind_of, group.params))
     if len(kinds) > 1:
         if group.passes is not None:
-            group.passes.run()
+            group.passes.settle()
         for kind in kinds:
             _kernel(decoupled, group.only([kind_of(p) == kind for p in group.params]))
         return
