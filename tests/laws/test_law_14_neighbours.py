@@ -168,5 +168,6 @@ def test_adamw_with_the_bits_of_torch_runs_with_its_neighbours(name, ends, monke
     theirs = trained(ADAMW[name](), torch.float32, alone=True, shapes=shapes)
     torch.testing.assert_close(mine[0], theirs[0], rtol=0, atol=0)
     assert mine[1] == theirs[1]
-    # Parameter, moments, and what the neighbour keeps.
-    assert ends or len(last.stores) == (3 if name == "clip" else 4)
+    if not ends and fused_adam.gives_bits(name != "trace", True, torch.float32):
+        # Parameter, moments, and what the neighbour keeps. On another processor torch's kernel may have other bits.
+        assert len(last.stores) == (3 if name == "clip" else 4)
