@@ -1177,9 +1177,13 @@ def _rides(paths: Sequence[str], given: Given) -> bool:
 
 
 def _add_norms(paths: Sequence[str], ctx: Context, squares: Tensor) -> None:
-    """Take the norms of gradients whose squares a pass has added up: numbers, or 0-d tensors that are not read."""
+    """Take the norms of gradients whose squares a pass has added up."""
+    _add_roots(paths, ctx, squares[0].sqrt())
+
+
+def _add_roots(paths: Sequence[str], ctx: Context, norms: Any) -> None:
+    """Take the norms of gradients, (leaves,): as numbers, or as 0-d tensors of a GPU, which are not read."""
     if ctx.norms is not None:
-        norms: Any = squares[0].sqrt()
         ctx.norms.add(paths, norms.tolist() if norms.is_cpu else norms.unbind())
 
 
@@ -1243,9 +1247,8 @@ def _on_stored(
                 continue
             if ctx.donate:
                 ctx.written.add(ctx.prefix)
-            if norms is not None and ctx.norms is not None:
-                found: Any = norms[0].tolist() if norms.is_cpu else norms[0].unbind()
-                ctx.norms.add(paths, found)
+            if norms is not None:
+                _add_roots(paths, ctx, norms[0])
             new.update(zip(paths, list(map(Master, x, made.pop())) if masters else x, strict=True))
             for slot, tensors in zip(slots, made, strict=True):
                 own[slot].update(zip(paths, tensors, strict=True))
