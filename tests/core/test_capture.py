@@ -10,7 +10,7 @@ import torch
 from time_limits import limit
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from transforms_table import LAYERS, ROWS, row_params
+from transforms_table import LAYERS, ROWS, in_turn
 
 import zerofn as zf
 
@@ -56,8 +56,9 @@ def pure(tx: zf.Transform, capturable: bool) -> tuple[list[list[Tensor]], list[d
     return [before, tree_leaves((state.transforms, state.step, state.micro_step, state.leaves))], told
 
 
-@pytest.mark.parametrize("route", [attached, pure])
-@pytest.mark.parametrize("name", row_params("capture", [x for x, row in ROWS.items() if not row.host]))
+@pytest.mark.parametrize(
+    ("name", "route"), in_turn("capture", [x for x, row in ROWS.items() if not row.host], (attached, pure))
+)
 def test_a_capturable_step_has_the_numbers_of_a_step_in_memory_that_stays(name, route):
     (_, ordinary), metrics = route(ROWS[name].trained(LAYERS), False)
     (before, found), captured = route(ROWS[name].trained(LAYERS), True)

@@ -74,15 +74,14 @@ def tampered(state, wrong, leaves=False):
     return replace(state, transforms=own, leaves=new), names
 
 
-# Each row by some of the wrongs, or by all of them.
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+# Each row by a third of the wrongs: entries are compared with those of a first state, whatever the row.
 @pytest.mark.parametrize("name", row_params("laws", ROWS))
-def test_every_function_refuses_it(name, few):
+def test_every_function_refuses_it(name):
     row, place = ROWS[name], list(ROWS).index(name)
     tx = row.trained(LAYERS)
     state = zf.init(tx, START)
     for i, (kind, wrong) in enumerate(WRONG.items()):
-        if few and (i + place) % 3:
+        if (i + place) % 3:
             continue
         bad, names = tampered(state, wrong, leaves=kind not in ("float64", "meta") and i % 2 == 0)
         if not names:

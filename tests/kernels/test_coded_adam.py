@@ -1,11 +1,13 @@
 """Optimizers on slots that are codes: one pass gives the bits of decoding, updating and encoding."""
 
+import itertools
 import math
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from covering import covering
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -118,11 +120,12 @@ def test_one_pass_gives_the_bits_of_decoded_tensors(name, block, shape, rounding
     assert form == other_form and all(map(same, mine, theirs))
 
 
+EACH = list(itertools.product(OPTIMIZERS, [8, 4], ["companded", "linear", "dynamic"], [F32, BF16]))
+
+
+# Each two of what a code, a dtype and an optimizer may be stand together in some row.
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("code", ["companded", "linear", "dynamic"])
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "bits", "code", "dtype"), covering(EACH, 2))
 def test_every_optimizer_in_every_code(name, bits, code, dtype):
     of = torch.Generator().manual_seed(0)
     draw = lambda *n: (torch.randn(n, generator=of) * 10 ** torch.randn(n, generator=of)).to(dtype)  # noqa: E731

@@ -163,7 +163,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 
 @needs_triton
-@pytest.mark.parametrize("examples", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_triton_kernel_has_the_bits_of_the_kernel_in_c_and_of_the_formula(apart, examples):
     """Whole chunks and the ends of leaves, at any addresses, with infinities, NaN and subnormal numbers."""
     leaf = st.tuples(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_kernels import needs_compiler
-from transforms_table import ROWS, SAMPLE, row_params
+from transforms_table import ROWS, SAMPLE, in_turn
 
 import zerofn as zf
 from zerofn.core.tree import flatten  # inside: all tensors of a state
@@ -28,8 +28,9 @@ def equal(a, b):
 
 
 @needs_compiler
-@pytest.mark.parametrize("donate", [False, True], ids=["new", "donated"])
-@pytest.mark.parametrize("name", row_params("laws", (x for x, row in ROWS.items() if not row.loss)))
+@pytest.mark.parametrize(
+    ("name", "donate"), in_turn("laws", (x for x, row in ROWS.items() if not row.loss), (False, True))
+)
 def test_kernels_and_operations_have_the_same_bits(name, donate, monkeypatch):
     tx = ROWS[name].trained(SAMPLE)
     monkeypatch.setattr(lists, "LARGE", 1 << 60)

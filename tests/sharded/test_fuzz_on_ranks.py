@@ -15,15 +15,8 @@ COUNT = int(os.environ.get("ZEROFN_FUZZ", "0"))
 FIRST = int(os.environ.get("ZEROFN_FUZZ_FIRST", "0"))
 # Kind, ranks (as many as a seed says where None), and how many programs in every run.
 DEFAULT = {("uses", 2): 4, ("promises", 3): 2, ("unusual", None): 4}
-SLOW = {
-    ("uses", 1): 10,
-    ("uses", 2): 10,
-    ("uses", 3): 20,
-    ("uses", 4): 10,
-    ("promises", 3): 2000,
-    ("unusual", None): 60,
-}
-SLOW |= {("everyday", 2): 100, ("everyday", 3): 100}
+SLOW = {("uses", 1): 4, ("uses", 3): 10, ("uses", 4): 4, ("promises", 3): 40, ("unusual", None): 20}
+SLOW |= {("everyday", 2): 20, ("everyday", 3): 20}
 
 
 def check(programs):

@@ -78,13 +78,11 @@ def check_every_way(tx, tmp_path, weighted=False, ways=tuple(WAYS)):
         assert not wrong, f"{way}: {wrong}"
 
 
-# Each row in two ways, or in all of them.
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
+# Each row in two of the ways, which know no transform.
 @pytest.mark.parametrize("name", row_params("laws", ROWS))
-def test_it_goes_on_with_the_same_bits(name, few, tmp_path):
+def test_it_goes_on_with_the_same_bits(name, tmp_path):
     first = 2 * (list(ROWS).index(name) % 3)
-    ways = tuple(WAYS)[first : first + 2] if few else tuple(WAYS)
-    check_every_way(ROWS[name].trained(LAYERS), tmp_path, ROWS[name].weighted, ways)
+    check_every_way(ROWS[name].trained(LAYERS), tmp_path, ROWS[name].weighted, tuple(WAYS)[first : first + 2])
 
 
 def everywhere(path):

@@ -8,7 +8,7 @@ A new transform is one row: it stands in every test that takes its rows from her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -941,3 +941,15 @@ ROWS: dict[str, Row] = {
 def row_params(kind: str, names: Iterable[str]) -> list[Any]:
     """Arguments of a test, by name of row: what `often` does not say is slow."""
     return [pytest.param(x, marks=() if kind in ROWS[x].often.split() else pytest.mark.slow) for x in names]
+
+
+def in_turn(kind: str, names: Iterable[str], ways: Sequence[Any]) -> list[Any]:
+    """Of each row that is often run, a test for every way; of the others each in one of the ways, in turn.
+
+    A fault of a way alone is found by any row, one of a row alone by any way.
+    """
+    return [
+        pytest.param(*row.values, way, marks=row.marks)
+        for i, row in enumerate(row_params(kind, names))
+        for way in (ways[i % len(ways) :][:1] if row.marks else ways)
+    ]

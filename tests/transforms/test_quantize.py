@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from covering import covering
 from refusals import Refusals
 from stages import around
 from time_limits import limit
@@ -139,11 +140,12 @@ def test_the_bits_of_one_process(some):
     check_bits(SOME, some)
 
 
+# Each at every stage, by one of the routes; two ranks are those above.
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_bits_of_one_process_in_every_cell(size, tmp_path):
-    zf.launch(on_a_rank, size, EVERY, str(tmp_path), timeout=limit(300))
-    check_bits(EVERY, tmp_path)
+def test_the_bits_of_one_process_at_every_stage(tmp_path):
+    cells = covering(EVERY, 2)
+    zf.launch(on_a_rank, 4, cells, str(tmp_path), timeout=limit(300))
+    check_bits(cells, tmp_path)
 
 
 def check_bits(cells, directory):
