@@ -153,11 +153,7 @@ def all_kinds(several, ranks, cells):
     [
         (True, 1, EVERY[-3:]),
         (True, 2, SOME),
-        *[
-            pytest.param(several, ranks, EVERY, marks=pytest.mark.slow)
-            for several in (False, True)
-            for ranks in (1, 2, 3)
-        ],
+        *[pytest.param(several, 3, EVERY, marks=pytest.mark.slow) for several in (False, True)],
     ],
 )
 @pytest.mark.parametrize("kind", CHAINS)

@@ -131,8 +131,7 @@ def test_the_derivative_by_a_number_is_all_there_where_a_step_is_recorded(name, 
     assert abs((ends[1] - ends[0]) / (2 * h) - float(want)) < 1e-6 * max(1.0, abs(float(want)))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks at it
-@pytest.mark.parametrize("route", ["make_step", "donated", "update", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("route", ["make_step", "donated", "update"])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_that_requires_grad_is_refused_where_a_step_is_not_recorded(name, route):
     """By name and with what to write. `create_graph=False` and torch.no_grad() say that it is a constant."""
@@ -144,8 +143,6 @@ def test_a_compiled_step_refuses_it_too():
 
 
 def refused(name, route):
-    if route == "compiled" and name in FROM_ELSEWHERE:
-        pytest.skip("a graph takes for a constant what a function has from elsewhere")
     x = AT.clone().requires_grad_()
     with pytest.raises(RuntimeError, match=r"requires? grad(.|\n)*create_graph=True"):
         trained(NUMBERS[name], x, route=route)

@@ -29,7 +29,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize("examples", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [2, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_bits_are_those_of_eager_torch_for_any_leaves(apart, rounding, examples):
     @settings(max_examples=examples, deadline=None)

@@ -145,14 +145,12 @@ def alike(names, backend="aot_eager"):
 
 
 SOON = ("3, scaled",)
-LATER = tuple(name for name in PIPELINES if name not in SOON)
 
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
         pytest.param(2, SOON, id="2"),
-        *(pytest.param(2, (name,), id=f"2-{name}", marks=pytest.mark.slow) for name in LATER),
         *(pytest.param(3, (name,), id=f"3-{name}", marks=pytest.mark.slow) for name in PIPELINES),
     ],
 )

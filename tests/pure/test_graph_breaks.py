@@ -35,9 +35,7 @@ def run(first, last, compiled):
     ("first", "last"),
     [
         ("scale_loss", "sgd"),
-        pytest.param("accumulate", "sgd", marks=pytest.mark.slow),
         pytest.param("accumulate", "adamw", marks=pytest.mark.slow),
-        pytest.param("scale_loss", "adamw", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_that_is_held_writes_nothing(first, last):

@@ -938,9 +938,14 @@ ROWS: dict[str, Row] = {
 }
 
 
-def row_params(kind: str, names: Iterable[str]) -> list[Any]:
-    """Arguments of a test, by name of row: what `often` does not say is slow."""
-    return [pytest.param(x, marks=() if kind in ROWS[x].often.split() else pytest.mark.slow) for x in names]
+def row_params(kind: str, names: Iterable[str], part: int = 0, of: int = 1) -> list[Any]:
+    """Arguments of a test, by name of row: what `often` does not say is slow.
+
+    Of tests that ask the same at several places, each has a part of the slow rows.
+    """
+    often = lambda x: kind in ROWS[x].often.split()  # noqa: E731
+    rows = [pytest.param(x, marks=() if often(x) else pytest.mark.slow) for x in names]
+    return [row for i, row in enumerate(rows) if not row.marks or i % of == part]
 
 
 def in_turn(kind: str, names: Iterable[str], ways: Sequence[Any]) -> list[Any]:

@@ -27,7 +27,7 @@ TOGETHER, SECONDS = 24, 600.0
 def ran(names: list[str], ways: list[str]) -> dict[str, dict[str, Any]]:
     """By architecture and way: what both ranks say, or the first rank's error. A launch that fails is halved."""
     try:
-        both = zf.launch(zoo_ways.on_a_rank, 2, names, ways, timeout=limit(SECONDS))
+        both = zf.launch(zoo_ways.on_a_rank, 2, dict.fromkeys(names, ways), timeout=limit(SECONDS))
     except Exception as error:
         if len(names) > 1:
             half = len(names) // 2

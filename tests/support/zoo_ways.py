@@ -222,13 +222,13 @@ def right(name: str, way: str, answer: Any) -> bool:
     return not isinstance(answer, str) and answer[0] < max(WAYS[way].bound, zoo.NEAR.get(name, 0.0))
 
 
-def on_a_rank(names: list[str], ways: list[str]) -> dict[str, dict[str, Any]]:
+def on_a_rank(cells: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """By architecture and way: the distance from torch, or the error."""
     warnings.simplefilter("ignore")
     torch.set_default_dtype(torch.float32)
     found: dict[str, dict[str, Any]] = {}
     wanted: dict[Any, Any] = {}
-    for name in names:
+    for name, ways in cells.items():
         for label in ways:
             way = WAYS[label]
             key = (name, way.micro, way.bf16)
