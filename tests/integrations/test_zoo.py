@@ -1,6 +1,6 @@
-"""More than 300 architectures of ten libraries, tiny: each is trained in three of eight ways on two ranks, with torch's numbers.
+"""More than 300 architectures of ten libraries, tiny: each is trained in three of eight ways, with torch's numbers.
 
-One process trains with torch's AdamW on the data of both ranks, in float64. A library that is not installed is skipped:
+Two ranks; one process trains with torch's AdamW on the data of both, in float64. What is not installed is skipped:
 pip install '.[test,integrations]'.
 """
 
