@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
@@ -263,5 +264,7 @@ print(leaf_key("w"), p.double().sum().item(), v.double().sum().item())
     results = [run.communicate(timeout=limit()) for run in runs]
     assert all(run.returncode == 0 for run in runs), results
     assert results[0][0] == results[1][0] != ""
-    names = sorted(path.name for path in (fresh_kernels / "cache" / "zerofn" / "kernels").iterdir())
-    assert len(names) == 2 and all(name.startswith("adam-") for name in names), names
+    # Of each library, those of the formulas too, at most one of each process; and nothing half done.
+    names = [path.name for path in (fresh_kernels / "cache" / "zerofn" / "kernels").iterdir()]
+    built = Counter(name.rpartition("-")[0] for name in names)
+    assert max(built.values()) <= 2 and all(name.startswith("adam-") for name in names), names

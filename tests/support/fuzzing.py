@@ -224,8 +224,8 @@ GOOD = ("right", "dead", "refused", "plain torch refuses too")
 
 
 def good(program: R.Program, verdict: Verdict) -> bool:
-    """Whether what became of it is allowed: only programs of unusual habits may be refused."""
-    return verdict.kind in (GOOD if program.kind == "unusual" else GOOD[:2])
+    """Whether what became of it is allowed: only programs of unusual habits may be refused by zerofn alone."""
+    return verdict.kind in (GOOD if program.kind == "unusual" else ("right", "dead", "plain torch refuses too"))
 
 
 def told(found: dict[R.Program, Verdict]) -> str:

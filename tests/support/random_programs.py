@@ -269,11 +269,16 @@ class Program:
             **given,
         )
         env.data.manual_seed((self.seed * 1009 + step) * 31 + rank)
-        events = self.events[step % len(self.events)]
+        events, taken = self.events[step % len(self.events)], set()
         for i, name in enumerate(events):
             rng = random.Random(f"{self.seed} {step} {i}")
             env.model = rng.choice(models)
+            taken.add(id(env.model))
             EVENTS[name][0](env, rng)
+        # A step of a model without any gradient is refused; in one process `fuzzing.attached_is_plain` gives it one.
+        for env.model in models if self.size > 1 else ():
+            if id(env.model) not in taken:
+                EVENTS["plain"][0](env, random.Random(f"{self.seed} {step}"))
         # A rank that gives a step up, or evaluates alone, does not come to a collective of the user's with the others.
         if self.ends and not any("calls-differ" in EVENTS[name][1] for name in events):
             env.talk()
@@ -320,7 +325,9 @@ def _everyday(rng: random.Random, seed: int, size: int | None) -> Program:
 
     forms = tuple(form() for _ in range(rng.choice([1, 1, 1, 2, 3])))
     every = rng.choice([1, 1, 2, 4])
-    names = events_of("everyday", ("one-process",) if size > 1 else ())
+    # Of several models one waits for ranks where another's calls differ.
+    without = [*(["one-process"] if size > 1 else []), *(["calls-differ"] if len(forms) > 1 else [])]
+    names = events_of("everyday", tuple(without))
     events = tuple(tuple(rng.choices(names, k=rng.randint(1, 3))) for _ in range(every))
     if size == 1:
         return Program("everyday", seed, events, forms, pipe=rng.choice(list(PIPES)), every=every, ends=False)
@@ -351,6 +358,8 @@ def each_everyday(size: int, few: bool) -> list[Program]:
     rows = [((name, "plain"), NET) for name in events_of("everyday", ("one-process",))]
     # A leaf that no call uses is in the unit of those that are differentiated twice.
     rows += [(("products with hessians",), Form((("bare", "plain"),)))]
+    # A recurrent module keeps a list of its weights, which has those of the caller then.
+    rows += [(("functional",), Form((("gru", "plain"), ("linear", "plain"))))]
     for i, kind in enumerate((*KINDS, *DIFFERENTIATES)):
         wraps = ("plain",) if kind in DIFFERENTIATES else WRAPS[i % 3 :][:1] if few else WRAPS
         rows += [(("plain", "two in one"), Form(((kind, wrap), (kind, "plain")))) for wrap in wraps]
@@ -361,7 +370,7 @@ def each_everyday(size: int, few: bool) -> list[Program]:
         Program("everyday", i, (events,) * 2, (form,), size, stage=stage, scale=scale, cast=cast, bucket=400)
         for i, (events, form, stage, scale, cast) in enumerate(cells)
         # Of the eight of each row another one; and second derivatives where they are taken through collectives.
-        if not few or i % 8 == i // 8 * 3 % 8 or (events[0] == "products with hessians" and i % 8 == 6)
+        if not few or i % 8 == i // 8 * 3 % 8 or (events[0] in ("products with hessians", "functional") and i % 8 == 6)
     ]
 
 

@@ -650,8 +650,9 @@ def _map(fn: Callable[[Any], Any], x: Any) -> Any:
     """`fn` of each tensor among arguments, in lists and dicts too."""
     if isinstance(x, Tensor):
         return fn(x)
-    if type(x) in (list, tuple):
-        return type(x)(_map(fn, y) for y in x)
+    if type(x) is tuple or isinstance(x, list):
+        mapped = [_map(fn, y) for y in x]
+        return tuple(mapped) if type(x) is tuple else mapped
     if type(x) is dict:
         return {k: _map(fn, y) for k, y in x.items()}
     return x

@@ -106,9 +106,9 @@ def first_by_position(kwargs: dict) -> tuple[tuple, dict]:
 
 
 def tensors_in(args: Any) -> Iterator[Tensor]:
-    """Tensors among arguments, and in lists among them."""
+    """Tensors among arguments, and in lists among them: a recurrent module has a class of its own for its weights."""
     for x in args:
         if isinstance(x, Tensor):
             yield x
-        elif type(x) in (list, tuple):
+        elif type(x) is tuple or isinstance(x, list):
             yield from tensors_in(x)
