@@ -297,7 +297,8 @@ def total(out):
 @needs_compiler
 @pytest.mark.parametrize("how", ["state", pytest.param("grad", marks=pytest.mark.slow)])
 def test_where_derivatives_are_recorded_the_graph_has_the_formula(how):
-    tx, look = low_precision(), Looking()
+    # Of a first step of Adam's the derivative by the batch is that of its sign, but for `eps`.
+    tx, look = low_precision(eps=1e-2), Looking()
     step, state, (x,) = zf.make_step(loss, tx), zf.init(tx, params()), batches(1)
     if how == "state":
         state.leaves["w"].requires_grad_()
@@ -306,7 +307,7 @@ def test_where_derivatives_are_recorded_the_graph_has_the_formula(how):
     with anew:
         got = torch.compile(lambda x: fn(step, state, x), fullgraph=True, backend=look)(x)
     want = fn(step, state, x)
-    assert look.calls() == 0
+    assert look.calls() == 0 and (how == "state" or want.abs().max() > 0.1)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     if how == "state":
         for out in (got, want):

@@ -313,7 +313,8 @@ class Conveyor:
         """An entry with its tensors on their parameters' devices; what is in no bucket is moved by a plain copy."""
         if isinstance(x, dict):
             return {k: self._beside(y, self.params[k].device if k in self.params else device) for k, y in x.items()}
-        if id(x) in self.places:
+        # Where nothing is copied no id is asked for: torch.compile would make the graph anew for each state.
+        if self.places and id(x) in self.places:
             bucket, i = self.places[id(x)]
             return bucket.beside[i] if bucket.beside else x
         return x.to(device) if isinstance(x, Tensor) and device is not None and x.ndim else x
@@ -325,7 +326,7 @@ class Conveyor:
         def back(x: Any, old: Any) -> Any:
             if not isinstance(old, Tensor) or x.device == old.device:
                 return x
-            bucket, i = self.places.get(id(old), (None, 0))
+            bucket, i = self.places.get(id(old), (None, 0)) if self.places else (None, 0)
             if ctx.recorded or bucket is None or not bucket.beside or not _alike(x, old):
                 return x.to(old.device)
             if ctx.donate:
