@@ -38,7 +38,7 @@ TABLE: dict[str, Any] = {
     "lion, bf16": (coded(lambda: zf.lion(0.1), code="dynamic", bits=4), BF16),
     "adan": (coded(lambda: zf.adan(0.1), bits=4), F32),
     "rmsprop": (coded(lambda: zf.rmsprop(0.1, momentum=0.5)), BF16),
-    "a direction": (coded(lambda: zf.chain(zf.scale_by_adam(), zf.scale_by_lr(0.1))), F32),
+    "a direction": (lambda **how: zf.chain(zf.quantize(zf.scale_by_adam(), **how), zf.scale_by_lr(0.1)), F32),
     "one slot": (coded(lambda: zf.schedule_free_adamw(0.1), slots=("exp_avg_sq",)), F32),
     "masters": (lambda **how: zf.chain(zf.precision(store_dtype="bf16+8"), zf.quantize(zf.adabelief(0.1), **how)), F32),
 }
@@ -53,7 +53,7 @@ OPTIMIZERS = {
     "radam": lambda: zf.radam(0.1),
     "rmsprop": lambda: zf.rmsprop(0.1, centered=True, momentum=0.9),
     "sgd": lambda: zf.sgd(0.1, momentum=0.9, nesterov=True),
-    "scale_by_adam": lambda: zf.chain(zf.scale_by_adam(), zf.scale_by_lr(0.1)),
+    "scale_by_adam": zf.scale_by_adam,
 }
 ODD = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -3e-39, 1e-30, 1e-20, 1.5e19, 3e38]
 
@@ -133,9 +133,12 @@ def test_every_optimizer_in_every_code(name, bits, code, dtype):
     grads = [{key: draw(*x.shape) for key, x in params.items()} for _ in range(3)]
     for rounding in ("stochastic", "nearest"):
         tx = zf.quantize(OPTIMIZERS[name](), bits=bits, code=code, block=100, rounding=rounding)
+        tx = tx if tx.facts.optimizes else zf.chain(tx, zf.scale_by_lr(0.1))
         one, by_program = updated(tx, params, grads, 0)
         other, _ = updated(tx, params, grads, 1 << 60)
-        assert by_program >= 6 and all(map(same, flatten(one)[0], flatten(other)[0]))
+        # A leaf of NAdam has a number of its own, which no program of codes takes.
+        assert by_program >= 6 or name == "nadam"
+        assert all(map(same, flatten(one)[0], flatten(other)[0]))
 
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["lion"], OPTIMIZERS["adopt"], OPTIMIZERS["rmsprop"]])

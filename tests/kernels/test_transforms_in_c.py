@@ -13,13 +13,13 @@ from zerofn.kernels import lists  # inside: from how many elements on a kernel r
 SHAPES = {"w": (6, 4), "b": (17,), "empty": (0, 3)}
 
 
-def after(tx, dtype=torch.float32, donate=False, steps=3):
+def after(tx, dtype=torch.float32, donate=False, steps=3, **given):
     draws = torch.Generator().manual_seed(0)
     params = {k: torch.randn(s, generator=draws).to(dtype) for k, s in SHAPES.items()}
     state = zf.init(tx, params)
     step = zf.make_step(lambda p, i: sum((x.float() * (x.float() - i)).sum() for x in p.values()), tx, donate=donate)
     for i in range(steps):
-        state, _ = step(state, float(i))
+        state, _ = step(state, float(i), **given)
     return [x.clone() for x in flatten(state)[0] if isinstance(x, torch.Tensor)]
 
 
@@ -32,11 +32,11 @@ def equal(a, b):
     ("name", "donate"), in_turn("laws", (x for x, row in ROWS.items() if not row.loss), (False, True))
 )
 def test_kernels_and_operations_have_the_same_bits(name, donate, monkeypatch):
-    tx = ROWS[name].trained(SAMPLE)
+    tx, given = ROWS[name].trained(SAMPLE), {"weight": 2.0} if ROWS[name].weighted else {}
     monkeypatch.setattr(lists, "LARGE", 1 << 60)
-    by_operations = after(tx, donate=donate)
+    by_operations = after(tx, donate=donate, **given)
     monkeypatch.setattr(lists, "LARGE", 0)
-    assert equal(after(tx, donate=donate), by_operations)
+    assert equal(after(tx, donate=donate, **given), by_operations)
 
 
 def twice(p, g, slots, at):
