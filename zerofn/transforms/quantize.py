@@ -68,7 +68,9 @@ def quantize(
 
     Blocks are cut from rows, and a shard has whole rows (`needs="row"`). Random bits depend on seed, entry, path,
     update and global element index. So equal gradients give equal codes, bit for bit, at every ZeRO stage, on any
-    number of ranks and after a resume. A norm over ranks, as in `clip_by_global_norm`, has another last bit.
+    number of ranks and after a resume. There are two exceptions. A norm over ranks, as in `clip_by_global_norm`, has
+    another last bit. And `adam` and `adamw` run torch's kernel, which rounds the last elements of a shard in another
+    way, fewer than 16 in fp32: a scale or a code of their blocks may differ.
 
     Args:
         transform: an optimizer, an `accumulate`, another transform with a state, or a chain or `partition` of these.
