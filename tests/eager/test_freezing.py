@@ -130,7 +130,7 @@ def on_a_rank(stage: str, runs: list) -> list[list[Tensor]]:
     [
         ("data parallel", 2, cover(RUNS)[::2]),
         ("ZeRO-3", 2, cover(RUNS)[1::2]),
-        *[pytest.param(x, n, RUNS, marks=pytest.mark.slow) for x in STAGES for n in (2, 3)],
+        *[pytest.param(x, 3, RUNS, marks=pytest.mark.slow) for x in STAGES],
     ],
 )
 def test_ranks_freeze_as_torch_optim_does(stage, size, runs):
