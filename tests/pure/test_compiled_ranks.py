@@ -168,9 +168,7 @@ def in_full(name):
     return zf.full_params(tx, found[-1][0])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) for name in ("2", "replicas", "replicas, late", "1", "3")]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("replicas, late", "3")])
 def test_a_compiled_step_over_ranks_is_that_of_one_process(name):
     tx, plain = trained(name, dtype=torch.float64)
     want = zf.full_params(tx, plain[-1][0])
