@@ -6,30 +6,40 @@ import pytest
 import torch
 
 import zerofn as zf
+from zerofn.kernels import print_torch, program  # inside: what computes leaves
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@zf.leafwise(init=torch.zeros_like)
 def difference(grad, param, state):
     """Keeps the gradient itself."""
     return grad - state, grad
 
 
-@zf.leafwise(init=lambda p: p)
 def towards_the_start(grad, param, state):
     return grad + (param - state), state
 
 
-@zf.leafwise(init=lambda p: p.view(-1).view(p.shape))
 def from_one_step_ago(grad, param, state):
-    """Keeps the parameter itself, in a view."""
-    return grad + param - state, param.detach()
+    """Keeps the parameter itself."""
+    return grad + param - state, param
 
 
-@zf.leafwise
-def the_parameter(grad, param):
-    return param
+def the_parameter(grad, param, state):
+    return param, state
+
+
+def the_gradient(grad, param, state):
+    """An optimizer."""
+    return grad, param
+
+
+STARTS = {difference: torch.zeros_like, the_gradient: torch.zeros_like}
+
+
+def made(function, needs="leaf"):
+    start = STARTS.get(function, lambda p: p.view(-1).view(p.shape))
+    return zf.leafwise(init=start, needs=needs, optimizer=function is the_gradient)(function)()
 
 
 def expected(name, gradients):
@@ -38,47 +48,65 @@ def expected(name, gradients):
     state = {"difference": p * 0}.get(name, p)
     for g in gradients:
         g = g.double()
-        old, new = p, {"difference": g, "towards_the_start": state}.get(name, p)
+        old, new = p, {"difference": g, "towards_the_start": state, "the_parameter": state}.get(name, p)
         out = {
             "difference": g - state,
             "towards_the_start": g + old - state,
             "from_one_step_ago": g + old - state,
             "the_parameter": old,
+            "the_gradient": 2 * (old - g),
         }[name]
         p, state = p - 0.5 * out, new
-    return p
+    return p, state
 
 
 def start():
     return torch.linspace(-1, 1, 5)
 
 
+@pytest.fixture
+def programs(monkeypatch):
+    """Every leaf is computed by programs, as large ones are."""
+    monkeypatch.setattr(program, "INSTEAD", [print_torch])
+
+
 @pytest.mark.parametrize("route", ["pure", "donated", "eager"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("made", [difference, towards_the_start, from_one_step_ago, the_parameter])
-def test_what_a_transform_keeps_is_not_written_by_others(made, accumulate, route):
-    name = made.__name__
-    gradients = [torch.linspace(i, 2 + i * i, 5) for i in range(4)]
-    tx = zf.chain(zf.accumulate(accumulate), made(), zf.sgd(0.5))
+@pytest.mark.parametrize("function", [difference, towards_the_start, from_one_step_ago, the_parameter, the_gradient])
+@pytest.mark.parametrize("needs", ["leaf", "element", "programs"])
+def test_what_a_transform_keeps_is_not_written_by_others(function, accumulate, route, needs, request):
+    """Results are compared with one another in the first three updates of two leaves only."""
+    name = function.__name__
+    if needs == "programs":
+        request.getfixturevalue("programs")
+    gradients = [torch.linspace(i, 2 + i * i, 5) / 8 for i in range(9)]
+    one = made(function, "leaf" if needs == "leaf" else "element")
+    tx = zf.chain(zf.accumulate(accumulate), one, *([] if function is the_gradient else [zf.sgd(0.5)]))
+    leaves = {"w": start(), "b": start()}
     if route == "eager":
-        model = torch.nn.ParameterDict({"w": start()})
+        model = torch.nn.ParameterDict(leaves)
         opt = zf.attach(model, tx)
         for g in gradients:
             for _ in range(accumulate):
-                (model["w"] * g).sum().backward()
+                (model["w"] * g + model["b"] * g).sum().backward()
                 opt.step()
-                opt.zero_grad()
-        final = model["w"].detach()
+                # The caller writes into the gradients.
+                opt.zero_grad(set_to_none=False)
+        final, kept = {k: p.detach() for k, p in model.items()}, opt.state.transforms[name]["value"]
     else:
-        state = zf.init(tx, {"w": start()})
-        step = zf.make_step(lambda p, g: (p["w"] * g).sum(), tx, donate=route == "donated")
+        state = zf.init(tx, leaves)
+        step = zf.make_step(lambda p, g: (p["w"] * g + p["b"] * g).sum(), tx, donate=route == "donated")
         for g in gradients:
             for _ in range(accumulate):
                 state, _ = step(state, g)
-        final = state.params["w"]
-    change = expected(name, gradients) - start().double()
-    # Four updates in fp32.
-    torch.testing.assert_close(final.double() - start().double(), change, rtol=1e-5, atol=1e-6)
+        final, kept = state.params, state.transforms[name]["value"]
+    last, own = expected(name, gradients)
+    for key in ("w", "b"):
+        # Nine updates in fp32.
+        torch.testing.assert_close(
+            final[key].double() - start().double(), last - start().double(), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(kept[key].double(), own, rtol=1e-5, atol=1e-6)
 
 
 def test_a_state_that_is_the_new_parameter_is_not_written_with_it():
@@ -98,13 +126,25 @@ def test_a_state_that_is_the_new_parameter_is_not_written_with_it():
         assert state.transforms[made.__name__]["value"]["w"].tolist() == [-1.0, -1.0]
 
 
-def test_a_gradient_that_the_caller_writes_into_later():
-    tx = zf.chain(difference(), zf.sgd(1.0))
-    state, g = zf.init(tx, {"w": torch.zeros(2)}), {"w": torch.ones(2)}
-    state, _ = zf.update(tx, g, state)
-    g["w"].fill_(5.0)
-    state, _ = zf.update(tx, {"w": torch.ones(2)}, state)
-    assert state.params["w"].tolist() == [-1.0, -1.0]
+@pytest.mark.parametrize("function", [difference, towards_the_start, from_one_step_ago, the_gradient])
+@pytest.mark.parametrize("needs", ["leaf", "element", "programs"])
+def test_a_state_shares_no_memory_with_what_the_caller_has(function, needs, request):
+    """In each of the steps: in the first three results are compared with one another."""
+    if needs == "programs":
+        request.getfixturevalue("programs")
+    one = made(function, "leaf" if needs == "leaf" else "element")
+    tx = zf.chain(one, *([] if function is the_gradient else [zf.sgd(0.5)]))
+    state = zf.init(tx, {"w": start()})
+    for i in range(6):
+        g, old = {"w": torch.full((5,), 1.0 + i)}, state.params["w"]
+        state, _ = zf.update(tx, g, state)
+        new = [state.params["w"], state.transforms[one.name]["value"]["w"]]
+        before = [x.clone() for x in new]
+        for x in (g["w"], old):
+            x.fill_(-7.0)
+        torch.testing.assert_close(new, before, rtol=0, atol=0)
+        new[0].fill_(0.25)
+        torch.testing.assert_close(new[1], before[1], rtol=0, atol=0)
 
 
 def test_a_state_of_its_own_is_not_copied():
@@ -172,7 +212,7 @@ def test_what_a_transformation_of_another_library_keeps_is_its_own(donate):
     for g in gradients:
         for _ in range(2):
             state, _ = step(state, g)
-    change = expected("difference", gradients) - start().double()
+    change = expected("difference", gradients)[0] - start().double()
     torch.testing.assert_close(state.params["w"].double() - start().double(), change, rtol=1e-5, atol=1e-6)
 
 

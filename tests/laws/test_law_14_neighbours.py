@@ -22,6 +22,17 @@ def momentum(grad, param, state, *, beta=0.9):
     return state, state
 
 
+@zf.leafwise(init=torch.zeros_like, needs="element")
+def difference(grad, param, state):
+    """It keeps the gradient itself."""
+    return grad - state, grad.to(state.dtype)
+
+
+@zf.leafwise(optimizer=True, needs="element")
+def descent(grad, param, *, lr):
+    return (param - lr * grad).to(param.dtype)
+
+
 @zf.leafwise(needs="element")
 def reads(grad, param):
     """No program: it asks a tensor for a number."""
@@ -35,6 +46,7 @@ GRADIENTS = {
     "clip_by_value": lambda: zf.clip_by_value(0.5),
     "clip_by_global_norm": lambda: zf.clip_by_global_norm(1.0),
     "momentum": lambda: momentum(),
+    "difference": lambda: difference(),
     "reads": lambda: reads(),
     "mars": lambda: zf.mars(),
     "masked trace": lambda: zf.masked(zf.trace(0.5), lambda path: path != "1"),
@@ -45,6 +57,7 @@ OPTIMIZERS = {
     "lion": lambda: zf.lion(1e-2),
     "adamw": lambda: zf.adamw(1e-2),
     "adan": lambda: zf.adan(1e-2),
+    "descent": lambda: descent(lr=0.1),
     "lamb": lambda: zf.lamb(1e-2),
     "scale_by_lr": lambda: zf.scale_by_lr(0.1),
     "a schedule": lambda: zf.sgd(zf.schedules.linear(0.1, 0.0, 4)),
@@ -132,6 +145,8 @@ def test_neighbours_that_run_as_one_give_the_bits_of_one_after_the_other(counts)
 PASSES = {
     "adam, rate": (lambda: zf.chain(zf.scale_by_adam(), zf.scale_by_lr(0.1)), 1),
     "trace, sgd": (lambda: zf.chain(zf.trace(0.9), zf.sgd(0.1)), 1),
+    "a function of one's own, sgd": (lambda: zf.chain(momentum(), zf.sgd(0.1)), 1),
+    "two functions of one's own": (lambda: zf.chain(difference(), descent(lr=0.1)), 1),
 }
 
 

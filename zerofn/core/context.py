@@ -42,10 +42,15 @@ class Norms:
     found: dict[str, Any] = field(default_factory=dict)
     requests: Leaves = field(default_factory=dict)
 
+    def expect(self, paths: Sequence[str]) -> None:
+        """Drop requests whose norms a program will add when it runs: nobody need hold these gradients."""
+        for path in paths:
+            self.requests.pop(path, None)
+
     def add(self, paths: Sequence[str], norms: Sequence[float]) -> None:
         """Take norms that a kernel has computed of requested gradients."""
         for path, norm in zip(paths, norms, strict=True):
-            del self.requests[path]
+            self.requests.pop(path, None)
             self.found[path] = norm
 
     def all(self) -> dict[str, Any]:

@@ -13,9 +13,9 @@ class Joining(partial):
     """An update half whose pass over memory may be joined with those of its neighbours in a chain.
 
     `Joining(update_fn)` is called like `update_fn`. If `ctx.passes` is given, the half leaves its programs there, and
-    calls `ctx.settle()` before it looks at what is in a tensor of a leaf. A wrapper's half is another function: it
-    looks at what the inner one returns. A kernel by hand (`with_kernel`) is `Joining` too, if it leaves its programs in
-    `LeafList.passes`.
+    calls `ctx.settle()` before it looks at what is in a tensor of a leaf. What it returns has memory of its own
+    (`Facts.keeps`). A wrapper's half is another function: it looks at what the inner one returns. A kernel by hand
+    (`with_kernel`) is `Joining` too, if it leaves its programs in `LeafList.passes`.
     """
 
 

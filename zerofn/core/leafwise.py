@@ -21,10 +21,11 @@ from ..kernels.recording import number
 from .arguments import check_flag, check_needs, learning_rate, made_outside_of_graphs, plain
 from .context import Context, Prepared
 from .facts import Facts
+from .halves import Joining
 from .layout import Layout, Leaves
 from .optimizer import SHORT, LeafStep, places_of
 from .outside import constants
-from .returned_values import misfit
+from .returned_values import misfit, own_update
 from .state import counter
 from .transform import Transform, TransformState
 from .tree import flatten, tree_map, unflatten
@@ -250,7 +251,7 @@ def _factory(function: Callable, init: Callable[[Tensor], Tensor] | None, optimi
             ),
             init_fn=made.init,
             prepare_fn=made.prepare,
-            update_fn=made.update,
+            update_fn=Joining(made.update) if of_lists else made.update,
             factory=build,
             config=config,
         )
@@ -322,7 +323,13 @@ class _OnLeaves:
     def update(self, grads: Leaves, state: TransformState, params: Leaves, options: Any, ctx: Context) -> Any:
         out: Leaves = {}
         stateful, kept, wrong = self.start is not None, dict(state.get("value", {})), []
-        together = self.on_lists(grads, params, kept, options, ctx) if self.of_lists and not ctx.recorded else {}
+        together: dict[str, Any] = {}
+        owned: set[str] = set()
+        if self.of_lists:
+            if not ctx.recorded:
+                together, owned = self.on_lists(grads, params, kept, options, ctx)
+            if len(together) < len(grads):
+                ctx.settle()
         for path, g in grads.items():
             p = params[path]
             if path in together:
@@ -344,27 +351,37 @@ class _OnLeaves:
                 kept[path] = _stored(kept[path], returned[1], at)
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
+        if self.of_lists and len(owned) < len(out):
+            # A `Joining` half compares what it returns by itself, since programs have memory of their own.
+            rest = [path for path in out if path not in owned]
+            olds, news = ({"value": {p: of[p] for p in rest}} if stateful else {} for of in (state.get("value"), kept))
+            made, own = own_update(self.optimizes, ({p: out[p] for p in rest}, news), olds, grads, params, options)
+            out |= made or {}
+            kept |= own.get("value", {})
         return out, {"value": kept} if stateful else {}
 
     def on_lists(
         self, grads: Leaves, params: Leaves, kept: Mapping[str, Any], options: Any, ctx: Context
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], set[str]]:
         """Result and state, by path, of leaves that are computed together; not of those that run leaf by leaf.
 
-        What the function has done in one step is repeated in later ones, if it reads nothing that may change but its
-        arguments.
+        What the function has done in one step is repeated in later ones by a program, if it reads nothing that may
+        change but its arguments.
+
+        Returns:
+            The results, and the paths of those that a program has computed.
         """
         paths, stateful, rounding = list(grads), self.start is not None, ctx.rounding
         columns = [[*grads.values()], [params[path] for path in paths]]
         if not on_lists(columns) or (rounding is not None and isinstance(rounding.step, Tensor)):
-            return {}
+            return {}, set()
         trees = [flatten(kept[path] if stateful else {}) for path in paths]
         form = trees[0][1]
         columns += map(list, zip(*(values for values, _ in trees), strict=False))
         if any(own != form for _, own in trees) or any(
             len({x.shape for x in row}) > 1 for row in zip(*columns, strict=True)
         ):
-            return {}
+            return {}, set()
         numbers = {name: x for name in ("lr", STEP) if type(x := options.get(name)) in (int, float)}
         known = constants(self.function, *[x for name, x in options.items() if name not in numbers])
         if rounding is not None:
@@ -373,16 +390,20 @@ class _OnLeaves:
         if ctx.donate and not ctx.unread:
             into = [1 if self.optimizes else SHARED, *range(2, len(columns))]
         found: dict[str, Any] = {}
+        owned: set[str] = set()
         for batch, lists in batches(*columns):
             own_paths = [paths[i] for i in batch]
             made: list[list[Tensor]] | None = None
             if known is not None:
                 about, rows = (form, rounding, known), [x.like for x in lists]
+                place = functools.partial(places_of, own_paths, ctx)
                 with untold(), contextlib.suppress(NotOnLists):
-                    made, _ = self.plans.run(rows, numbers, into, about, functools.partial(places_of, own_paths, ctx))
+                    made, _ = self.plans.run(rows, numbers, into, about, place, passes=ctx.passes)
+                    owned.update(own_paths)
                     if into is not None:
                         ctx.written.add(ctx.prefix)
             if made is None:
+                ctx.settle()
                 offsets = [ctx.offsets.get(path, 0) for path in own_paths]
                 try:
                     results, _ = self.traced(lists, {**options, **numbers}, (form, rounding), own_paths, offsets)
@@ -394,7 +415,7 @@ class _OnLeaves:
                 made = [x.tensors for x in results]
             of_leaves = zip(own_paths, zip(*made, strict=True), strict=True)
             found |= {path: (x, unflatten(form, values)) for path, (x, *values) in of_leaves}
-        return found
+        return found, owned
 
     def traced(
         self, lists: list[Any], numbers: Mapping[Any, Any], about: Any, paths: Sequence[str] = (), offsets: Any = ()
@@ -420,7 +441,12 @@ class _OnLeaves:
             raise NotOnLists("a state in another dtype")
         made = [at.stored(first, p.dtype, 0) if self.optimizes else first if rounding is None else first.to(g.dtype)]
         made += [at.stored(new, old.dtype, i) for i, (old, new) in enumerate(zip(olds, news, strict=True), 1)]
-        return made, []
+        # What replaces an old tensor, and is another argument unchanged, is a copy.
+        places = [p if self.optimizes else made[0], *olds]
+        return [
+            x.clone() if x is not old and any([x is y for y in lists]) else x
+            for old, x in zip(places, made, strict=True)
+        ], []
 
 
 def _wide(x: Any) -> Any:

@@ -1161,6 +1161,8 @@ def _by_plans(
         if squares is not None and sums is not None:
             squares.update(zip(paths, sums.mT.double().unbind(), strict=True))
             continue
+        if about[1] and ctx.norms is not None:
+            ctx.norms.expect(paths)
         x, *made = made
         new.update(zip(paths, x, strict=True))
         for i, (slot, tensors) in enumerate(zip(slots, made, strict=True), 2):

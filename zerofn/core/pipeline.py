@@ -25,6 +25,7 @@ from .executor import GRAD_NORM, Stretch, stretches
 from .facts import OF_PIECES, Scope
 from .forms import Form, elsewhere
 from .guest import complete
+from .halves import joins
 from .layout import Layout, Leaf, Leaves, Placement, canonical
 from .number_graphs import check_numbers
 from .optimizer import apart, whole
@@ -694,7 +695,8 @@ def guard(t: Transform, leaves: int, checked: bool) -> Transform:
 
     # A group of optimizers may leave out the leaves that it does not train.
     some = t.facts.optimizes and t.members_fn is not None
-    update = CheckedUpdate(t.name, t.facts, t.update_fn, some, math.inf if checked else COMPARED * max(leaves, 1))
+    budget = math.inf if checked else COMPARED * max(leaves, 1)
+    update = CheckedUpdate(t.name, t.facts, t.update_fn, some, keeps and not joins(t.update_fn), budget)
     # The executor knows functions that do nothing by identity, and does not run them. So they are not wrapped.
     return replace(
         t,

@@ -283,14 +283,15 @@ def in_order(out: Mapping[str, Tensor], params: Leaves) -> Leaves:
 class CheckedUpdate:
     """The update half of a transform, whose results are checked, and copied where they share memory.
 
-    A transform with `Facts(keeps=False)` is checked in its first steps only. After them `trusted` is true, and a step
-    that is not recorded may run `update_fn` itself.
+    A half whose results have memory of their own is checked in its first steps only. After them `trusted` is true, and
+    a step that is not recorded may run `update_fn` itself.
 
     Args:
         name: of the transform.
         facts: of it.
         update_fn: its update half.
         some: whether it may leave out leaves.
+        keeps: whether what it returns may share memory with something else (`Facts.keeps`).
         budget: how many leaves it gets in its first steps. An update may be called for each leaf.
 
     Attributes:
@@ -299,8 +300,16 @@ class CheckedUpdate:
             not known.
     """
 
-    def __init__(self, name: str, facts: Facts, update_fn: Callable[..., tuple[Any, Any]], some: bool, budget: float):
-        self.name, self.facts, self.update_fn, self.some = name, facts, update_fn, some
+    def __init__(
+        self,
+        name: str,
+        facts: Facts,
+        update_fn: Callable[..., tuple[Any, Any]],
+        some: bool,
+        keeps: bool,
+        budget: float,
+    ):
+        self.name, self.facts, self.update_fn, self.some, self.keeps = name, facts, update_fn, some, keeps
         self.comparing = Comparing(budget)
         self.trusted = False
         self.by_programs: bool | None = None
@@ -313,7 +322,7 @@ class CheckedUpdate:
         numbers = self.comparing.numbers(ctx, len(grads))
         if numbers is memories and not torch.compiler.is_compiling():
             check_form(self.name, found[1], ctx.layout.every)
-        if not self.facts.keeps:
+        if not self.keeps:
             if not ctx.recorded:
                 self.trusted = self.comparing.left <= 0
             return found
