@@ -134,6 +134,7 @@ from zerofn.kernels.fused_adam import formula_of_torch as formula_of_torch
 from zerofn.kernels.fused_adam import fused_on_device as fused_on_device
 from zerofn.kernels.fused_adam import fused_operator as fused_operator
 from zerofn.kernels.fused_adam import fused_update as fused_update
+from zerofn.kernels.fused_adam import has_end as has_end
 from zerofn.kernels.fused_adam import many_for_fused as many_for_fused
 from zerofn.kernels.fused_adam import plain as plain
 from zerofn.kernels.fused_adam import takes_stored as takes_stored

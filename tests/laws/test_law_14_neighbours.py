@@ -173,16 +173,17 @@ ADAMW = {
 @pytest.mark.parametrize("name", ADAMW)
 @pytest.mark.parametrize("ends", [False, True])
 def test_adamw_with_the_bits_of_torch_runs_with_its_neighbours(name, ends, monkeypatch):
-    """Torch's kernel rounds the last elements of a leaf in another way: those run behind what waits."""
+    """Torch's kernel rounds the last elements of a leaf in another way: a leaf that has some is updated apart."""
     monkeypatch.setattr(lists, "LARGE", 1)
     monkeypatch.setattr(fused_adam, "LARGE", 1)
+    monkeypatch.setattr(executor, "BUCKET_BYTES", 1024)
     shapes, found, run = ((16, 7), (32,), (5, 16 + ends)), [], print_c.run
     monkeypatch.setattr(print_c, "run", lambda *given, **more: found.append(given[0]) or run(*given, **more))
     mine = trained(ADAMW[name](), torch.float32, alone=False, shapes=shapes)
-    last = found[-1]
+    most = max(len(made.stores) for made in found)
     theirs = trained(ADAMW[name](), torch.float32, alone=True, shapes=shapes)
     torch.testing.assert_close(mine[0], theirs[0], rtol=0, atol=0)
     assert mine[1] == theirs[1]
-    if not ends and fused_adam.gives_bits(name != "trace", True, torch.float32):
+    if fused_adam.gives_bits(name != "trace", True, torch.float32):
         # Parameter, moments, and what the neighbour keeps. On another processor torch's kernel may have other bits.
-        assert len(last.stores) == (3 if name == "clip" else 4)
+        assert most == (3 if name == "clip" else 4)

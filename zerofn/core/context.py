@@ -45,12 +45,14 @@ class Norms:
     def expect(self, paths: Sequence[str]) -> None:
         """Drop requests whose norms a program will add when it runs: nobody need hold these gradients."""
         for path in paths:
-            self.requests.pop(path, None)
+            if path in self.requests:
+                del self.requests[path]
 
     def add(self, paths: Sequence[str], norms: Sequence[float]) -> None:
         """Take norms that a kernel has computed of requested gradients."""
         for path, norm in zip(paths, norms, strict=True):
-            self.requests.pop(path, None)
+            if path in self.requests:
+                del self.requests[path]
             self.found[path] = norm
 
     def all(self) -> dict[str, Any]:

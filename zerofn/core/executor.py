@@ -40,6 +40,7 @@ class Stretch:
         keeps_old: whether a transform in it compares new parameters with old ones that another one in it overwrites.
         keeps_old_for_later: whether a transform of a later stretch does.
         joins: whether passes over memory may be joined: there are several, or a transform makes several.
+        apart: for a leaf's parameter, whether one of them leaves no program for it (`Joining.apart`).
     """
 
     parts: tuple[Transform, ...]
@@ -48,6 +49,7 @@ class Stretch:
     keeps_old: bool = False
     keeps_old_for_later: bool = False
     joins: bool = False
+    apart: tuple[Callable[[Tensor], bool], ...] = ()
 
 
 def stretch(parts: Iterable[Transform]) -> Stretch:
@@ -57,9 +59,11 @@ def stretch(parts: Iterable[Transform]) -> Stretch:
     scheduled = tuple(filter(rates_alone, parts))
     copies = tuple(accumulate([part.facts.copies for part in parts], or_))
     compares = any([part.facts.compares for part in parts[writes:]])
-    joining = [part for part in parts if joins(part.update_fn)]
+    # The norm that metrics show rides on the pass of another.
+    joining = [part for part in parts if part is not GRAD_NORM and joins(part.update_fn)]
     several = len(joining) > 1 or any([stored_fn_of(part.update_fn) is None for part in joining])
-    return Stretch(parts, scheduled, copies, compares, joins=several)
+    apart = [half.apart for part in joining if several and (half := joins(part.update_fn)) and half.apart is not None]
+    return Stretch(parts, scheduled, copies, compares, joins=several, apart=tuple(apart))
 
 
 def rates_alone(part: Transform) -> bool:
@@ -294,13 +298,20 @@ class Segment:
         """
         most = BUCKET_BYTES // WIDEST
         together = self.whole or self.ctx.layout.elements <= most or sum(map(Tensor.numel, params.values())) <= most
-        found = [] if together or not self._makes_temporaries(signal, params) else buckets(params)
+        found = [] if together else self._buckets(signal, params)
         if len(found) < 2:
             return self._bucket(signal, params, every=len(params) == len(self.params))
         out: Leaves = {}
         for paths in found:
             out.update(self._bucket({p: signal[p] for p in paths if p in signal}, {p: params[p] for p in paths}))
-        return out
+        return in_order(out, params)
+
+    def _buckets(self, signal: Leaves, params: Leaves) -> list[list[str]]:
+        """The paths of leaves that are updated together: those whose programs are joined, and others."""
+        alone = {path: x for path, x in params.items() if any([apart(x) for apart in self.stretch.apart])}
+        rest = params if not alone else {path: x for path, x in params.items() if path not in alone}
+        found = buckets(rest) if self._makes_temporaries(signal, params) else [list(rest)] if rest else []
+        return found + (buckets(alone) if alone else [])
 
     def _makes_temporaries(self, signal: Leaves, params: Leaves) -> bool:
         """Whether an update makes temporary tensors, so that it runs bucket by bucket.

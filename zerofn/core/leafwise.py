@@ -354,7 +354,8 @@ class _OnLeaves:
         if self.of_lists and len(owned) < len(out):
             # A `Joining` half compares what it returns by itself, since programs have memory of their own.
             rest = [path for path in out if path not in owned]
-            olds, news = ({"value": {p: of[p] for p in rest}} if stateful else {} for of in (state.get("value"), kept))
+            before = state.get("value", {})
+            olds, news = ({"value": {p: of[p] for p in rest}} if stateful else {} for of in (before, kept))
             made, own = own_update(self.optimizes, ({p: out[p] for p in rest}, news), olds, grads, params, options)
             out |= made or {}
             kept |= own.get("value", {})

@@ -32,7 +32,7 @@ from ..kernels.rounding import leaf_key, stochastic_round
 from .arguments import LARGEST, learning_rate
 from .context import Context, Prepared, Rounding
 from .facts import Facts, Scope
-from .halves import Joining, UpdateOfStored
+from .halves import Joining, UpdateOfStored, joins
 from .layout import Layout, Leaves
 from .spec import Spec, changes_gradients
 from .state import counter
@@ -702,7 +702,8 @@ def with_kernel(
         >>> zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))[0].params["w"]
         tensor([0.5000])
     """
-    update = getattr(getattr(built.update_fn, "func", None), "__self__", None)
+    half = joins(built.update_fn)
+    update = None if half is None else getattr(half.func, "__self__", None)
     if not isinstance(update, _OptimizerUpdate) or update.of_norms:
         why = "only an optimizer of zerofn.extend.optimizer, without of_norms, runs a formula that a kernel replaces"
         raise TypeError(explain(f"with_kernel({built.name}(...))", why, "with_kernel(optimizer(...), run)"))
@@ -731,7 +732,9 @@ class _OptimizerUpdate:
     by_hand: ByHand | None = None
 
     def halves(self) -> UpdateOfStored:
-        return UpdateOfStored(Joining(self.update), self.on_stored)
+        kernel = None if self.by_hand is None else self.by_hand.run
+        apart = kernel.apart if type(kernel) is Joining else None
+        return UpdateOfStored(Joining(self.update, apart=apart), self.on_stored)
 
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.

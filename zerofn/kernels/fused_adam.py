@@ -292,9 +292,9 @@ def scalars(step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: 
 NAMES = ("beta2", "weight", "rest", "rate", "spread", "eps", "keep", "decay")
 
 
-def without_ends(columns: Columns) -> bool:
-    """Whether no leaf has elements beyond a multiple of `LINE`."""
-    return all([n % LINE == 0 for n in map(Tensor.numel, columns[0])])
+def has_end(x: Tensor) -> bool:
+    """Whether a leaf has elements beyond a multiple of `LINE`."""
+    return x.numel() % LINE != 0
 
 
 def run_program(
@@ -313,7 +313,7 @@ def run_program(
     Raises:
         NotOnLists: there is no kernel.
     """
-    whole = without_ends(columns)
+    whole = not any(map(has_end, columns[0]))
     lists = [list(column) if whole else list(map(_without_end, column)) for column in columns]
     # These are read before the update, since a gradient may share memory with a tensor that is written.
     rests = [
@@ -406,7 +406,7 @@ def fused_update(
     lists: Columns = params, grads, exp_avgs, exp_avg_sqs
     large = sum(map(Tensor.numel, params)) >= LARGE
     taken = large and can(lists, decoupled, numbers["beta1"])
-    if passes is not None and not (taken and without_ends(lists)):
+    if passes is not None and not (taken and not any(map(has_end, params))):
         passes.settle()
         passes = None
     if not taken:

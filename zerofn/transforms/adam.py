@@ -32,6 +32,7 @@ from ..extend import (
     fused_operator,
     fused_update,
     given,
+    has_end,
     like,
     many_for_fused,
     moment_root,
@@ -283,7 +284,7 @@ def adam_of(
     more = dict(settable=settable, derived=_corrections, counterpart=counterpart)
     more |= {"in_fp32": True, "rounds_grads": True}
     built = optimizer(name, lr, slots, formula, numbers, **more)
-    by_hand = Joining(_run, decoupled), partial(_takes, decoupled), formula_of_torch(decoupled)
+    by_hand = Joining(_run, decoupled, apart=has_end), partial(_takes, decoupled), formula_of_torch(decoupled)
     return with_moment_check(with_kernel(built, *by_hand))
 
 
