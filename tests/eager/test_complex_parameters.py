@@ -175,14 +175,18 @@ def run(way: Callable[..., None], *row: Any) -> None:
     way(*row)
 
 
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+# Slowly each two of what a row has.
+@pytest.mark.parametrize(
+    ("ranks", "few"), [(1, True), (2, True), (3, True), pytest.param(3, False, marks=pytest.mark.slow)]
+)
 def test_every_stage_trains_complex_parameters_as_torch_does(ranks, few):
     rows = [row for row in ROWS if ranks == 1 or row[1] != "one process"]
     if few:
         # Each stage by both routes on two ranks, each optimizer, and each dtype by both routes.
         ways = lambda row: ((row[0], row[1] if ranks == 2 else None), row[2], (row[0], row[5]))  # noqa: E731
         rows = covering(rows, key=ways)
+    else:
+        rows = covering(rows, 2)
     one_launch(ranks, run, rows, 300.0)
 
 
@@ -497,11 +501,10 @@ NOT = {
 OTHERS = [(program, stage) for program in PROGRAMS for stage in STAGES if (program, stage) not in NOT]
 
 
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "few"), [(1, True), (2, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_programs_do_with_complex_parameters_what_they_do_with_others(ranks, few):
     rows = [row for row in OTHERS if ranks == 1 or row[1] != "one process"]
-    one_launch(ranks, run, covering(rows) if few else rows, 300.0)
+    one_launch(ranks, run, covering(rows, 1 if few else 2), 300.0)
 
 
 # ---- what is refused ----

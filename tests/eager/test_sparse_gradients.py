@@ -94,8 +94,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "few"), [(1, True), (2, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_sparse_embeddings_are_trained_as_dense_ones(ranks, few):
     rows = [row for row in ROWS if ranks == 1 or row[0] != "one process"]
     # Each stage in each of the ways, and each optimizer tied and not; on one rank each of them alone.
