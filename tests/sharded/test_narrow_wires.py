@@ -172,8 +172,6 @@ def one_window(stages):
     ("size", "stages"),
     [
         (2, ["ZeRO-1", "ZeRO-2 in bf16", "ZeRO-3"]),
-        pytest.param(2, [name for name in STAGES if name != "two axes"], marks=pytest.mark.slow),
-        pytest.param(3, [name for name in STAGES if name != "two axes"], marks=pytest.mark.slow),
         pytest.param(4, list(STAGES), marks=pytest.mark.slow),
     ],
 )
