@@ -250,9 +250,7 @@ class Apart(Many):
         return torch.stack([(p * x.to(p.device)).sum().cpu() for p in self.parameters()]).sum()
 
 
-def _trained(
-    pipeline: str, device: str, kind: type[Many] = Many, leaves: int = 14, **how: Any
-) -> dict[str, Tensor]:
+def _trained(pipeline: str, device: str, kind: type[Many] = Many, leaves: int = 14, **how: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = kind(leaves).to(device)
     opt = zf.attach(model, ROWS[pipeline].trained(BLOCK), **how)
@@ -294,12 +292,12 @@ def compare(pipeline: str, apart: bool = False, interpreted: bool = False, **how
 
 def without_triton(pipeline: str) -> tuple[int, list[str]]:
     """Launches for 148 leaves where Triton is not installed, and what differs from the same steps on the CPU."""
-    known = program.printer_for
-    program.printer_for = lambda device: None  # type: ignore[assignment]
+    known = program.printer_for, program.triton_for
+    program.printer_for = program.triton_for = lambda device: None  # type: ignore[assignment]
     try:
         return virtual_cuda.count(attached(pipeline, 148), "launch"), compare(pipeline)
     finally:
-        program.printer_for = known
+        program.printer_for, program.triton_for = known
 
 
 def with_a_rate_of_the_host(name: str) -> tuple[dict[str, int], list[str]]:
