@@ -60,7 +60,7 @@ def started(kind, seed):
 
 
 @pytest.mark.parametrize("kind", CHAINS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.data(), st.integers(0, 5))
 def test_however_it_is_fed(kind, data, seed):
     found = []

@@ -62,7 +62,7 @@ def check(drawn, shares=False):
         assert list_programs.different_sums(drawn, sums[0], want, 1e-12) == [], drawn
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_bits_are_those_of_torch_for_any_program(examples):
     # A smaller program would take the compiler again: a failure is shown as it is found.
     @settings(max_examples=examples, phases=[Phase.generate])

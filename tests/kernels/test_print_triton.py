@@ -29,7 +29,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 SIZES = (0, 1, 7, 31, 1023, 1025)
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [5, pytest.param(40, marks=pytest.mark.slow)])
 def test_bits_are_those_of_torch_for_any_formula(apart, examples):
     @settings(max_examples=examples, deadline=None)
     @given(list_programs.programs(sizes=SIZES, more=True))

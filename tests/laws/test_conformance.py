@@ -12,7 +12,7 @@ import zerofn as zf
 from zerofn.testing import assert_trees_equal, check_transform, random_like
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(pipelines(optimizers=[o for o in OPTIMIZERS if o.name not in ("masked", "partition")]))
 def test_random_pipelines_conform(parts):
     # A lambda in a mask does not pickle; the conformance check says so.

@@ -28,7 +28,7 @@ def test_derivatives_are_those_of_the_formula(r, seed):
     agree(by_autograd, grad(theirs, everything)(*at))
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(recipes, st.integers(0, 99))
 def test_second_derivatives_and_batches_of_derivatives(r, seed):
     r = r._replace(steps=min(r.steps, 3))

@@ -60,7 +60,7 @@ ODD = some.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=some.integers(0, 2**31), new=ODD)
 def test_any_place_of_a_manifest(seed, new):
     with tempfile.TemporaryDirectory() as directory:

@@ -267,7 +267,7 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -294,7 +294,7 @@ def _whole(opt: Any, model: nn.Module) -> None:
 
 
 def _failed_backward(opt: Any, model: Any) -> None:
-    hook = model.layers[5].weight.register_hook(_fail)
+    hook = model.layers[3].weight.register_hook(_fail)
     with contextlib.suppress(Failed):
         model(torch.randn(4, 8).cuda()).square().sum().backward()
     hook.remove()

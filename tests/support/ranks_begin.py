@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+from seeds import seed_what_is_there
 from uninitialized_memory import fill
 
 from zerofn.ranks import collectives as _collectives  # inside: when a rank that waits looks for the others
@@ -19,6 +20,7 @@ def set_in_ranks() -> None:
 
 def begin() -> None:
     fill()
+    seed_what_is_there()
     # A rank that waits for ever says so after two looks: four seconds as the library has it.
     _collectives._LOOK = timedelta(seconds=0.7)
 

@@ -261,7 +261,7 @@ ROWS: dict[str, Row] = {
     "adam, uncorrected": Row(
         lambda at: zf.adam(at.rate, BETAS, weight_decay=0.1, bias_correction=False),
         formula=formulas.adam_uncorrected,
-        often="laws",
+        often="",
     ),
     "adamw, uncorrected": Row(
         lambda at: zf.adamw(at.rate, BETAS, weight_decay=0.1, bias_correction=False),
@@ -335,10 +335,10 @@ ROWS: dict[str, Row] = {
     "stochastic storage, building blocks": Row(
         lambda at: _low(zf.trace(0.9), zf.scale_by_adam(), zf.scale_by_lr(_down(at)), rounding="stochastic"),
         cut=True,
-        often="laws pieces",
+        often="pieces",
     ),
     "stochastic storage, user's own": Row(
-        lambda at: _low(smooth(keep=0.5), descend(lr=0.5), rounding="stochastic"), cut=True, often="laws pieces"
+        lambda at: _low(smooth(keep=0.5), descend(lr=0.5), rounding="stochastic"), cut=True, often="pieces"
     ),
     "clip, low precision": Row(
         lambda at: _low(zf.clip_by_global_norm(1.0), zf.low_precision_adam(_down(at))),
@@ -386,7 +386,7 @@ ROWS: dict[str, Row] = {
         lambda at: zf.lamb(at.rate, BETAS, weight_decay=0.1, bias_correction=False, ratio_bounds=(0.2, 0.4)),
         formula=partial(formulas.lamb, corrected=False, low=0.2, high=0.4),
         verdict="near",
-        often="laws",
+        often="",
         within="tree",
         launches=23,
     ),
@@ -833,7 +833,7 @@ ROWS: dict[str, Row] = {
         lambda at: zf.offload(zf.chain(zf.accumulate(2), zf.low_precision_adam(at.rate), zf.ema(0.5))),
         cut=True,
         host="offload",
-        often="laws pieces",
+        often="pieces",
         within="window",
     ),
     "clip, on the host": Row(

@@ -636,7 +636,7 @@ def chains_in_chains(draw, members):
     return pickle.loads(pickle.dumps(tx)) if draw(st.booleans()) else tx
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.sampled_from(MEMBERS), min_size=3, max_size=6), st.data())
 def test_names_depend_on_the_members_alone(members, data):
     members = [*members, zf.sgd(0.1)]
