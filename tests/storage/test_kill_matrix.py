@@ -10,8 +10,8 @@ from time_limits import limit
 SCRIPT = Path(__file__).parents[1] / "support" / "kill_matrix.py"
 
 
-# A kill or an interrupt at any instruction is one at any time, and an export is one file where a checkpoint has more. To
-# count the instructions of two ranks takes as long as all others together.
+# A kill or an interrupt at any instruction is one at any time, and an export is one file where a checkpoint has more.
+# To count the instructions of two ranks takes as long as all others together.
 FEW = "save: .*(instruction|fails|limit|removed)$|three at once|ranks: kill.*rank 0$|of the caller"
 
 
