@@ -31,8 +31,8 @@ seed_what_is_there()
 set_in_ranks()
 check_form_of_all()
 # Each rank of each launch imports the module of its test, and what that imports. Hypothesis takes 0.2 s, the other
-# three packages 0.1 s, and what most tests share 0.02 s where no bytecode is kept. A rank that compiles something imports
-# the rest: 1 s.
+# three packages 0.1 s, and what most tests share 0.02 s where no bytecode is kept. A rank that compiles something
+# imports the rest: 1 s.
 _fork_server.server.modules = (
     *("pytest", "hypothesis", "zerofn.testing", "torch.distributed.checkpoint.state_dict"),
     *("one_launch", "pairs", "rank_programs", "ranks_begin", "refusals", "small_parts", "stages", "time_limits"),
