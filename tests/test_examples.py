@@ -270,8 +270,9 @@ def test_zero_stages_over_ranks(train_lm, tmp_path, stage, more, torchrun):
     else:
         zf.launch(on_a_rank, 2, options, timeout=limit())
     ranks = json.loads((tmp_path / "ranks" / "run.json").read_text())
-    # Gradients are in bf16: another order of summation differs by its 2^-9, and losses by far less.
-    assert ranks["history"]["loss"] == pytest.approx(alone["history"]["loss"], abs=2e-3)
+    # Gradients are in bf16: another order of summation differs by its 2^-9, and losses by far less. At stage 1 a rank's
+    # whole window is summed first, where one process has the mean of both ranks in each micro-step.
+    assert ranks["history"]["loss"] == pytest.approx(alone["history"]["loss"], abs=5e-3 if stage == 1 else 2e-3)
     assert alone["history"]["loss"][-1] < alone["history"]["loss"][0] - 0.5
     assert ranks["bytes_per_parameter"] < 0.8 * alone["bytes_per_parameter"]
 
