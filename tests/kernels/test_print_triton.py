@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from multiprocessing import get_context
 
 import interpreted
 import list_programs
 import pytest
 from covering import covering, few_and_all
 from hypothesis import assume, given, settings
+from interpreted import by_the_compiler
 from time_limits import limit
 
 from zerofn.kernels.program import Program  # inside: programs by themselves
@@ -74,21 +74,13 @@ def test_sums_are_exact_to_float32(apart):
     assert max(off) < 1e-6 and len(off) == 6
 
 
-@pytest.fixture(scope="module")
-def compiling() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("kind", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_compiled_for_an_h100_it_fuses_what_torch_fuses(compiling, kind):
+def test_compiled_for_an_h100_it_fuses_what_torch_fuses(kind):
     """And rounds quotients and roots exactly, flushes nothing to zero, and moves 16 bytes at once."""
     plain = [("mul", ("x0", "x1"), kind), ("add", ("x2", "n0"), kind), ("sqrt", ("x3",), kind)]
     plain += [("div", ("x1", "x4"), kind)]
-    found = compiling.submit(list_programs.instructions, [kind, kind], plain).result(timeout=limit())
-    fused = compiling.submit(list_programs.instructions, [kind, kind], [("plus", ("x0", "x1", "n0"), kind)]).result(
-        timeout=limit()
-    )
+    found = by_the_compiler(list_programs.instructions, [kind, kind], plain)
+    fused = by_the_compiler(list_programs.instructions, [kind, kind], [("plus", ("x0", "x1", "n0"), kind)])
     for names in (found, fused):
         assert not [name for name in names if "ftz" in name or "approx" in name]
         # 1024 elements on 128 threads are 8 for each: in 32 bits twice 16 bytes.
@@ -100,8 +92,8 @@ def test_compiled_for_an_h100_it_fuses_what_torch_fuses(compiling, kind):
     assert "fma.rn.f32" in fused and not [name for name in fused if name.startswith(("mul", "add")) and ".f32" in name]
 
 
-def test_functions_of_numbers_and_bools_are_compiled_for_an_h100(compiling):
-    assert compiling.submit(list_programs.compiled_functions).result(timeout=limit()) == []
+def test_functions_of_numbers_and_bools_are_compiled_for_an_h100():
+    assert by_the_compiler(list_programs.compiled_functions) == []
 
 
 CODED = [(kind, bits, code) for kind in (0, 1) for bits in (8, 4) for code in ("companded", "linear")]
@@ -122,8 +114,8 @@ def test_codes_of_any_program_have_the_bits_of_torch(apart, kind, bits, code):
     ("kind", "bits", "code"),
     [pytest.param(*row, marks=() if row == CODED[4] else pytest.mark.slow) for row in CODED],
 )
-def test_codes_are_compiled_for_an_h100(compiling, kind, bits, code):
-    found = compiling.submit(list_programs.compiled_codes, kind, bits, code).result(timeout=limit())
+def test_codes_are_compiled_for_an_h100(kind, bits, code):
+    found = by_the_compiler(list_programs.compiled_codes, kind, bits, code)
     floats = {name for name in found if ".f32" in name and not name.startswith("cvt")}
     assert floats <= {f"{op}.rn.f32" for op in ("mul", "add", "sub", "div", "sqrt")}
     # Codes of two columns in 8 bytes, or in 4.
@@ -131,6 +123,6 @@ def test_codes_are_compiled_for_an_h100(compiling, kind, bits, code):
     assert found[f"ld.global.{wide}"] >= 2 and found[f"st.global.{wide}"] >= 2
 
 
-def test_wide_numbers_and_integers_are_compiled_for_an_h100(compiling):
-    found = compiling.submit(list_programs.compiled_wide).result(timeout=limit())
+def test_wide_numbers_and_integers_are_compiled_for_an_h100():
+    found = by_the_compiler(list_programs.compiled_wide)
     assert any(name.startswith("mul") and "f64" in name for name in found)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from itertools import product
-from multiprocessing import get_context
 
 import interpreted
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import by_the_compiler
 from time_limits import limit
 
 from zerofn.kernels.rounding import known_formats  # inside: rounding by itself, and its formats
@@ -110,12 +110,6 @@ def test_a_kernel_with_other_bits_is_not_used_and_told_of(apart, broken):
     assert [("gives other bits" in x and "torch's operations" in x) for x in said] == [True] * broken
 
 
-@pytest.fixture(scope="module")
-def compiling() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
-
-
 # The numbers of 16-byte accesses: 8 elements are one in 16 bits.
 @pytest.mark.parametrize(
     ("dtypes", "rounding", "loads", "stores"),
@@ -133,9 +127,9 @@ def compiling() -> Iterator[ProcessPoolExecutor]:
         ),
     ],
 )
-def test_compiled_for_an_h100_it_fuses_no_product_with_a_sum(compiling, dtypes, rounding, loads, stores):
+def test_compiled_for_an_h100_it_fuses_no_product_with_a_sum(dtypes, rounding, loads, stores):
     """And rounds quotients and roots exactly, flushes nothing to zero, and moves 16 bytes at once."""
-    found = compiling.submit(interpreted.instructions, dtypes, rounding).result(timeout=limit())
+    found = by_the_compiler(interpreted.instructions, dtypes, rounding)
     floats = {name for name in found if ".f32" in name}
     assert not [name for name in floats if name.startswith(("fma", "mad")) or "ftz" in name or "approx" in name]
     # Explicitly rounded: the assembler does not fuse these.

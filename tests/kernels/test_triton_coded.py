@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from multiprocessing import get_context
 
 import interpreted
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import by_the_compiler
 from time_limits import limit
 
 from zerofn.extend import Codes
@@ -73,12 +73,6 @@ def test_where_a_leaf_is_cut_changes_no_bit(apart):
     assert apart.submit(interpreted.compare_coded_shards).result(timeout=limit()) == []
 
 
-@pytest.fixture(scope="module")
-def compiling() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize(
     ("kind", "bits", "wide", "codes"),
     [
@@ -89,9 +83,9 @@ def compiling() -> Iterator[ProcessPoolExecutor]:
         ),
     ],
 )
-def test_compiled_for_an_h100_it_fuses_what_torch_fuses(compiling, kind, bits, wide, codes):
+def test_compiled_for_an_h100_it_fuses_what_torch_fuses(kind, bits, wide, codes):
     """Two products of torch's kernel for each of 8 numbers, in both kinds of programs; without it none."""
-    found = compiling.submit(interpreted.coded_instructions, kind, bits).result(timeout=limit())
+    found = by_the_compiler(interpreted.coded_instructions, kind, bits)
     floats = {name for name in found if ".f32" in name and not name.startswith("cvt")}
     assert not [name for name in floats if name.startswith("mad") or "ftz" in name or "approx" in name]
     assert floats <= {f"{op}.rn.f32" for op in ("mul", "add", "sub", "div", "sqrt", "fma")}

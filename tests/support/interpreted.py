@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from time_limits import limit
 from torch import Tensor, nn
 
 import zerofn as zf
@@ -39,6 +40,11 @@ SPECIAL = [
 def processes() -> ProcessPoolExecutor:
     """One process in which Triton interprets, and tensors on the CPU take the Triton kernel."""
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_start)
+
+
+def by_the_compiler(fn: Callable[..., Any], *args: Any) -> Any:
+    """What `fn(*args)` gives in a process in which Triton compiles. It is forked from one that has imported torch."""
+    return zf.launch(fn, 1, *args, timeout=limit(), init=False)[0]
 
 
 def _start() -> None:
