@@ -178,7 +178,7 @@ def compare(stages: list[str], backend: str, size: int, each: int = 1) -> None:
 
 
 def test_compiled_beside_shards():
-    compare(["shard"], "eager", 2, each=3)
+    compare(["shard"], "eager", 2, each=6)
 
 
 @pytest.mark.slow
