@@ -480,23 +480,42 @@ def moved(mesh):
     opt.step()
 
 
-def writing_forward(how, steps=3):
-    """A forward that writes into a parameter, from the second step on."""
+def writing_forward(how, steps=3, first=1, of="blocks.0.norm", optimizer=None, **fsdp2):
+    """A forward that writes into a parameter, from the step `first` on."""
 
     def go(mesh):
-        model = by_fsdp2(net(), mesh)
-        opt = zf.attach(model, zf.adamw(1e-2))
-        norm = model.blocks[0].norm
+        model = by_fsdp2(net(), mesh, **fsdp2)
+        opt = zf.attach(model, zf.adamw(1e-2)) if optimizer is None else optimizer(model.parameters(), 1e-2)
         for step in range(steps):
+            if step == first:
+                model.get_submodule(of).register_forward_pre_hook(lambda m, x: how(m.weight))
             loss_of(model, 0, step).backward()
             opt.step()
-            norm.register_forward_pre_hook(lambda m, x: how(m.weight))
+            opt.zero_grad()
+        return wholes(model)
 
     return go
 
 
+def writing_through_data(mesh):
+    """FSDP2 loses it as under torch.optim; no version counts it, so no step can tell."""
+
+    def write(w):
+        w.data.mul_(0.9)
+
+    for of in ("blocks.0.norm", "head"):
+        found = writing_forward(write, of=of)(mesh)
+        want = writing_forward(write, of=of, optimizer=torch.optim.AdamW)(mesh)
+        torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+
+
 def decays(w):
     with torch.no_grad():
+        w.mul_(0.9)
+
+
+def decays_in_inference_mode(w):
+    with torch.inference_mode():
         w.mul_(0.9)
 
 
@@ -535,6 +554,22 @@ REFUSED = {
     "gathered": (gathered, RuntimeError, "gathered.*full_tensor"),
     "moved": (moved, RuntimeError, "blocks.0.up.weight.*other memory.*before zf.attach"),
     "a write in forward": (writing_forward(decays), RuntimeError, "blocks.0.norm.weight: written in forward.*buffer"),
+    "a write in the first forward, outside of blocks": (
+        writing_forward(decays, first=0, of="head"),
+        RuntimeError,
+        "head.weight: written in forward.*buffer",
+    ),
+    "a write into what FSDP2 keeps": (
+        writing_forward(decays, of="blocks.1.up", reshard_after_forward=False),
+        RuntimeError,
+        "blocks.1.up.weight: written in forward.*buffer",
+    ),
+    "a write in inference mode": (
+        writing_forward(decays_in_inference_mode),
+        RuntimeError,
+        "blocks.0.norm.weight: written in forward.*buffer",
+    ),
+    "a write through .data": (writing_through_data, None, ""),
     "no write in forward": (writing_forward(lambda w: None), None, ""),
     "after attach: shard": (
         after_attach(by_fsdp2, zf.shard()),
