@@ -51,7 +51,7 @@ from update_kernel import machine
 import zerofn as zf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WARM = 2  # rounds that touch pages and build kernels, each time that contenders are made
+WARM = 6  # rounds that touch pages, build kernels and join neighbours, each time that contenders are made
 CHECKED = 1 << 17  # numbers of the model whose change is compared
 Make = Callable[[Any], Any]
 

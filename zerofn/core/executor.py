@@ -308,10 +308,12 @@ class Segment:
 
     def _buckets(self, signal: Leaves, params: Leaves) -> list[list[str]]:
         """The paths of leaves that are updated together: those whose programs are joined, and others."""
-        alone = {path: x for path, x in params.items() if any([apart(x) for apart in self.stretch.apart])}
-        rest = params if not alone else {path: x for path, x in params.items() if path not in alone}
+        alone: Leaves = {}
+        if self.stretch.apart:
+            alone = {path: x for path, x in params.items() if any([apart(x) for apart in self.stretch.apart])}
+        rest = {path: x for path, x in params.items() if path not in alone} if alone else params
         found = buckets(rest) if self._makes_temporaries(signal, params) else [list(rest)] if rest else []
-        return found + (buckets(alone) if alone else [])
+        return [*found, *buckets(alone)] if alone else found
 
     def _makes_temporaries(self, signal: Leaves, params: Leaves) -> bool:
         """Whether an update makes temporary tensors, so that it runs bucket by bucket.

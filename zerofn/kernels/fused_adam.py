@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from zerofn._compat.functorch import functorch_active, is_wrapped
 from zerofn._compat.tensors import foreach, fused_adam_, fused_adamw_
 from zerofn._errors import explain, kind_of
-from zerofn.kernels import native
+from zerofn.kernels import native, program
 from zerofn.kernels.joined import Passes
 from zerofn.kernels.masters import Master
 from zerofn.kernels.native import same_bits, sample
@@ -189,6 +189,9 @@ def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
             return False
         if not all(map(_IS_CPU, column)) or not all(map(Tensor.is_contiguous, column)):
             return False
+    if program.INSTEAD:
+        # Somebody looks at the programs of a step.
+        return True
     return native.quiet_compiler() is not None and gives_bits(decoupled, beta1 > 0.5, columns[1][0].dtype)
 
 
@@ -404,7 +407,7 @@ def fused_update(
         check_step("fused_update", step)
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     lists: Columns = params, grads, exp_avgs, exp_avg_sqs
-    large = sum(map(Tensor.numel, params)) >= LARGE
+    large = bool(program.INSTEAD) or sum(map(Tensor.numel, params)) >= LARGE
     taken = large and can(lists, decoupled, numbers["beta1"])
     if passes is not None and not (taken and not any(map(has_end, params))):
         passes.settle()

@@ -12,10 +12,12 @@ import torch
 
 from .._errors import explain
 from ..core.chain import as_transform
+from ..core.returned_values import COMPARED
 from ..core.tree import flatten, tree_map
 from ..kernels import print_c, print_torch
+from ..kernels.fused_adam import LINE
 from ..kernels.numbers import TOLD
-from ..kernels.program import INSTEAD, Program, triton_module
+from ..kernels.program import INSTEAD, KINDS, Program, triton_module
 from ..pure.api import init
 from ..pure.step import make_step
 
@@ -28,14 +30,16 @@ def kernel_source(tx: Any, params: Any = None, target: str = "c") -> str:
     what was read and computed, and `n0`, `n1`, ... are numbers such as the learning rate, which each step passes;
     `e0`, `e1`, ... are numbers that differ by leaf, such as a function of its norm. In C `a` and `b` are two
     neighbours, and `i` is the number of the first. `u0`, `u1`, ... (in Triton `t0`, ...) are added up over a leaf, for
-    norms. What all kernels have in common is left out.
+    norms. What all kernels have in common is left out. Neighbours in a chain are one kernel where they can be. A
+    comment in front of each kernel has its bytes. The norm of all gradients, which a clip needs first, is none of them.
 
-    The step is run once, with gradients of the size of the parameters. A function that is no kernel runs by torch's
-    operations: the source then begins with a comment that names the operation and the line that were the reason.
+    Some steps are run on small tensors of the dtypes and dimensions of the parameters: neighbours are joined once their
+    first results were checked. A function that is no kernel runs by torch's operations: the source then begins with a
+    comment that names the operation and the line that were the reason.
 
     Args:
         tx: a chain with an optimizer, on one process.
-        params: a tree of parameters, whose dtypes the kernels are for; by default one fp32 tensor.
+        params: a tree of parameters, for whose dtypes the kernels are; by default one fp32 tensor.
         target: `"c"`, for a CPU, or `"triton"`, for a GPU, which needs triton.
 
     Raises:
@@ -47,17 +51,8 @@ def kernel_source(tx: Any, params: Any = None, target: str = "c") -> str:
         ... def halved(grad, param):
         ...     return 0.5 * grad
         >>> tx = zf.chain(halved(), zf.scale_by_lr(0.1))
-        >>> print(kernel_source(tx).partition("INLINE void pair(float")[0])
-        INLINE void pair(const float *restrict p0, float *restrict p1, const float n0, int32_t i) {
-            const float x0a = p0[i + 0];
-            const float x0b = p0[i + 1];
-            const float x1a = x0a * n0;
-            const float x1b = x0b * n0;
-            p1[i + 0] = x1a;
-            p1[i + 1] = x1b;
-        }
-        <BLANKLINE>
-        <BLANKLINE>
+        >>> print(kernel_source(tx).splitlines()[0])
+        // Kernel 1 of 1 reads 8 and writes 4 bytes for each number.
     """
     tx = as_transform(tx)
     if target not in ("c", "triton"):
@@ -65,19 +60,22 @@ def kernel_source(tx: Any, params: Any = None, target: str = "c") -> str:
     printer = print_c if target == "c" else triton_module("print_triton")
     if printer is None:
         raise ValueError(explain('kernel_source(target="triton")', "triton is not installed", 'target="c"'))
-    params = {"w": torch.ones(4)} if params is None else params
-    state = init(tx, tree_map(lambda x: x.detach().clone(), params))
+    state = init(tx, tree_map(_small, {"w": torch.ones(LINE)} if params is None else params))
     step = make_step(_summed, tx, donate=True)
     found = _Found(printer)
     with found.watching():
-        step(state)
+        for _ in range(COMPARED + 2):
+            found.programs.clear()
+            state, _ = step(state)
     sign = "//" if target == "c" else "#"
     reasons = [f"{sign} Not one kernel: {why}" for why in found.reasons]
     if not found.programs:
         why = "\n".join(reason.partition(": ")[2] for reason in reasons) or "its kernels are written by hand"
         right = "arithmetic of tensors, numbers and torch.where: docs/your-formula-is-a-kernel.md"
         raise ValueError(explain(f"kernel_source of {tx.name}", f"no part of its step is printed: {why}", right))
-    return "\n".join([*reasons, *map(_in_c if target == "c" else printer.source, found.programs)])
+    sources = map(_in_c if target == "c" else printer.source, found.programs)
+    passes = [f"{sign} Kernel {i} of {len(found.programs)} {_moved(x)}" for i, x in enumerate(found.programs, 1)]
+    return "\n".join([*reasons, *[x for both in zip(passes, sources, strict=True) for x in both]])
 
 
 def reasons(step: Callable[[], Any]) -> list[str]:
@@ -127,6 +125,18 @@ class _Found:
 def _summed(params: Any) -> torch.Tensor:
     """A loss whose gradients have memory of their own."""
     return torch.stack([x.float().square().sum() for x in flatten(params)[0] if x.is_floating_point()]).sum()
+
+
+def _small(x: torch.Tensor) -> torch.Tensor:
+    """A tensor for the same kernel that fills vectors."""
+    return torch.ones((*[min(n, 4) for n in x.shape[:-1]], LINE) if x.ndim else (), dtype=x.dtype, device=x.device)
+
+
+def _moved(program: Program) -> str:
+    """The bytes that a program moves, in words."""
+    sizes = [dtype.itemsize for dtype in KINDS]
+    read, written = (sum([sizes[kind] for kind in kinds]) for kinds in (program.loads, program.written))
+    return f"reads {read} and writes {written} bytes for each number."
 
 
 def _in_c(program: Program) -> str:
