@@ -189,8 +189,7 @@ def can(columns: Columns, decoupled: bool, beta1: float) -> bool:
             return False
         if not all(map(_IS_CPU, column)) or not all(map(Tensor.is_contiguous, column)):
             return False
-    if program.INSTEAD:
-        # Somebody looks at the programs of a step.
+    if program.looked_at():
         return True
     return native.quiet_compiler() is not None and gives_bits(decoupled, beta1 > 0.5, columns[1][0].dtype)
 
@@ -407,7 +406,9 @@ def fused_update(
         check_step("fused_update", step)
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     lists: Columns = params, grads, exp_avgs, exp_avg_sqs
-    large = bool(program.INSTEAD) or sum(map(Tensor.numel, params)) >= LARGE
+    # The list is asked first, since every step comes here.
+    looked_at = bool(program.INSTEAD) and program.looked_at()
+    large = looked_at or sum(map(Tensor.numel, params)) >= LARGE
     taken = large and can(lists, decoupled, numbers["beta1"])
     if passes is not None and not (taken and not any(map(has_end, params))):
         passes.settle()

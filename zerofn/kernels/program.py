@@ -797,6 +797,11 @@ def gives_bits(check: Callable[[], bool], kernel: str, instead: str) -> bool:
 INSTEAD: list[Any] = []
 
 
+def looked_at() -> bool:
+    """Whether somebody looks at the programs of a step: then those of small leaves are made too."""
+    return bool(INSTEAD) and INSTEAD[-1] is not None
+
+
 @contextmanager
 def printed_by(implementation: str, device: torch.device) -> Iterator[None]:
     """Inside, kernels are `"native"`, in C, or `"triton"`; for others, and if they cannot run, there are none."""
