@@ -320,7 +320,9 @@ def test_a_table_has_launches_by_leaves_and_what_cannot_be_counted(device):
     """`count_launches.py`, whose rows are all of the table's."""
     assert set(ask(device, "names", module="count_launches")) == set(ROWS)
     leaves = [10, 20]
-    one, other, loss, wrong = count_launches.rows(device, ["lion", "adafactor", "scale_by_momo", "no such row"], leaves)
+    one, other, loss, wrong = count_launches.rows(
+        device, ["lion", "adaptive_clip", "scale_by_momo", "no such row"], leaves
+    )
     assert one[10] == one[20] == (4, 0, 0, 4) and count_launches.line(one, leaves).startswith(
         "| lion | 4 | 4 | 12 met |"
     )

@@ -89,6 +89,7 @@ from zerofn.core.optimizer import optimizer as optimizer
 from zerofn.core.optimizer import rate_of as rate_of
 from zerofn.core.optimizer import wide_copy as wide_copy
 from zerofn.core.optimizer import with_kernel as with_kernel
+from zerofn.core.optimizer import with_lists as with_lists
 from zerofn.core.optimizer import without_elements as without_elements
 from zerofn.core.pipeline import context_of as context_of
 from zerofn.core.spec import NOT_REDUCED as NOT_REDUCED
@@ -157,6 +158,7 @@ from zerofn.kernels.norms import length as length
 from zerofn.kernels.norms import not_finite as not_finite
 from zerofn.kernels.norms import not_finite_each as not_finite_each
 from zerofn.kernels.norms import squared_norm as squared_norm
+from zerofn.kernels.plans import Plans as Plans
 from zerofn.kernels.program import LeafSums as LeafSums
 from zerofn.kernels.recording import certain as certain
 from zerofn.kernels.recording import concrete as concrete
@@ -168,6 +170,9 @@ from zerofn.kernels.recording import root as root
 from zerofn.kernels.recording import straight_through as straight_through
 from zerofn.kernels.recording import where as where
 from zerofn.kernels.recording import without_derivative as without_derivative
+from zerofn.kernels.sides import numbers_of_leaves as numbers_of_leaves
+from zerofn.kernels.sides import squares_of_one as squares_of_one
+from zerofn.kernels.sides import squares_of_sides as squares_of_sides
 from zerofn.ranks.group import Group as Group
 
 if _TYPE_CHECKING:

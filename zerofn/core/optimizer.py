@@ -26,7 +26,7 @@ from ..kernels.masters import Master
 from ..kernels.norms import CHUNK, squared_norm
 from ..kernels.numbers import UNKNOWN, NotOnLists
 from ..kernels.plans import Plans, in_blocks
-from ..kernels.program import Bits, Draws, TensorList, computed
+from ..kernels.program import Bits, Draws, TensorList, computed, printer_for
 from ..kernels.recording import concrete, differentiated, number, only_compiled, root, straight_through
 from ..kernels.rounding import leaf_key, stochastic_round
 from .arguments import LARGEST, learning_rate
@@ -702,14 +702,50 @@ def with_kernel(
         >>> zf.update(tx, {"w": torch.ones(1)}, zf.init(tx, {"w": torch.ones(1)}))[0].params["w"]
         tensor([0.5000])
     """
+    update = _update_of(built, "with_kernel")
+    plans = update.plans if stored is None else plans_of(stored, list(update.slots))
+    made = replace(update, by_hand=ByHand(run, takes or _none, plans))
+    return replace(built, init_fn=made.init, prepare_fn=made.prepare, update_fn=made.halves())
+
+
+# (parameters, gradients, slots by name, step) -> the places of leaves that are left to the formula
+OfLists = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], LeafStep], Collection[int]]
+
+
+def with_lists(built: Transform, run: OfLists) -> Transform:
+    """An optimizer of `optimizer` that updates many leaves together in ordinary steps, although no program does.
+
+    Write `run` for a formula that takes means along dimensions or products of matrices: it computes what is between
+    them by programs on lists, and these for all leaves, or for stacks of leaves of one shape. Steps that are recorded,
+    read no count or round at random run the formula leaf by leaf.
+
+    Args:
+        built: the result of `optimizer(...)` without `of_norms`.
+        run: a function of the arguments of a formula, each for several leaves of one dtype on one device. It is given
+            them in their dtypes, writes parameters and slots, and returns the places of leaves that it has not
+            updated. Numbers of the step are no tensors.
+
+    Examples:
+        >>> import torch, zerofn as zf
+        >>> plain = optimizer("descent", 0.5, {}, lambda p, g, slots, at: (p - at.lr * g, {}))
+        >>> def run(params, grads, slots, at):
+        ...     torch._foreach_add_(params, grads, alpha=-at.lr)
+        ...     return []
+        >>> tx = with_lists(plain, run)
+        >>> zf.update(tx, {"w": torch.ones(1 << 16)}, zf.init(tx, {"w": torch.ones(1 << 16)}))[0].params["w"][:1]
+        tensor([0.5000])
+    """
+    made = replace(_update_of(built, "with_lists"), lists=run)
+    return replace(built, init_fn=made.init, prepare_fn=made.prepare, update_fn=made.halves())
+
+
+def _update_of(built: Transform, name: str) -> _OptimizerUpdate:
     half = joins(built.update_fn)
     update = None if half is None else getattr(half.func, "__self__", None)
     if not isinstance(update, _OptimizerUpdate) or update.of_norms:
         why = "only an optimizer of zerofn.extend.optimizer, without of_norms, runs a formula that a kernel replaces"
-        raise TypeError(explain(f"with_kernel({built.name}(...))", why, "with_kernel(optimizer(...), run)"))
-    plans = update.plans if stored is None else plans_of(stored, list(update.slots))
-    made = replace(update, by_hand=ByHand(run, takes or _none, plans))
-    return replace(built, init_fn=made.init, prepare_fn=made.prepare, update_fn=made.halves())
+        raise TypeError(explain(f"{name}({built.name}(...))", why, f"{name}(optimizer(...), run)"))
+    return update
 
 
 def _none(leaves: LeafList) -> list[bool]:
@@ -730,6 +766,7 @@ class _OptimizerUpdate:
     derived: Derived | None
     of_norms: bool
     by_hand: ByHand | None = None
+    lists: OfLists | None = None
 
     def halves(self) -> UpdateOfStored:
         kernel = None if self.by_hand is None else self.by_hand.run
@@ -782,7 +819,7 @@ class _OptimizerUpdate:
             if kernel is not None:
                 new, own = _in_place(kernel, groups.items(), given)
             else:
-                new, own = _read(self.formula, self.plans, derived, groups, given, self.sums)
+                new, own = _read(self.formula, self.plans, derived, groups, given, self.sums, self.lists)
             # Counts are raised after the kernel: if it refuses its arguments, they stay as they are.
             if together is not None and ctx.donate and not together.is_inference():
                 # One write for all counts: a new tensor for each takes longer than the update of a small leaf.
@@ -1023,11 +1060,13 @@ def _read(
     groups: Mapping[int, list[str]],
     given: Given,
     sums: Plans | None = None,
+    lists: OfLists | None = None,
 ) -> tuple[Leaves, TransformState]:
     """New parameters, or directions, and slots by a formula, in a step that reads the counts in Python.
 
     Args:
         sums: the programs of the sums of squares, if the formula needs norms.
+        lists: what updates leaves together in the place of a program, as `with_lists` says.
     """
     _, params, slots, _, lr, numbers, common, ctx = given
     new: Leaves = {}
@@ -1039,10 +1078,13 @@ def _read(
         if sums is not None:
             _read_norms(formula, plans, sums, step, group, given, new, own)
             continue
-        rest = _by_plans(plans, step, group, given, new, own)
+        rest = _by_plans(plans, step, group, given, new, own) if lists is None else group
         if rest:
             ctx.settle()
-        rest = _on_lists(formula, step, rest, given, new, own) if rest else rest
+        if lists is not None:
+            rest = _together_by(lists, step, rest, given, new, own)
+        elif rest:
+            rest = _on_lists(formula, step, rest, given, new, own)
         if not rest and ctx.donate and lr is not None and len(group) == len(params):
             # All leaves were written in place.
             return params, slots
@@ -1173,6 +1215,34 @@ def _by_plans(
                 # They stay tensors of their own, as they began.
                 tensors = list(map(ctx.into, lists[i].like, map(Tensor.clone, tensors.unbind())))
             own[slot].update(zip(paths, tensors, strict=True))
+    return rest
+
+
+def _together_by(
+    lists: OfLists, step: LeafStep, group: list[str], given: Given, new: Leaves, own: TransformState
+) -> list[str]:
+    """Update leaves by a function of `with_lists`. Returns those that are left."""
+    grads, params, slots, _, lr, _, _, ctx = given
+    columns = [list(map(x.__getitem__, group)) for x in (params, grads)]
+    numbers = _numbers(step, lr).values()
+    if ctx.rounding is not None or not set(map(type, numbers)) <= {int, float, bool} or not on_lists(columns):
+        return group
+    if printer_for(columns[0][0].device) is None:
+        return group
+    if ctx.donate:
+        ctx.written.add(ctx.prefix)
+    rest: list[str] = []
+    for batch, (p, g) in batches(*columns):
+        paths = [group[i] for i in batch]
+        olds = {slot: list(map(old.__getitem__, paths)) for slot, old in slots.items()}
+        written = p.like if ctx.donate else list(map(Tensor.clone, p.like))
+        olds = olds if ctx.donate else {slot: list(map(Tensor.clone, x)) for slot, x in olds.items()}
+        left = set(lists(written, g.like, olds, replace(step, paths=paths, offsets=_offsets(paths, ctx))))
+        rest += [paths[i] for i in sorted(left)]
+        done = [i for i in range(len(paths)) if i not in left]
+        new.update((paths[i], written[i]) for i in done)
+        for slot, tensors in olds.items():
+            own[slot].update((paths[i], tensors[i]) for i in done)
     return rest
 
 

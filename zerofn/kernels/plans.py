@@ -7,8 +7,9 @@ how it is computed: `1 - beta1` is computed anew in each step. Where the formula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -36,6 +37,9 @@ Take = Callable[[Tensor], Any]
 def nowhere() -> tuple[Sequence[int], Sequence[int]]:
     """The places of leaves of a formula without random bits."""
     return (), ()
+
+
+NONE: Mapping[int, str] = MappingProxyType({})
 
 
 # The plans of one formula for one kind of columns, and the kinds.
@@ -121,6 +125,7 @@ class Plans:
         roots: bool = False,
         passes: Passes | None = None,
         take: Take | None = None,
+        spread: Mapping[int, str] = NONE,
     ) -> tuple[list[Any], Tensor | None]:
         """Run the formula on lists of leaves; every element is read before it is written.
 
@@ -137,6 +142,8 @@ class Plans:
             roots: whether the roots of the sums are wanted.
             passes: where the program waits for others; by default it runs now.
             take: gets the sums when it has run. Without it a program with sums waits for nothing.
+            spread: the places of columns that are only read, and have for leaves that are matrices a number for each
+                of their `"rows"`, or one for each of their `"columns"`. Such a program does not wait.
 
         Returns:
             The results, and the sums, (sums, leaves); `None` if there are none. A result whose `into` is the place of
@@ -146,7 +153,7 @@ class Plans:
             NotOnLists: it is no program of operations that printers know, or there is no kernel.
         """
         kinds = [(True, x.dtype) if isinstance(x, Tensor) else (x[0].dtype, type(x[0]) is Coded) for x in columns]
-        kind = about, None if into is None else tuple(into), tuple(kinds)
+        kind = about, None if into is None else tuple(into), tuple(kinds), tuple(spread.items())
         plans = self.known.get(kind, [])
         # One after the other: a later question may have no answer where an earlier one has another.
         plan = next((x for x in plans if all(guard.of(numbers) == guard.answer for guard in x.guards)), None)
@@ -154,7 +161,7 @@ class Plans:
             # A formula whose answers differ from step to step would be traced in each.
             if len(plans) >= MOST or (not plans and len(self.known) >= MOST_KINDS):
                 raise NotOnLists("a formula that asks too much of its numbers")
-            plan = self._traced(columns, numbers, into, about)
+            plan = _spread(self._traced(columns, numbers, into, about), spread)
             self.known.setdefault(kind, []).append(plan)
         return run(plan, columns, numbers, places, comes, roots, passes, take)
 
@@ -239,6 +246,16 @@ class Plans:
             tuple(split.found),
             tuple(by_leaf),
         )
+
+
+def _spread(plan: Plan, spread: Mapping[int, str]) -> Plan:
+    """The plan whose columns at these places have numbers of rows or columns."""
+    of = tuple([spread.get(place, "") for place in plan.columns[: len(plan.program.loads)]])
+    if not any(of):
+        return plan
+    if of[0] or not spread.keys().isdisjoint([*plan.written, *plan.results]):
+        raise NotOnLists("a number of a row that comes first, or is a result")
+    return plan._replace(program=plan.program._replace(spread=of))
 
 
 def in_blocks(row: Sequence[Any], offset: int) -> bool:
@@ -381,7 +398,10 @@ def run(
         # Every result is an argument unchanged.
         return made, None
     plain = [column for column in used if type(column[0]) is not Coded]
-    if printer is None or not printer.can(plan.program) or not alike(plain):
+    if plan.program.spread:
+        # They are not joined with others.
+        plain, passes = used, None if passes is None else passes.run()
+    if printer is None or not printer.can(plan.program) or not alike(plan.program.of_elements(plain)):
         raise NotOnLists("an operation without a kernel, or tensors in another order in memory")
     if len(plain) < len(used) and plan.program.form not in (0, FORMAT):
         raise NotOnLists("random bits of an older format beside codes")

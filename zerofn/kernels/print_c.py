@@ -69,7 +69,7 @@ typedef struct {{
     uint64_t seed, step;
     double numbers[{numbers}];
     const double *by_entry[{by_entry}];
-    {of_codes}
+    {of_rows}
 }} job;
 
 /* Two neighbours. */
@@ -154,6 +154,13 @@ _ENCODED = """\
         uint32_t k0 = d#.k0 + (uint32_t)begin * ZF_STRIDE;
         encode_block(p#, c# + r * bytes, at, to, &of, j->random, k0, d#.k1);
     }"""
+# A column of numbers of rows is a constant in each row.
+_MATRIX = """\
+const int64_t row = j->row[e], end = to;
+    for (int64_t begin = from, r = from / row; begin < end; r++) {
+    const int64_t at = begin - r * row, to = ((r + 1) * row < end ? (r + 1) * row : end) - begin;
+    OPENED
+    int64_t i = 0;"""
 _OF_CODES = """\
 const int64_t *row;
     const uint64_t *first;
@@ -166,6 +173,9 @@ const int64_t *row;
 
 def can(program: Program) -> bool:
     """Whether a program is printed. A root in float64 is not: torch's has other bits."""
+    spread = [kind for kind, of in zip(program.loads, program.spread, strict=False) if of]
+    if spread and (program.streams or not set(spread) <= {F32, F64}):
+        return False
     return not program.scalars and not any(name == "sqrt" and kind == F64 for name, _, kind in program.steps)
 
 
@@ -180,9 +190,11 @@ def source(program: Program, coding: Coding | None = None) -> str:
     # Pieces of the file, by column: `p` points to stored numbers, `q` to what pairs read, `w` to what they write.
     # Codes are decoded into a room for a block of floats, and encoded from it.
     stored = {c: "float" if c in coded else _STORED[kind] for c, kind in kinds.items()}
-    columns = {c: f"{'' if c in written else 'const '}{x} *restrict p{c}" for c, x in stored.items()}
+    of_row = {c for c, of in enumerate(program.spread) if of == "rows"}
+    columns = {c: f"{'' if c in written else 'const '}{x} *restrict p{c}" for c, x in stored.items() if c not in of_row}
     constants = {f"n{i}": _COMPUTED[kind] for i, kind in enumerate(program.numbers)}
     constants |= {f"e{i}": _COMPUTED[kind] for i, kind in enumerate(program.entries)}
+    constants |= {f"v{c}": _COMPUTED[kinds[c]] for c in sorted(of_row)}
     sums = [f"t{i}" for i in range(len(program.sums))]
 
     words = {c for c, kind in enumerate(program.loads) if kind == BF16 and c not in coded}
@@ -190,6 +202,8 @@ def source(program: Program, coding: Coding | None = None) -> str:
     for c, kind in enumerate(program.loads):
         if c in words:
             body += [f"const float x{c}a = from_bits(w{c} << 16), x{c}b = from_bits(w{c} & 0xffff0000u);"]
+        elif c in of_row:
+            body += [f"const {_COMPUTED[kind]} x{c}{h} = v{c};" for h in "ab"]
         else:
             of = "q" if c in widened else "p"
             body += [f"const {_COMPUTED[kind]} x{c}{h} = {of}{c}[i + {k}];" for k, h in enumerate("ab")]
@@ -250,7 +264,7 @@ def source(program: Program, coding: Coding | None = None) -> str:
     drawn = bool(program.streams) and not coded
     first = "" if coded else " + (uint64_t)from"
     moved = " + (uint32_t)begin * ZF_STRIDE" if coded else ""
-    plain = [c for c in kinds if c not in coded]
+    plain = [c for c in columns if c not in coded]
     every = {c: k for k, c in enumerate(kinds)}
     of_streams = [
         f"stream s{s} = stream_of(j->seed, j->step, j->key[e], j->offset[e]{first}, {s});" for s in program.streams
@@ -268,15 +282,24 @@ def source(program: Program, coding: Coding | None = None) -> str:
         opened += [_DECODED.replace("#", str(c)) for c in sorted(coded & set(range(len(program.loads))))]
         opened += of_keys
         of_rows = [_ROWS.replace("ROOMS", "\n    ".join(rooms)).replace("OPENED", "\n    ".join(opened))]
+    elif program.spread:
+        of_columns = {c for c, of in enumerate(program.spread) if of == "columns"}
+        opened = [f"{x} = b{c} + {'at' if c in of_columns else 'begin'};" for c, x in columns.items()]
+        opened += [f"const {constants[f'v{c}']} v{c} = b{c}[r];" for c in sorted(of_row)]
+        of_rows = [_MATRIX.replace("OPENED", "\n    ".join(opened))]
     else:
         of_streams += of_keys
     return _SOURCE.format(
         stride=stride_of(FORMAT if coded else program.form) if drawn or coded else 1,
         f16="" if widened else "#define NO_F16",
         codes="" if coding is None else _defined(coding, kinds[coding.columns[0]]),
-        of_codes=_OF_CODES.format(count=len(coded)) if coded else "",
+        of_rows=_OF_CODES.format(count=len(coded)) if coded else "const int64_t *row;" if program.spread else "",
         opened_block="\n    ".join(of_rows),
-        closed_block="\n    ".join([_ENCODED.replace("#", str(c)) for c in sorted(coded)] + ["}"] * bool(coded)),
+        closed_block="\n    ".join(
+            [*[_ENCODED.replace("#", str(c)) for c in sorted(coded)], "}"]
+            if coded
+            else ["begin += to;", "}"] * bool(program.spread)
+        ),
         piece="piece" if drawn else "elements",
         pieces=_PIECES.replace("SUMS", str(max(len(sums), 1))) if drawn else "",
         elements_of=("const job *j, int64_t e, int64_t from, int64_t to, double *totals") if drawn else _ELEMENTS,
@@ -302,15 +325,25 @@ def source(program: Program, coding: Coding | None = None) -> str:
         closed="\n    ".join(f"close_f16(p{c}, o{c});" for c in sorted(widened & written)),
         named="\n    ".join(
             ([] if drawn else ["const job *j = what;"])
-            + [f"{columns[c].replace('restrict p', 'restrict b')} = j->columns[{every[c]}][e];" for c in plain if coded]
+            + [
+                f"{columns[c].replace('restrict p', 'restrict b')} = j->columns[{every[c]}][e];"
+                for c in plain
+                if coded or program.spread
+            ]
+            + [f"const {constants[f'v{c}']} *b{c} = j->columns[{every[c]}][e];" for c in sorted(of_row)]
             + [f"uint8_t *c{c} = j->columns[{every[c]}][e];" for c in sorted(coded)]
             + [f"stored_as *z{c} = j->scales[{k}][e];" for k, c in enumerate(sorted(coded))]
-            + [f"{column} = j->columns[{every[c]}][e];" for c, column in columns.items() if not coded]
+            + [
+                f"{column} = j->columns[{every[c]}][e];"
+                for c, column in columns.items()
+                if not coded and not program.spread
+            ]
             + [
                 f"const {kind} {name} = ({kind})j->{'numbers[{}]' if name[0] == 'n' else 'by_entry[{}][e]'};".format(
                     name[1:]
                 )
                 for name, kind in constants.items()
+                if name[0] != "v"
             ]
         ),
         partial="\n    ".join(f"double {t}[LINE] = {{0}};" for t in sums) or "(void)totals;",
@@ -323,7 +356,7 @@ def source(program: Program, coding: Coding | None = None) -> str:
             f"{_STORED[kind]} end{c}[LINE] = {{0}};"
             + (f" memcpy(end{c}, p{c} + i, rest * sizeof *end{c});" if c in loaded else "")
             for c, kind in kinds.items()
-            if c not in coded
+            if c in plain
         ),
         of_rooms=at("end{0}"),
         back=" ".join(
@@ -391,7 +424,7 @@ def _kind_of(program: Program, name: str) -> int:
 
 
 @functools.cache
-def _job(columns: int, sums: int, numbers: int, entries: int, coded: int = 0) -> Any:
+def _job(columns: int, sums: int, numbers: int, entries: int, coded: int = 0, spread: bool = False) -> Any:
     """`job` of the source; of its columns so many are kept as codes."""
     pointers = ctypes.POINTER(ctypes.c_void_p)
     fields = [
@@ -406,9 +439,10 @@ def _job(columns: int, sums: int, numbers: int, entries: int, coded: int = 0) ->
         ("numbers", ctypes.c_double * max(numbers, 1)),
         ("by_entry", ctypes.c_void_p * max(entries, 1)),
     ]
+    if coded or spread:
+        fields += [("row", ctypes.POINTER(ctypes.c_int64))]
     if coded:
         fields += [
-            ("row", ctypes.POINTER(ctypes.c_int64)),
             ("first", ctypes.POINTER(ctypes.c_uint64)),
             ("scales", pointers * coded),
             ("code_key", ctypes.POINTER(ctypes.c_uint64) * coded),
@@ -511,6 +545,9 @@ def _sample(program: Program) -> list[Tensor]:
         x[500:] = torch.sin(i[500:] * (1.0 + column))
         dtype = list(KINDS)[kind]
         found.append(x.to(dtype) if kind < I64 else (i * stride % 5).to(dtype))
+    # 7 rows of 143 elements.
+    for column, of in enumerate(program.spread):
+        found[column] = found[column][: {"rows": 7, "columns": 143}.get(of)]
     return found
 
 
@@ -587,7 +624,7 @@ def _call(
 ) -> Tensor:
     count, sums = len(columns[0]), len(program.sums)
     coded = [column for column in columns if type(column[0]) is Coded]
-    job = _job(len(columns), sums, len(numbers), len(entries), len(coded))()
+    job = _job(len(columns), sums, len(numbers), len(entries), len(coded), bool(program.spread))()
     job.entries = count
     if coded:
         _fill_codes(job, coded, next(column for column in columns if type(column[0]) is not Coded))
@@ -604,6 +641,8 @@ def _call(
         job.columns[i] = row
     if not coded:
         job.numel = (ctypes.c_int64 * count)(*map(Tensor.numel, columns[0]))
+    if program.spread:
+        job.row = (ctypes.c_int64 * count)(*program.widths(columns))
     job.numbers[: len(numbers)] = [float(x) for x in numbers]
     entries = [x.to(torch.float64).contiguous() for x in entries]
     job.by_entry[: len(entries)] = [x.data_ptr() for x in entries]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -86,6 +87,10 @@ def _registers(
     entries: Sequence[Tensor],
 ) -> dict[str, Any]:
     """The registers of one leaf. Those of 16 bits are in float32, rounded to 16."""
+    if program.spread:
+        width = program.widths([[x] for x in row])[0]
+        spread = (*program.spread, *repeat("", len(row) - len(program.spread)))
+        row = [_spread(x, of, width, row[0]) for x, of in zip(row, spread, strict=True)]
     found: dict[str, Any] = {f"x{i}": _wide(row[i]) for i in range(len(program.loads))}
     # A result that is an argument unchanged must not change with it.
     written = {column for column, _ in program.stores}
@@ -107,6 +112,12 @@ def _registers(
             made = (OPERATIONS[name].torch or getattr(torch, name))(*_arguments(name, [found[x] for x in given]))
         found[f"x{i}"] = _wide(made.to(_DTYPES[kind])) if isinstance(made, Tensor) else made
     return found
+
+
+def _spread(x: Tensor, of: str, width: int, like: Tensor) -> Tensor:
+    """Numbers of rows, or of columns, for each element of a leaf."""
+    matrix = x.reshape((-1, 1) if of == "rows" else (1, -1))
+    return matrix.expand(like.numel() // width, width).reshape(like.shape) if of else x
 
 
 def _arguments(name: str, given: list[Any]) -> list[Any]:

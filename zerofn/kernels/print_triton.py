@@ -45,10 +45,12 @@ _TYPES = {3: "tl.float64", 4: "tl.int64", 5: "tl.int1", 6: "tl.int8"}
 CHUNK, BLOCK, WARPS = 1 << 14, 1 << 10, 4
 
 
-@triton.jit(do_not_specialize=["chunks"])
-def sums_kernel(starts, partials, sums, chunks, ROOT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of each row, or its root, from those of its chunks, added in a fixed order."""
-    row = tl.program_id(0)
+@triton.jit(do_not_specialize=["rows", "chunks"])
+def sums_kernel(starts, partials, sums, rows, chunks, ROOT: tl.constexpr, BLOCK: tl.constexpr):
+    """Each sum of each row, or its root, from those of its chunks, added in a fixed order."""
+    place = tl.program_id(0)
+    row = place % rows
+    partials += (place // rows).to(tl.int64) * chunks
     begin = tl.load(starts + row)
     end = tl.load(starts + row + 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -56,7 +58,7 @@ def sums_kernel(starts, partials, sums, chunks, ROOT: tl.constexpr, BLOCK: tl.co
         at = i + tl.arange(0, BLOCK)
         total += tl.load(partials + at, at < end, other=0.0)
     found = tl.sum(total, 0)
-    tl.store(sums + row, tl.sqrt_rn(found) if ROOT else found)
+    tl.store(sums + place, tl.sqrt_rn(found) if ROOT else found)
 
 
 # Products are not fused with sums, and libdevice does not flush subnormal numbers to zero: both would change bits.
@@ -230,7 +232,7 @@ def _parameters(program: Program, coding: Coding | None, skips: bool) -> tuple[l
 
 def _table(program: Program, coding: Coding | None) -> list[str]:
     """What the table has of each leaf, in this order: sizes, addresses, and what random bits depend on."""
-    names = ["numel"] if coding is None else ["blocks", "row"]
+    names = ["numel", *(["width"] if program.spread else [])] if coding is None else ["blocks", "row"]
     names += [f"a{i}" for i in sorted(program.kinds)]
     names += ["key", "offset"] if program.streams or coding is not None else []
     for i in () if coding is None else coding.columns:
@@ -260,6 +262,8 @@ def _body(program: Program, place: str, masked: bool, coding: Coding | None = No
         if i in coded:
             lines += _decoded(i, kind, masked, coding)
         else:
+            of = program.spread[i] if program.spread else ""
+            at = f"p{i} + (begin + at) {'//' if of == 'rows' else '%'} width" if of else at
             lines.append(f"x{i} = value(tl.load({at}{mask}), {kind})")
     for i, (name, given, kind) in enumerate(program.steps, len(program.loads)):
         if name == "to":
@@ -326,6 +330,7 @@ def source(program: Program, coding: Coding | None = None, skips: bool = False) 
     """The source of a kernel: `formula_kernel`."""
     kinds, sums, streams = program.kinds, program.sums, program.streams
     columns, coded = sorted(kinds), () if coding is None else coding.columns
+    spread = {i for i, of in enumerate(program.spread) if of}
     body: list[str] = []
     for masked in (False, True):
         lines = [*_drawn(program, masked, coding), *_body(program, "p{0} + at", masked, coding)]
@@ -337,6 +342,8 @@ def source(program: Program, coding: Coding | None = None, skips: bool = False) 
             addresses += [f"p{i}, q{i} = a{i}.to(tl.pointer_type(tl.uint8)), pointer(z{i}, {kinds[i]})"]
             multiples += [f"p{i} = tl.multiple_of(p{i} + begin * N * {coding and coding.bits} // 8, 16)"]
             multiples += [f"q{i} = tl.multiple_of(q{i} + begin, 16)"]
+        elif i in spread:
+            addresses += [f"p{i} = pointer(a{i}, {kinds[i]})"]
         else:
             addresses += [f"p{i} = pointer(a{i}, {kinds[i]}){' + begin' if coding is None else ''}"]
             multiples += [f"p{i} = tl.multiple_of(p{i}{'' if coding is None else ' + begin * N'}, 16)"]
@@ -381,7 +388,7 @@ def source(program: Program, coding: Coding | None = None, skips: bool = False) 
         zeros=four.join(
             f"t{i} = tl.zeros(({'BLOCK,' if coding is None else 'B, N'}), tl.float32)" for i in range(len(sums))
         ),
-        aligned=" | ".join([*(f"a{i}" for i in columns), *(f"z{i}" for i in coded)]),
+        aligned=" | ".join([*(f"a{i}" for i in columns if i not in spread), *(f"z{i}" for i in coded)]),
         multiples=eight.join(multiples),
         whole=body[0],
         masked=body[1],
@@ -435,7 +442,8 @@ def run(
     device = plain[0].device
     if not total:
         return torch.zeros((sums, count) if each else (sums,), device=device)
-    rare = sums or draws is not None or entries or comes is not None or KINDS[torch.float64] in program.numbers
+    rare = sums or program.spread or draws is not None or entries or comes is not None
+    rare = rare or KINDS[torch.float64] in program.numbers
     if sizes.get("numel") == [1] and not rare:
         # Triton passes a float argument in 32 bits, which is why numbers in float64 go the other way.
         given = [int(x) if kind == INT64.value else float(x) for x, kind in zip(numbers, program.numbers, strict=True)]
@@ -445,6 +453,7 @@ def run(
     numbers_at = len(words)
     words.frombytes(array("d", numbers).tobytes())
     words_at = len(words)
+    sizes |= {"width": program.widths(columns)} if program.spread else {}
     table: dict[str, Sequence[int]] = {**sizes, "key": [0] * count, "offset": [0] * count}
     drawn, step = program.streams or coding is not None, None
     if draws is not None:
@@ -475,7 +484,8 @@ def run(
         tensors += [packed[entries_at:].view(torch.float64)]
     elif entries:
         one = all([x.dtype is entries[0].dtype and not x.is_cpu for x in entries])
-        tensors += [torch.stack([x if one else x.to(device, torch.float64) for x in entries])]
+        rows = [x if one else x.to(device, torch.float64) for x in entries]
+        tensors += [rows[0].contiguous() if len(rows) == 1 else torch.stack(rows)]
     if drawn:
         tensors += [packed[words_at:], packed[words_at + 1 :] if step is None else step.reshape(-1)]
     tensors += [] if comes is None else [comes.view(torch.uint8)]
@@ -484,8 +494,7 @@ def run(
     if not sums or not each:
         return partials.sum(1) if sums else partials[:0]
     found = torch.empty((sums, count), dtype=torch.float32, device=device)
-    for i in range(sums):
-        launch(sums_kernel, count, packed[:numbers_at], partials[i], found[i], total, roots, BLOCK)
+    launch(sums_kernel, sums * count, packed[:numbers_at], partials, found, count, total, roots, BLOCK)
     return found
 
 

@@ -551,6 +551,9 @@ class Program(NamedTuple):
         streams: the streams of random bits, `r0`, `r1`, ..., which steps named `random` are given, with a shift.
         form: the format of the draws; 0 if there are none.
         entries: in which kind each number that differs by leaf is computed, `e0`, `e1`, ...
+        spread: for each column that is read `""` if it has the elements of a leaf; `"rows"` if it has one number for
+            each row of a leaf that is a matrix, `"columns"` if one for each column of it. Empty if all have elements,
+            as the first one always has.
     """
 
     loads: tuple[int, ...]
@@ -563,6 +566,17 @@ class Program(NamedTuple):
     streams: tuple[int, ...] = ()
     form: int = 0
     entries: tuple[int, ...] = ()
+    spread: tuple[str, ...] = ()
+
+    def of_elements(self, columns: Sequence[Any]) -> list[Any]:
+        """Those of the columns that have the elements of each leaf."""
+        return [x for i, x in enumerate(columns) if i >= len(self.spread) or not self.spread[i]]
+
+    def widths(self, columns: Sequence[Sequence[Tensor]]) -> list[int]:
+        """The elements of a row of each leaf, if there are columns of rows or of columns."""
+        i = next(i for i, of in enumerate(self.spread) if of)
+        pairs = zip(columns[0], columns[i], strict=True)
+        return [y.numel() if self.spread[i] == "columns" else x.numel() // y.numel() for x, y in pairs]
 
     @property
     def kinds(self) -> dict[int, int]:

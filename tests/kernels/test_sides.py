@@ -1,0 +1,117 @@
+"""Rows and columns of matrices in printed programs, sums over them, and optimizers that update leaves together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
+
+import interpreted
+import pytest
+import side_programs
+import torch
+from time_limits import limit
+
+import zerofn as zf
+from zerofn.core import optimizer  # inside: which leaves are updated together
+from zerofn.extend import with_lists
+from zerofn.kernels.program import printer_for  # inside: whether there is a compiler
+
+printed = pytest.mark.skipif(printer_for(torch.device("cpu")) is None, reason="there is no C compiler")
+triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[ProcessPoolExecutor]:
+    with interpreted.processes() as pool:
+        yield pool
+
+
+@printed
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_numbers_of_rows_and_columns_have_the_bits_of_torchs_broadcasting(dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        same, off = side_programs.compare(dtype)
+    finally:
+        torch.set_num_threads(before)
+    assert all(same) and off < 1e-12
+
+
+@triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_so_they_have_in_triton(apart, dtype):
+    same, off, of_sides = apart.submit(side_programs.by_triton, dtype).result(timeout=limit())
+    assert all(same) and off < 1e-6 and of_sides < 1e-6
+
+
+@triton
+def test_they_are_compiled_for_an_h100():
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        found = pool.submit(side_programs.compiled).result(timeout=limit())
+    assert found["ld.global.v4.b32"] == 2 and found["st.global.v4.b32"] == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_of_squares_of_rows_and_columns_on_the_host(dtype):
+    torch.manual_seed(0)
+    assert side_programs.sums_off(dtype) < 1e-6
+
+
+@printed
+@pytest.mark.parametrize("why", ["first", "written"])
+def test_a_number_of_a_row_is_only_read(why):
+    assert side_programs.refused(why).startswith("a number of a row")
+
+
+def tree(seed: int) -> dict[str, torch.Tensor]:
+    """Leaves that are updated together, and others: a stack, one in another order in memory, an empty one."""
+    drawn = torch.Generator().manual_seed(seed)
+    shapes = {"a": (300, 250), "b": (8, 24), "c": (24,), "d": (3, 4, 5), "e": (), "f": (1, 9), "g": (9, 1), "h": (0, 3)}
+    found = {name: torch.randn(shape, generator=drawn) for name, shape in shapes.items()}
+    return found | {"turned": torch.randn(6, 40, generator=drawn).t()}
+
+
+# What is updated together: each has the bits of its formula on one leaf.
+TOGETHER = {"adafactor": lambda: zf.adafactor(0.05, weight_decay=0.1)}
+
+
+@printed
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("donate", [False, True])
+def test_leaves_together_have_the_bits_of_leaves_alone(name, donate, monkeypatch):
+    tx, calls, known = TOGETHER[name](), [], optimizer._together_by
+
+    def together(*given):
+        left = known(*given)
+        calls.append(len(given[2]) - len(left))
+        return left
+
+    def trained():
+        state = zf.init(tx, tree(0))
+        step = zf.make_step(lambda p, g: sum((p[k] * g[k]).sum() for k in g), tx, donate=donate)
+        for seed in range(1, 4):
+            state, _ = step(state, {k: x * 10.0 ** (seed - 2) for k, x in tree(seed).items()})
+        return state
+
+    monkeypatch.setattr(optimizer, "_together_by", together)
+    mine = trained()
+    monkeypatch.setattr(optimizer, "_together_by", lambda lists, step, group, *_: group)
+    theirs = trained()
+    assert calls == [6] * 3
+    for path, x in theirs.params.items():
+        assert torch.equal(mine.params[path], x), path
+    for slot, of in theirs.transforms[name].items():
+        for path, x in of.items() if isinstance(of, dict) else ():
+            assert torch.equal(mine.transforms[name][slot][path], x), (slot, path)
+
+
+def test_only_an_optimizer_of_a_formula_is_given_a_function_of_lists():
+    with pytest.raises(
+        TypeError, match=r"with_lists\(clip_by_value\(...\)\)(.|\n)*with_lists\(optimizer\(...\), run\)"
+    ):
+        with_lists(zf.clip_by_value(1.0), lambda *_: [])
