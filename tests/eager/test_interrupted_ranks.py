@@ -43,7 +43,7 @@ X = torch.linspace(-1, 1, 24).view(4, 6)
 HANDED_OVER = ("reducer.py", "ordered_collectives.py", "gather_on_use.py", "eager/gradients.py", "units.py")
 # What a rank that was interrupted alone may meet in its next cell, and the others.
 NAMED = (
-    "ranks disagree on step\\(\\) or zero_grad\\(\\)",
+    "ranks disagree on step\\(\\), zero_grad\\(\\) or p\\.grad\\.clone\\(\\)",
     "ranks disagree on how much of their gradients has come",
     "a second gradient of .* before opt.step\\(\\), with in_backward=True",
 )
@@ -235,7 +235,7 @@ def interrupted_in_a_wait(stage: str, folder: Path) -> None:
 
 # The first rank has sent its part of the step, so the second one makes it; or has lost count of what it has sent.
 AFTER_A_WAIT = {
-    "data parallel": r"ranks disagree on (the number of steps|step\(\) or zero_grad\(\))",
+    "data parallel": r"ranks disagree on (the number of steps|step\(\), zero_grad\(\) or p\.grad\.clone\(\))",
     "ZeRO-3": "a collective between ranks after Ctrl-C twice",
 }
 

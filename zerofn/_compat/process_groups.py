@@ -6,7 +6,10 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from .functorch import uncompiled
 
+
+@uncompiled
 def begun(library: Any, but: Collection[Any]) -> int:
     """How many collectives this rank has begun on all process groups of this process, whoever made them.
 
