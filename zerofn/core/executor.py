@@ -14,8 +14,9 @@ from torch import Tensor
 from .._compat.tensors import profiler_runs
 from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
 from ..kernels.joined import Passes
-from ..kernels.lists import over_leaves
+from ..kernels.lists import enough, over_leaves
 from ..kernels.norms import added, leaf_squares, squared_norm_unrecorded, sum_of_squares
+from ..kernels.program import looked_at
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
 from .facts import Facts, Scope
@@ -334,7 +335,7 @@ class Segment:
     def _bucket(self, signal: Leaves, params: Leaves, every: bool = False) -> Leaves:
         emitted, comes, old_params = self.emitted, self.comes, params
         of_step = self.ctx if every or self.whole else self._within_bucket()
-        passes = Passes() if self.stretch.joins else None
+        passes = self._passes(params) if self.stretch.joins else None
         if self.copies_old:
             old_params = over_leaves(lambda x: x.clone(), params)
         elif self.before is not None:
@@ -386,6 +387,11 @@ class Segment:
         if passes is not None:
             passes.run()
         return signal
+
+    def _passes(self, params: Leaves) -> Passes | None:
+        """Where programs wait for each other; `None` for a small tree on a CPU, which torch's operations compute."""
+        on_cpu = all(map(_IS_CPU, params.values()))
+        return None if on_cpu and not enough(self.ctx.layout.elements) and not looked_at() else Passes()
 
     def _within_bucket(self) -> Context:
         """The context of updates that get only some of the leaves."""

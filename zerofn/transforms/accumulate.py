@@ -12,7 +12,9 @@ from .._errors import explain
 from ..extend import (
     COUNT,
     Context,
+    Elementwise,
     Facts,
+    Joining,
     Layout,
     Leaves,
     Prepared,
@@ -69,7 +71,9 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
     if every == 1 and not weighted:
         return Transform("accumulate", needs="element", through=_through)
 
-    window = _Window(every, weighted)
+    added = Elementwise(lambda total, g: total + g, replaces=1, instead=_added)
+    divided = Elementwise(lambda total, by: total / by, replaces=1, instead=_divided)
+    window = _Window(every, weighted, added, divided)
     return Transform(
         "accumulate",
         needs="element",
@@ -77,16 +81,23 @@ def accumulate(every: int, weighted: bool = False) -> Transform:
         through=_through,
         init_fn=window.init,
         prepare_fn=window.prepare,
-        update_fn=window.update,
+        update_fn=Joining(window.update),
     )
 
 
 @dataclass(frozen=True)
 class _Window:
-    """The functions of `accumulate`, and its arguments."""
+    """The functions of `accumulate`, and its arguments.
+
+    Attributes:
+        added: a gradient, added to a sum.
+        divided: a sum, divided by a number.
+    """
 
     every: int
     weighted: bool
+    added: Elementwise
+    divided: Elementwise
 
     def init(self, leaves: Leaves, layout: Layout) -> TransformState:
         state: TransformState = {
@@ -119,20 +130,34 @@ class _Window:
         begun = ctx.read_each(state["seen"])
         addends = grads
         if self.weighted:
+            ctx.settle()
             addends = over_leaves(lambda g, so_far: _weighed(g.to(so_far.dtype), weight), grads, state["sum"])
-        # The first gradient of a window overwrites the sum of the one before.
-        sums = ctx.put_each("add", state["sum"], addends, begun)
+        joins = ctx.passes is not None and all([begun[path] is True for path in grads])
+        if joins:
+            (sums,) = self.added(ctx, {path: state["sum"][path] for path in grads}, addends)
+        else:
+            # The first gradient of a window overwrites the sum of the one before.
+            ctx.settle()
+            sums = ctx.put_each("add", state["sum"], addends, begun)
         seen = ctx.marked(state["seen"], grads, begun)
         if not may(due):
             return grads, {"sum": sums, "seen": seen}
         if len(sums) < len(begun):
             # This adds leaves that had a gradient only in an earlier micro-step of the window.
             sums = {p: x for p, x in {**state["sum"], **sums}.items() if p in sums or may(begun[p])}
-        means = ctx.put_each("div", sums, total)
+        means = self.divided(ctx, sums, by=total)[0] if joins else ctx.put_each("div", sums, total)
         # Nobody reads the sum of a closed window. It is set anyway, so that the state is the same with and without
         # `donate`. Setting `seen` to false closes the window, so the buffer need not be zeroed.
         closed = {"sum": means, "seen": {p: torch.zeros_like(x) for p, x in seen.items()}}
         return means, select(due, closed, {"sum": sums, "seen": seen})
+
+
+def _added(ctx: Context, sums: Leaves, grads: Leaves) -> Leaves:
+    return ctx.put_each("add", sums, grads)
+
+
+def _divided(ctx: Context, sums: Leaves, by: Any) -> Leaves:
+    return ctx.put_each("div", sums, by)
 
 
 def _through(spec: Spec) -> Spec:

@@ -75,7 +75,7 @@ def clip_by_global_norm(max_norm: float, over: Callable[[Tensor], Any] | None = 
     # The result of the user's function is read to check it, which a captured graph cannot do.
     facts = Facts(reports=frozenset(["grad_norm"]), keeps=False, capturable=over is None)
     prepare = partial(_prepare, max_norm, over)
-    clipped = Elementwise(lambda g, factor: g * rounded(factor, g), instead=scaled)
+    clipped = Elementwise(lambda g, factor: g * rounded(factor, g), instead=lambda ctx, g, factor: scaled(g, factor))
 
     def update(grads: Leaves, state: TransformState, params: Leaves, factor: Tensor | None, ctx: Context):
         return grads if factor is None else clipped(ctx, grads, factor=factor)[0], state

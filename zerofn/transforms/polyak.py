@@ -63,7 +63,7 @@ def scale_by_polyak(f_min: float = 0.0, max_learning_rate: float = 1.0, eps: flo
         ctx.report("polyak_step", step)
         return Prepared(carry=step)
 
-    shortened = Elementwise(lambda g, factor: g * rounded(factor, g), instead=scaled)
+    shortened = Elementwise(lambda g, factor: g * rounded(factor, g), instead=lambda ctx, g, factor: scaled(g, factor))
 
     def update(grads: Leaves, state: TransformState, params: Leaves, step: torch.Tensor, ctx: Context):
         return shortened(ctx, grads, factor=step)[0], state
