@@ -67,7 +67,6 @@ def test_a_skipped_step_is_answered_on_the_device(device, pipeline, route):
 # torch's takes a copy.
 NO_RATE = ("guest", "from_torch", "every", "scale_loss, overflow")
 RATED = [x for x in COUNTED if ROWS[x].place == "optimizer" and x not in NO_RATE]
-RATED += ["shampoo, matrices", "soap, matrices"]
 
 
 @pytest.mark.parametrize(

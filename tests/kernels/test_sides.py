@@ -17,6 +17,7 @@ import zerofn as zf
 from zerofn.core import optimizer  # inside: which leaves are updated together
 from zerofn.extend import with_lists
 from zerofn.kernels.program import printer_for  # inside: whether there is a compiler
+from zerofn.transforms.shampoo import spectrum  # inside: of a stack, which is on a GPU alone
 
 printed = pytest.mark.skipif(printer_for(torch.device("cpu")) is None, reason="there is no C compiler")
 triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -77,13 +78,21 @@ def tree(seed: int) -> dict[str, torch.Tensor]:
 
 
 # What is updated together: each has the bits of its formula on one leaf.
-TOGETHER = {"adafactor": lambda: zf.adafactor(0.05, weight_decay=0.1)}
+TOGETHER = {
+    "adafactor": lambda: zf.adafactor(0.05, weight_decay=0.1),
+    "shampoo": lambda: zf.shampoo(0.05, 0.5, 0.1, 0.1, update_freq=2, max_precond_dim=64),
+    "soap": lambda: zf.soap(0.05, precondition_frequency=2, max_precond_dim=64),
+    "soap, one side": lambda: zf.soap(0.05, precondition_frequency=1, max_precond_dim=30),
+    "shampoo, plain": lambda: zf.shampoo(0.05, update_freq=2, max_precond_dim=30),
+}
 
 
 @printed
 @pytest.mark.parametrize("name", TOGETHER)
-@pytest.mark.parametrize("donate", [False, True])
-def test_leaves_together_have_the_bits_of_leaves_alone(name, donate, monkeypatch):
+@pytest.mark.parametrize(
+    ("donate", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)], ids=str
+)
+def test_leaves_together_have_the_bits_of_leaves_alone(name, donate, dtype, monkeypatch):
     tx, calls, known = TOGETHER[name](), [], optimizer._together_by
 
     def together(*given):
@@ -92,22 +101,42 @@ def test_leaves_together_have_the_bits_of_leaves_alone(name, donate, monkeypatch
         return left
 
     def trained():
-        state = zf.init(tx, tree(0))
+        state = zf.init(tx, {path: x.to(dtype) for path, x in tree(0).items()})
         step = zf.make_step(lambda p, g: sum((p[k] * g[k]).sum() for k in g), tx, donate=donate)
         for seed in range(1, 4):
-            state, _ = step(state, {k: x * 10.0 ** (seed - 2) for k, x in tree(seed).items()})
+            state, _ = step(state, {k: x.to(dtype) * 10.0 ** (seed - 2) for k, x in tree(seed).items()})
         return state
 
     monkeypatch.setattr(optimizer, "_together_by", together)
     mine = trained()
     monkeypatch.setattr(optimizer, "_together_by", lambda lists, step, group, *_: group)
     theirs = trained()
-    assert calls == [6] * 3
+    assert calls == [(6 if name == "adafactor" else 7)] * 3
     for path, x in theirs.params.items():
         assert torch.equal(mine.params[path], x), path
-    for slot, of in theirs.transforms[name].items():
+    (kept,), (other,) = theirs.transforms.values(), mine.transforms.values()
+    for slot, of in kept.items():
         for path, x in of.items() if isinstance(of, dict) else ():
-            assert torch.equal(mine.transforms[name][slot][path], x), (slot, path)
+            assert torch.equal(other[slot][path], x), (slot, path)
+
+
+@printed
+@pytest.mark.parametrize("name", ["shampoo", "soap"])
+def test_eigenvectors_of_nan_are_named_and_nothing_of_their_shape_is_written(name):
+    tx, params = TOGETHER[name](), {path: torch.randn(20, 300) for path in "ab"} | {"c": torch.randn(300, 300)}
+    state = zf.init(tx, params)
+    before = {slot: dict(of) for slot, of in next(iter(state.transforms.values())).items() if isinstance(of, dict)}
+    grads = params | {"b": torch.full((20, 300), torch.nan)}
+    with pytest.raises(FloatingPointError, match=rf"{name}: the eigenvectors of b\n"):
+        zf.update(tx, grads, state)
+    for slot, of in next(iter(state.transforms.values())).items():
+        assert slot not in before or all(torch.equal(x, before[slot][path]) for path, x in of.items())
+
+
+def test_a_stack_without_eigenvectors_names_its_leaf():
+    stack = torch.stack([torch.eye(3), torch.full((3, 3), torch.nan)])
+    with pytest.raises(FloatingPointError, match="soap: the eigenvectors of b\n"):
+        spectrum("soap", ["a", "b"], stack)
 
 
 def test_only_an_optimizer_of_a_formula_is_given_a_function_of_lists():

@@ -508,8 +508,8 @@ ROWS: dict[str, Row] = {
         # The device that does not exist takes torch's root on the CPU, off by an ulp.
         near=1e-6,
         often="laws capture waits",
-        launches=(3111, 40),
-        by_leaf=True,
+        # No side is so short: all leaves are updated as vectors.
+        launches=4,
     ),
     # Sides that a gradient fills: the basis of what it leaves would be as rounding has it.
     "soap": Row(
@@ -518,17 +518,25 @@ ROWS: dict[str, Row] = {
         laws=False,
         host="soap",
         often="capture waits",
-        launches=(3851, 40),
-        by_leaf=True,
+        launches=4,
     ),
     "shampoo, matrices": Row(
         lambda at: _matrices(at, zf.shampoo(at.rate), zf.sgd(at.rate)),
         host="shampoo",
+        # Once for each stack; for each matrix where the rate is a tensor.
         waits=(8, "torch asks whether its solver of eigenvectors has failed"),
+        # Matrices of three shapes: stacks of these, and for roots stacks of their sides, of three lengths.
+        launches=91,
+        near=1e-4,
         often="",
     ),
     "soap, matrices": Row(
-        lambda at: _matrices(at, zf.soap(at.rate), zf.sgd(at.rate)), laws=False, host="soap", often="waits"
+        lambda at: _matrices(at, zf.soap(at.rate), zf.sgd(at.rate)),
+        laws=False,
+        host="soap",
+        launches=108,
+        near=1e-4,
+        often="waits",
     ),
     "muon": Row(
         lambda at: _matrices(

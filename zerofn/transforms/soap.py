@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from ..extend import (
     LeafStep,
+    Plans,
     ScalarOrSchedule,
     Transform,
+    by_shape,
     check_count,
     moment_root,
     optimizer,
@@ -21,9 +23,10 @@ from ..extend import (
     plus_product,
     transform,
     where,
+    with_lists,
 )
 from .adam import check_adam, unbiased
-from .shampoo import SIDES, as_matrix, gram, refuse_derivative, sides_of, spectrum, square, wide
+from .shampoo import SIDES, apart, as_matrix, gram, refuse_derivative, sides_of, spectrum, square, wide, written
 
 # Numbers that differ by less than so many roundings of the largest one are not told apart.
 NOISE = 32
@@ -98,21 +101,75 @@ def soap(
         refuse_derivative("soap", sides, x, g, *slots.values(), at.lr, *at.numbers.values())
         bases = {side: slots[f"{side}_basis"] for side in sides}
 
-        m = plus(slots["exp_avg"], 1 - beta1, g - slots["exp_avg"])
-        turned = _turned(g, bases)
-        v = plus_product(slots["exp_avg_sq"] * beta2, 1 - beta2, turned, turned)
-        u = _turned_back(size * _turned(m, bases) / (moment_root(v) / spread + small), bases)
-        moved = (x - rate * u) * (1 - rate * decay)
+        m = _average(slots["exp_avg"], g, beta1)
+        v, u = _adam(slots["exp_avg_sq"], _turned(g, bases), _turned(m, bases), beta2, small, size, spread)
+        moved = _moved(x, _turned_back(u, bases), rate, decay)
         if sides:
             moved, m, v = (
                 where(first, old, now) for old, now in ((x, moved), (slots["exp_avg"], m), (slots["exp_avg_sq"], v))
             )
         new |= {"exp_avg": m, "exp_avg_sq": v}
         for side in sides:
-            new[side] = total = plus(slots[side], 1 - beta2, gram(as_matrix(g), side) - slots[side])
+            new[side] = total = _average(slots[side], gram(as_matrix(g), side), beta2)
             turn = partial(where, due, partial(_iterated, total, bases[side]), bases[side])
-            new[f"{side}_basis"] = where(first, partial(_eigenvectors, g, side, at.path), turn)
+            new[f"{side}_basis"] = where(first, partial(_eigenvectors, as_matrix(g), side, [at.path]), turn)
         return moved, new
+
+    def of_leaves(lists: list[Any], numbers: Mapping[str, Any], about: Any) -> Any:
+        p, g, m, v = lists
+        g, n = g.to(torch.float32), numbers
+        m = _average(m, g, n["beta1"])
+        v, u = _adam(v, g, m, n["beta2"], n["eps"], n["size"], n["spread"])
+        return [_moved(p.to(torch.float32), u, n["rate"], n["weight_decay"]).to(p.dtype), m, v], []
+
+    def of_momenta(lists: list[Any], numbers: Mapping[str, Any], about: Any) -> Any:
+        m, g = lists
+        return [_average(m, g.to(torch.float32), numbers["beta1"])], []
+
+    def of_turned(lists: list[Any], numbers: Mapping[str, Any], about: Any) -> Any:
+        v, g, m = lists
+        v, u = _adam(v, g, m, numbers["beta2"], numbers["eps"], numbers["size"], numbers["spread"])
+        return [u, v], []
+
+    def of_updates(lists: list[Any], numbers: Mapping[str, Any], about: Any) -> Any:
+        p, u = lists
+        return [_moved(p.to(torch.float32), u, numbers["rate"], numbers["weight_decay"]).to(p.dtype)], []
+
+    leaves, momenta, adams, updates = Plans(of_leaves), Plans(of_momenta), Plans(of_turned), Plans(of_updates)
+
+    def on_lists(params: list[Tensor], grads: list[Tensor], slots: Any, at: LeafStep) -> list[int]:
+        left, alone, by_sides = apart(params, grads, max_precond_dim)
+        numbers = {**at.numbers, **at.derived, "rate": at.lr}
+        first, due = at.count == 1, (at.count - 1) % precondition_frequency == 0
+        if alone:
+            columns = [[x[i] for i in alone] for x in (params, grads, slots["exp_avg"], slots["exp_avg_sq"])]
+            leaves.run(columns, numbers, into=[0, 2, 3])
+        for sides, places in by_sides.items():
+            p, g, m, v = ([x[i] for i in places] for x in (params, grads, slots["exp_avg"], slots["exp_avg_sq"]))
+            matrices = [as_matrix(x.to(torch.float32)) for x in g]
+            olds = {name: [slots[name][i] for i in places] for side in sides for name in (side, f"{side}_basis")}
+            bases = [olds[f"{side}_basis"] for side in sides]
+            news: dict[str, list[Tensor]] = {}
+            for side in sides:
+                step = partial(_totals, side, at.numbers["beta2"])
+                (news[side],) = by_shape(step, matrices, olds[side])
+                if first:
+                    step = partial(_first, side, [at.paths[i] for i in places])
+                    (news[f"{side}_basis"],) = by_shape(step, matrices)
+            if due and not first:
+                # Rows and columns of all shapes together: there are fewer lengths than shapes.
+                every = [x for side in sides for x in news[side]], [x for of in bases for x in of]
+                (turned,) = by_shape(lambda _, x, basis: [_iterated(x, basis)], *every)
+                news |= {f"{side}_basis": turned[k * len(p) : (k + 1) * len(p)] for k, side in enumerate(sides)}
+            if not first:
+                momenta.run([m, g], numbers, into=[0])
+                both = by_shape(partial(_both_turned, sides), matrices, list(map(as_matrix, m)), *bases)
+                of_g, of_m = ([x.view(y.shape) for x, y in zip(of, p, strict=True)] for of in both)
+                (u, _), _ = adams.run([v, of_g, of_m], numbers, into=[None, 0])
+                (u,) = by_shape(partial(_one_turned_back, sides), list(map(as_matrix, u)), *bases)
+                updates.run([p, [x.view(y.shape) for x, y in zip(u, p, strict=True)]], numbers, into=[0])
+            written([x for name in news for x in olds[name]], [x for of in news.values() for x in of])
+        return left
 
     slots: dict[str, Any] = {"exp_avg": wide, "exp_avg_sq": wide}
     for side in SIDES:
@@ -120,29 +177,69 @@ def soap(
         slots[f"{side}_basis"] = square(side, max_precond_dim, 1.0)
     numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
     more: Any = dict(settable={"betas": tuple(betas), "weight_decay": weight_decay}, derived=corrections, in_fp32=True)
-    built = optimizer("soap", lr, slots, formula, numbers=numbers, **more)
+    built = with_lists(optimizer("soap", lr, slots, formula, numbers=numbers, **more), on_lists)
     # `torch.linalg.eigh` needs the host, which a captured graph does not have.
     return replace(built, needs="leaf", facts=replace(built.facts, capturable=False))
 
 
+# These functions are of tensors of one leaf, and of lists.
+
+
+def _average(old: Any, new: Any, beta: Any) -> Any:
+    return plus(old, 1 - beta, new - old)
+
+
+def _adam(v: Any, g: Any, m: Any, beta: Any, small: Any, size: Any, spread: Any) -> tuple[Any, Any]:
+    """The second moment and the direction."""
+    v = plus_product(v * beta, 1 - beta, g, g)
+    return v, size * m / (moment_root(v) / spread + small)
+
+
+def _moved(x: Any, u: Any, rate: Any, decay: Any) -> Any:
+    return (x - rate * u) * (1 - rate * decay)
+
+
+# These functions are of stacks of leaves of one shape.
+
+
+def _totals(side: str, beta: Any, _: list[int], g: Tensor, old: Tensor) -> list[Tensor]:
+    return [_average(old, gram(g, side), beta)]
+
+
+def _first(side: str, paths: Sequence[str], places: list[int], g: Tensor) -> list[Tensor]:
+    return [_eigenvectors(g, side, [paths[i] for i in places])]
+
+
+def _both_turned(sides: Sequence[str], _: list[int], g: Tensor, m: Tensor, *bases: Tensor) -> list[Tensor]:
+    of = dict(zip(sides, bases, strict=True))
+    return [_in_bases(g, of).contiguous(), _in_bases(m, of).contiguous()]
+
+
+def _one_turned_back(sides: Sequence[str], _: list[int], u: Tensor, *bases: Tensor) -> list[Tensor]:
+    return [_in_bases(u, {side: x.mT for side, x in zip(sides, bases, strict=True)}).contiguous()]
+
+
+def _in_bases(y: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
+    y = bases["rows"].mT @ y if "rows" in bases else y
+    return y @ bases["columns"] if "columns" in bases else y
+
+
 def _turned(x: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
     """A leaf in these bases of its rows and columns; a side without a basis stays."""
-    y = as_matrix(x)
-    y = bases["rows"].mT @ y if "rows" in bases else y
-    return (y @ bases["columns"] if "columns" in bases else y).reshape(x.shape)
+    return _in_bases(as_matrix(x), bases).reshape(x.shape)
 
 
 def _turned_back(x: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
     return _turned(x, {side: basis.mT for side, basis in bases.items()})
 
 
-def _eigenvectors(x: Tensor, side: str, path: str) -> Tensor:
+def _eigenvectors(x: Tensor, side: str, paths: Sequence[str]) -> Tensor:
     """Eigenvectors of the products of a gradient, in columns, that of the largest eigenvalue first.
 
     Those of equal eigenvalues are eigenvectors of `D`, as the page of `soap` says, or a rounding would choose them.
     """
-    total = gram(as_matrix(x).double(), side)
-    values, basis = spectrum("soap", path, total)
+    total = gram(x.double(), side)
+    values, basis = spectrum("soap", paths, total)
     values, n = values.clamp(min=0), total.shape[-1]
     # What a rounding of the gradient moves an eigenvalue by, and one of the products: eigenvalues are squares of
     # singular values, of which each moves as much as the largest.
@@ -153,8 +250,8 @@ def _eigenvectors(x: Tensor, side: str, path: str) -> Tensor:
     order = torch.arange(n, dtype=values.dtype, device=values.device).sqrt() / n**0.5
     within = (basis.mT @ (order.unsqueeze(-1) * basis)).where(group.unsqueeze(-1) == group.unsqueeze(-2), 0)
     # Of numbers in [0, 1): groups stay in their order.
-    basis = basis @ spectrum("soap", path, within + 2 * torch.diag_embed(group)).eigenvectors
-    basis = basis.where((1 + order) @ basis >= 0, -basis)
+    basis = basis @ spectrum("soap", paths, within + 2 * torch.diag_embed(group)).eigenvectors
+    basis = basis.where(((1 + order) @ basis >= 0).unsqueeze(-2), -basis)
     return _by_rows(basis.flip(-1).to(x.dtype))
 
 
