@@ -390,7 +390,8 @@ class Segment:
 
     def _passes(self, params: Leaves) -> Passes | None:
         """Where programs wait for each other; `None` for a small tree on a CPU, which torch's operations compute."""
-        on_cpu = all(map(_IS_CPU, params.values()))
+        # A compiled step runs this too, and torch.compile traces no attrgetter.
+        on_cpu = all([x.is_cpu for x in params.values()])
         return None if on_cpu and not enough(self.ctx.layout.elements) and not looked_at() else Passes()
 
     def _within_bucket(self) -> Context:
