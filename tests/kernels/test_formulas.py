@@ -34,6 +34,7 @@ EVERY += [(name, *row, FEW) for name, row in LIMITED.items()]
 @pytest.mark.parametrize(("shapes", "calls", "most"), [x[1:] for x in EVERY], ids=[x[0] for x in EVERY])
 def test_matrices_share_a_call_and_are_what_each_is_alone(shapes, calls, most, monkeypatch):
     monkeypatch.setattr(lists, "WIDENED", most)
+    monkeypatch.setattr(lists, "stacks_on", lambda device: True)
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     called = []
@@ -49,3 +50,18 @@ def test_matrices_share_a_call_and_are_what_each_is_alone(shapes, calls, most, m
         alone = orthogonal(x, 5, x.dtype) * factor[shape]
         torch.testing.assert_close(made, alone, rtol=1e-10, atol=1e-12)
         assert made.is_contiguous()
+
+
+@pytest.mark.parametrize("factors", [(2.0, 2.0, 2.0), (2.0, 3.0, 0.5)])
+def test_on_a_cpu_each_matrix_has_the_bits_that_it_has_alone(factors):
+    """Also where the iteration is in another dtype than the result."""
+    shapes = [(8, 300), (300, 8), (4, 8, 16)]
+    given = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in shapes]
+    factor = dict(zip(shapes, factors, strict=True))
+
+    def direction(x):
+        return orthogonal(x, 5, x.dtype)
+
+    found = on_stacks(direction, lambda shape: factor[tuple(shape)], TensorList(given), torch.float32).tensors
+    for x, shape, made in zip(given, shapes, found, strict=True):
+        assert torch.equal(made, direction(x).float() * factor[shape])

@@ -273,25 +273,42 @@ WIDENED = 1 << 28
 TILE = 64
 
 
-def on_stacks(function: Callable[[Tensor], Tensor], factor: Callable[[torch.Size], Any], x: Any) -> Any:
-    """Call `function` on matrices, and multiply its result by a factor. For a `TensorList` a call takes many matrices.
+def stacks_on(device: torch.device) -> bool:
+    """Whether matrices are stacked there."""
+    return device.type != "cpu"
+
+
+def on_stacks(
+    function: Callable[[Tensor], Tensor], factor: Callable[[torch.Size], Any], x: Any, dtype: torch.dtype | None = None
+) -> Any:
+    """Call `function` on matrices, and multiply its result by a factor. On a GPU one call takes many of a `TensorList`.
 
     Args:
         function: maps matrices (..., rows, columns) to matrices of the same shape. If its argument is transposed, its
             result must be transposed too. If columns of zeros are appended to its argument, they must be zeros in its
             result, and the other columns may change only by the order of sums.
         factor: maps the shape of a tensor to a number.
-        x: the argument of a formula: a tensor or a `TensorList`. In a list, the tensors of one shape make one stack.
+        x: the argument of a formula: a tensor or a `TensorList`. On a GPU the tensors of one shape make one stack.
             Tensors whose transpose has this shape join the stack. Small matrices with the same number of rows also
             join it, with columns of zeros appended.
+        dtype: of the result, before it is multiplied; by default that of `x`.
 
     Examples:
         >>> on_stacks(lambda x: x / x.norm(), lambda shape: 2.0, torch.ones(1, 1))
         tensor([[2.]])
     """
+    dtype = dtype or x.dtype
     if not isinstance(x, TensorList):
-        return function(x) * factor(x.shape)
+        return function(x).to(dtype) * factor(x.shape)
     tensors, found = x.tensors, dict[int, Tensor]()
+    if not stacks_on(tensors[0].device):
+        # Products of stacks are no faster there: they take copies, and may have other bits than one matrix.
+        made = [function(t).contiguous() for t in tensors]
+        factors = [factor(t.shape) for t in tensors]
+        if len(set(factors)) == 1:
+            # In the pass that takes the result.
+            return TensorList(made).to(dtype) * factors[0]
+        return TensorList([t.to(dtype) * by for t, by in zip(made, factors, strict=True)])
     wide = [t.mT if t.shape[-2] > t.shape[-1] else t for t in tensors]
     for columns, together in _stacks([t.shape for t in wide]):
         places = sorted(together, key=lambda i: tensors[i].shape)
@@ -302,7 +319,7 @@ def on_stacks(function: Callable[[Tensor], Tensor], factor: Callable[[torch.Size
             parts.append(wide[i])
             if zeros is not None and (missing := columns - wide[i].shape[-1]):
                 parts.append(zeros[..., :missing])
-        made = function(torch.cat(parts, -1).unflatten(-1, (len(places), columns)).movedim(-2, 0))
+        made = function(torch.cat(parts, -1).unflatten(-1, (len(places), columns)).movedim(-2, 0)).to(dtype)
         for shape, numbered in groupby(enumerate(places), lambda at: tensors[at[1]].shape):
             numbers, of_shape = zip(*numbered, strict=True)
             part = made[numbers[0] : numbers[-1] + 1, ..., : wide[of_shape[0]].shape[-1]]

@@ -105,13 +105,13 @@ def muon(
         kept, inner = p.dtype, dtype or at.dtype or g.dtype
 
         def direction(u: Tensor) -> Tensor:
-            return orthogonal(u, steps, inner, ns_coefficients).to(kept)
+            return orthogonal(u, steps, inner, ns_coefficients)
 
         def factor(shape: torch.Size) -> Any:
             return rate * scale_of(*shape[-2:])
 
         u = g + (m - g) * beta if nesterov else m
-        return p * (1 - rate * decay) - on_stacks(direction, factor, u), {"momentum": m}
+        return p * (1 - rate * decay) - on_stacks(direction, factor, u.to(inner), kept), {"momentum": m}
 
     numbers, decays = {"momentum": momentum, "weight_decay": weight_decay}, {"weight_decay": weight_decay}
     torch_form: Any = dict(counterpart=torch.optim.Muon, torch_names={"momentum": "momentum_buffer"})
@@ -166,5 +166,5 @@ def orthogonal(
             # This takes three launches, and no temporaries for scaled matrices. It rounds in another order.
             x = torch.baddbmm(x, torch.baddbmm(y, y, y, beta=b, alpha=c), x, beta=a)
         else:
-            x = a * x + (b * y + c * (y @ y)) @ x
+            x = torch.addmm(x, torch.addmm(y, y, y, beta=b, alpha=c), x, beta=a)
     return (x.mT if wide else x).reshape(u.shape)
