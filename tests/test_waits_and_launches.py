@@ -304,7 +304,7 @@ OWN = {
     "leafwise, a state of another shape": 80,
     "leafwise, path": 40,
     "leafwise, rows": 40,
-    "watch": 72,
+    "watch": 70,
     "watch, a constant": 188,
     "watch, comparing": 158,
 }

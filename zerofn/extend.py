@@ -171,6 +171,7 @@ from zerofn.kernels.recording import straight_through as straight_through
 from zerofn.kernels.recording import where as where
 from zerofn.kernels.recording import without_derivative as without_derivative
 from zerofn.kernels.sides import by_shape as by_shape
+from zerofn.kernels.sides import eigenvectors as eigenvectors
 from zerofn.kernels.sides import numbers_of_leaves as numbers_of_leaves
 from zerofn.kernels.sides import squares_of_one as squares_of_one
 from zerofn.kernels.sides import squares_of_sides as squares_of_sides

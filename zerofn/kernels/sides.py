@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .norms import CHUNK
 from .program import printer_for, triton_module
-from .recording import recorded
+from .recording import concrete, recorded
 
 
 def squares_of_sides(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -97,3 +97,20 @@ def numbers_of_leaves(numbers: tuple[float, ...], device: torch.device) -> Tenso
     """Numbers that differ by leaf and by no step, (leaves,), in float32 on a device: copied there once."""
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.float32).to(device)
+
+
+def eigenvectors(x: Tensor) -> Any:
+    """`torch.linalg.eigh` of symmetric matrices, which raises for numbers that are not finite at any size.
+
+    LAPACK raises for small matrices only, and gives NaN for others.
+
+    Raises:
+        RuntimeError: there are no eigenvectors.
+
+    Examples:
+        >>> eigenvectors(torch.eye(2)).eigenvalues
+        tensor([1., 1.])
+    """
+    if x.is_cpu and concrete(x) and not x.isfinite().all():
+        raise RuntimeError("a number is not finite")
+    return torch.linalg.eigh(x)

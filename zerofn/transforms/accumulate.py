@@ -132,12 +132,13 @@ class _Window:
         if self.weighted:
             ctx.settle()
             addends = over_leaves(lambda g, so_far: _weighed(g.to(so_far.dtype), weight), grads, state["sum"])
-        joins = ctx.passes is not None and all([begun[path] is True for path in grads])
+        joins = ctx.passes is not None and set(map(begun.__getitem__, grads)) == {True}
         if joins:
             (sums,) = self.added(ctx, {path: state["sum"][path] for path in grads}, addends)
         else:
+            if ctx.passes is not None:
+                ctx.settle()
             # The first gradient of a window overwrites the sum of the one before.
-            ctx.settle()
             sums = ctx.put_each("add", state["sum"], addends, begun)
         seen = ctx.marked(state["seen"], grads, begun)
         if not may(due):

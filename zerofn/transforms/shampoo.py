@@ -20,7 +20,7 @@ from ..extend import (
     check_count,
     check_lr,
     check_number,
-    concrete,
+    eigenvectors,
     given,
     in_batches,
     like,
@@ -196,10 +196,7 @@ def _inverse_root(x: Tensor, order: int, paths: Sequence[str]) -> Tensor:
 def spectrum(name: str, paths: Sequence[str], x: Tensor) -> Any:
     """Eigenvalues and eigenvectors of symmetric matrices, one of each of these leaves."""
     try:
-        if x.is_cpu and concrete(x) and not x.isfinite().all():
-            # LAPACK raises for small matrices only, and gives NaN for others.
-            raise torch.linalg.LinAlgError("a number is not finite")
-        return torch.linalg.eigh(x)
+        return eigenvectors(x)
     except RuntimeError as error:  # torch.linalg.LinAlgError
         if len(paths) > 1:
             for path, one in zip(paths, x, strict=True):
