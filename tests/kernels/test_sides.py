@@ -16,6 +16,7 @@ from time_limits import limit
 import zerofn as zf
 from zerofn.core import optimizer  # inside: which leaves are updated together
 from zerofn.extend import with_lists
+from zerofn.kernels import lists, print_c  # inside: from which size on programs run, and what runs them
 from zerofn.kernels.program import printer_for  # inside: whether there is a compiler
 from zerofn.transforms.shampoo import spectrum  # inside: of a stack, which is on a GPU alone
 
@@ -95,6 +96,20 @@ TOGETHER = {
     "soap, one side": lambda: zf.soap(0.05, precondition_frequency=1, max_precond_dim=30),
     "shampoo, plain": lambda: zf.shampoo(0.05, update_freq=2, max_precond_dim=30),
 }
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_kernel_that_cannot_be_built_changes_no_bit(name, monkeypatch):
+    monkeypatch.setattr(lists, "LARGE", 1)
+    found = []
+    for run in (print_c.run, lambda *given, **more: None):
+        monkeypatch.setattr(print_c, "run", run)
+        tx, params = TOGETHER[name](), tree(0)
+        state = zf.init(tx, params)
+        for seed in (1, 2, 3):
+            state, _ = zf.update(tx, tree(seed), state)
+        found.append([dict(state.params), state.transforms[tx.name]])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @printed

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 
+from . import print_torch
 from .codes import MOST as MOST_OF_BLOCK
 from .codes import Coded
 from .joined import Passes, Run
@@ -150,7 +151,7 @@ class Plans:
             numbers is a new tensor of numbers.
 
         Raises:
-            NotOnLists: it is no program of operations that printers know, or there is no kernel.
+            NotOnLists: it is no program of operations that printers know.
         """
         kinds = [(True, x.dtype) if isinstance(x, Tensor) else (x[0].dtype, type(x[0]) is Coded) for x in columns]
         kind = about, None if into is None else tuple(into), tuple(kinds), tuple(spread.items())
@@ -429,7 +430,8 @@ def run(
             passes.run()
         sums = printer.run(plan.program, used, values, [], True, draws, **more)
         if sums is None:
-            raise NotOnLists("no kernel")
+            # Torch's operations have the same bits, if a kernel cannot be built.
+            sums = print_torch.run(plan.program, used, values, [], True, draws, **more)
         written = [x for i in plan.written for x in columns[i]]
         increment_version([y for x in written for y in (x.tensors if type(x) is Coded else (x,))])
         if plan.program.sums:
