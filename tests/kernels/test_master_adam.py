@@ -19,7 +19,7 @@ from time_limits import limit
 import zerofn as zf
 from zerofn.core import optimizer  # inside: which leaves are updated as they are stored
 from zerofn.extend import flatten
-from zerofn.kernels import lists  # inside: from which size on programs run
+from zerofn.kernels import fused_adam, lists  # inside: whether Adam is a program, and from which size on
 
 BF16, F32 = torch.bfloat16, torch.float32
 TABLE: dict[str, Any] = {
@@ -54,6 +54,11 @@ def updated(tx, params, residuals, grads, one_pass, odd=()):
     return state, leaves
 
 
+def bits_of_torch(grad):
+    """Whether torch's fused Adam is a program here: without vector instructions it has bits of its own."""
+    return fused_adam.gives_bits(True, True, grad)
+
+
 def same(a, b):
     if not a.is_floating_point():
         return torch.equal(a, b)
@@ -85,7 +90,7 @@ def test_the_kernel_gives_the_bits_of_the_formula(name, shape, grad, odd, odd_gr
     one, by_kernel = updated(tx, params, residuals, grads, True, odd)
     other, none = updated(tx, params, residuals, grads, False, odd)
     # torch's kernel rounds the last elements of a leaf in another way, so only whole vectors are a program's.
-    assert none == 0 and by_kernel >= 2
+    assert none == 0 and by_kernel >= (2 if bits_of_torch(grad) else 0)
     (mine, form), (theirs, other_form) = flatten(one), flatten(other)
     assert form == other_form and all(map(same, mine, theirs))
     assert not torch.equal(one.leaves["b"], params["b"])
@@ -100,7 +105,7 @@ def test_leaves_that_go_either_way_in_one_update():
     grads = [{k: x if x is None or k == "wide" else x.to(BF16) for k, x in step.items()} for step in grads]
     one, by_kernel = updated(tx, params, {}, grads, True)
     other, _ = updated(tx, params, {}, grads, False)
-    assert by_kernel == 2 and list(one.leaves) == list(other.leaves)
+    assert by_kernel == (2 if bits_of_torch(BF16) else 0) and list(one.leaves) == list(other.leaves)
     assert all(map(same, flatten(one)[0], flatten(other)[0]))
     assert torch.equal(one.leaves["still"], torch.ones(64, dtype=BF16))
     assert {k: int(x) for k, x in one.transforms["adamw"]["count"].items()} == {k: 2 * (k != "still") for k in params}
@@ -146,7 +151,9 @@ def test_a_wrapper_of_an_optimizer_is_not_left_out():
     grads = [{"a": torch.linspace(-1, 1, 1024).to(BF16)}, {"a": torch.linspace(1, -1.5, 1024).to(BF16)}]
     state, by_kernel = updated(zf.chain(dtypes, zf.cautious(zf.adamw(0.1))), params, {}, grads, True)
     plain, two = updated(zf.chain(dtypes, zf.adamw(0.1)), params, {}, grads, True)
-    assert (by_kernel, two) == (0, 2) and not torch.equal(state.leaves["a"], plain.leaves["a"])
+    assert (by_kernel, two) == (0, 2 if bits_of_torch(BF16) else 0) and not torch.equal(
+        state.leaves["a"], plain.leaves["a"]
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -165,6 +172,8 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_triton_kernel_has_the_bits_of_the_kernel_in_c_and_of_the_formula(apart, examples):
     """Whole chunks and the ends of leaves, at any addresses, with infinities, NaN and subnormal numbers."""
+    if not bits_of_torch(F32):
+        pytest.skip("torch fuses no product with a sum here")
     leaf = st.tuples(
         st.sampled_from([1, 15, 16, 17, 1000, 1025, 16_384, 16_500]), st.integers(0, 99), st.sampled_from([0, 0, 1, 3])
     )

@@ -8,12 +8,14 @@ from importlib.util import find_spec
 
 import interpreted
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import by_the_compiler
 from time_limits import limit
 
 from zerofn.extend import Codes
+from zerofn.kernels import fused_adam  # inside: whether torch fuses
 
 KINDS = ["fused", "masters", "bf16"]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -28,6 +30,8 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 @pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])
 def test_bits_are_those_of_the_kernel_in_c_and_of_the_formula(apart, examples):
     """Of blocks at the ends of rows, infinities, NaN and subnormal numbers, at any addresses."""
+    if not fused_adam.gives_bits(True, True, torch.float32):
+        pytest.skip("torch fuses no product with a sum here")
 
     @settings(max_examples=examples, deadline=None)
     @given(st.data())

@@ -115,7 +115,7 @@ def different(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[str]:
         word = torch.int32 if x.dtype == torch.float32 else torch.int16
         wrong = (x.contiguous().view(word) != y.contiguous().view(word)) & ~(x.isnan() & y.isnan())
         if wrong.any():
-            at = int(wrong.nonzero()[0])
+            at = int(wrong.flatten().nonzero()[0])
             rows.append(f"tensor {i} ({x.dtype}) at {at}: {float(x.flatten()[at])!r}, not {float(y.flatten()[at])!r}")
     return rows
 
