@@ -74,6 +74,7 @@ def quantize(
 
     Args:
         transform: an optimizer, an `accumulate`, another transform with a state, or a chain or `partition` of these.
+            Each of them has tensors to store as codes: a member whose state is counters alone is refused.
         bits: the bits of a code, 8 or 4.
         block: how many numbers of a row share a scale.
         code: which numbers the codes stand for. `"companded"`: small numbers get more codes than large ones; blocks
