@@ -43,17 +43,15 @@ class Norms:
     requests: Leaves = field(default_factory=dict)
 
     def expect(self, paths: Sequence[str]) -> None:
-        """Drop requests whose norms a program will add when it runs: nobody need hold these gradients."""
+        """Drop requests for norms that a waiting program computes, so that their gradients can be freed."""
         for path in paths:
             if path in self.requests:
                 del self.requests[path]
 
     def add(self, paths: Sequence[str], norms: Sequence[float]) -> None:
         """Take norms that a kernel has computed of requested gradients."""
-        for path, norm in zip(paths, norms, strict=True):
-            if path in self.requests:
-                del self.requests[path]
-            self.found[path] = norm
+        self.expect(paths)
+        self.found.update(zip(paths, norms, strict=True))
 
     def all(self) -> dict[str, Any]:
         """All requested norms; computes those that no kernel has added."""

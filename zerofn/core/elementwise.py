@@ -28,8 +28,8 @@ class Elementwise:
             its arguments.
         replaces: how many of the tensors its results replace, from the first one on: a result is converted to the dtype
             of the old tensor, and written into its memory if that is donated. With 0 the result is new.
-        instead: computes the results of all leaves where no program does, from the arguments of a call: one call of
-            torch for many small leaves. By default the formula runs leaf by leaf.
+        instead: a function of the arguments of a call, which returns the results by path where no program computes
+            them, for instance by one foreach call for many small leaves. By default the formula runs leaf by leaf.
 
     Examples:
         >>> import torch

@@ -40,8 +40,8 @@ class Stretch:
         copies: for each of `parts`, whether it or one before it makes temporary tensors.
         keeps_old: whether a transform in it compares new parameters with old ones that another one in it overwrites.
         keeps_old_for_later: whether a transform of a later stretch does.
-        joins: whether passes over memory may be joined: there are several, or a transform makes several.
-        apart: for a leaf's parameter, whether one of them leaves no program for it (`Joining.apart`).
+        joins: whether its transforms make several passes over memory, which may be joined.
+        apart: functions of a leaf's parameter: whether a transform leaves no program for that leaf (`Joining.apart`).
     """
 
     parts: tuple[Transform, ...]
@@ -63,8 +63,9 @@ def stretch(parts: Iterable[Transform]) -> Stretch:
     # The norm that metrics show rides on the pass of another.
     joining = [part for part in parts if part is not GRAD_NORM and joins(part.update_fn)]
     several = len(joining) > 1 or any([stored_fn_of(part.update_fn) is None for part in joining])
-    apart = [half.apart for part in joining if several and (half := joins(part.update_fn)) and half.apart is not None]
-    return Stretch(parts, scheduled, copies, compares, joins=several, apart=tuple(apart))
+    halves = [half for part in joining if (half := joins(part.update_fn)) is not None]
+    apart = tuple([half.apart for half in halves if half.apart is not None]) if several else ()
+    return Stretch(parts, scheduled, copies, compares, joins=several, apart=apart)
 
 
 def rates_alone(part: Transform) -> bool:

@@ -352,7 +352,8 @@ class _OnLeaves:
         if wrong:
             raise ValueError(_misreturned_message(self.name, wrong, stateful, self.optimizes))
         if self.of_lists and len(owned) < len(out):
-            # A `Joining` half compares what it returns by itself, since programs have memory of their own.
+            # What a program returns shares no memory. What the function itself returns may, and is copied then. Nobody
+            # else looks: results of a `Joining` half are not compared.
             rest = [path for path in out if path not in owned]
             before = state.get("value", {})
             olds, news = ({"value": {p: of[p] for p in rest}} if stateful else {} for of in (before, kept))

@@ -708,21 +708,21 @@ def with_kernel(
     return replace(built, init_fn=made.init, prepare_fn=made.prepare, update_fn=made.halves())
 
 
-# (parameters, gradients, slots by name, step) -> the places of leaves that are left to the formula
+# (parameters, gradients, slots by name, step) -> the indices of leaves that it has not updated: the formula does
 OfLists = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], LeafStep], Collection[int]]
 
 
 def with_lists(built: Transform, run: OfLists) -> Transform:
     """An optimizer of `optimizer` that updates many leaves together in ordinary steps, although no program does.
 
-    Write `run` for a formula that takes means along dimensions or products of matrices: it computes what is between
-    them by programs on lists, and these for all leaves, or for stacks of leaves of one shape. Steps that are recorded,
-    read no count or round at random run the formula leaf by leaf.
+    Write `run` for a formula that takes means along dimensions or products of matrices. It takes these of all leaves,
+    or of stacks of leaves of one shape. It computes the arithmetic between them by programs on lists (`Plans`). A step
+    that is recorded, that cannot read counts, or that rounds at random runs the formula leaf by leaf.
 
     Args:
         built: the result of `optimizer(...)` without `of_norms`.
         run: a function of the arguments of a formula, each for several leaves of one dtype on one device. It is given
-            them in their dtypes, writes parameters and slots, and returns the places of leaves that it has not
+            them in their dtypes, writes parameters and slots, and returns the indices of leaves that it has not
             updated. Numbers of the step are no tensors.
 
     Examples:

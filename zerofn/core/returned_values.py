@@ -283,8 +283,8 @@ def in_order(out: Mapping[str, Tensor], params: Leaves) -> Leaves:
 class CheckedUpdate:
     """The update half of a transform, whose results are checked, and copied where they share memory.
 
-    A half whose results have memory of their own is checked in its first steps only. After them `trusted` is true, and
-    a step that is not recorded may run `update_fn` itself.
+    If the results of a half share no memory with other tensors, it is checked in its first steps only. After them
+    `trusted` is true, and a step that is not recorded may run `update_fn` itself.
 
     Args:
         name: of the transform.

@@ -271,7 +271,7 @@ def run(
 
 def ends(columns: Columns) -> Columns:
     """Views of the elements beyond a multiple of `LINE`, for leaves that have some: torch's kernel updates them."""
-    chosen = [i for i, x in enumerate(columns[0]) if x.numel() % LINE]
+    chosen = [i for i, x in enumerate(columns[0]) if has_end(x)]
     return [[_end(column[i]) for i in chosen] for column in columns]
 
 
@@ -318,9 +318,7 @@ def run_program(
     whole = not any(map(has_end, columns[0]))
     lists = [list(column) if whole else list(map(_without_end, column)) for column in columns]
     # These are read before the update, since a gradient may share memory with a tensor that is written.
-    rests = [
-        float(_end(g).double().square().sum()) if g.numel() % LINE and norms is not None else 0.0 for g in columns[1]
-    ]
+    rests = [float(_end(g).double().square().sum()) if norms is not None and has_end(g) else 0.0 for g in columns[1]]
 
     def take(squares: Tensor) -> None:
         assert norms is not None
