@@ -515,7 +515,39 @@ def writes(tensors: Collection[Tensor]) -> list[Writes]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `numbers_unreadable` tells whether a function asks for the number in a tensor.
+# `operations_told` tells of torch's operations; `numbers_unreadable` tells whether a function asks for the number in a
+# tensor.
+
+
+class operations_told(TorchDispatchMode):
+    """Inside, `told` is called after each of torch's operations.
+
+    Args:
+        told: a function of whether the operation only makes views, of its arguments, and of its result. Where the
+            operation reads and writes no element, such as `torch.empty_like`, it is said to make views.
+
+    Examples:
+        >>> x = torch.ones(2)
+        >>> with operations_told(lambda views, given, made: print(views, len(given), made.shape)):
+        ...     _ = x.view(2, 1), x + x
+        True 2 torch.Size([2, 1])
+        False 2 torch.Size([2])
+    """
+
+    def __init__(self, told: Callable[[bool, tuple[Any, ...], Any], None]):
+        super().__init__()
+        self.told = told
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled inside, and to keep the compiler away would import it first, which takes seconds.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        views = func.is_view or func.name().rpartition("::")[2].startswith(("empty", "new_empty"))
+        self.told(views, (*args, *(kwargs or {}).values()), found)
+        return found
 
 
 class NumberRead(Exception):

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .._compat.tensors import profiler_runs
 from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
-from ..kernels.joined import Passes
+from ..kernels.joined import LOOKING, Passes
 from ..kernels.lists import enough, over_leaves
 from ..kernels.norms import added, leaf_squares, squared_norm_unrecorded, sum_of_squares
-from ..kernels.program import looked_at
+from ..kernels.program import stands_for
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
 from .facts import Facts, Scope
@@ -182,6 +182,8 @@ def run(
         closing, waiting = [*waiting, *segment.closing], []
         if segment.closing and not segment.held and _rides_on(parts[i + 1 :], segment.prepared):
             closing, waiting = waiting, closing
+        if LOOKING:
+            LOOKING[-1].prepares(GRAD_NORM.name)
         for close in closing:
             close()
         states, emitted = segment.states(emitted)
@@ -266,6 +268,8 @@ class Segment:
             # A transform without state, such as the norm among the metrics, may have no entry.
             leaves = before if before is not None and part.facts.compares else params
             args = self.old.get(part.name, {}), look, leaves, ctx if comes is True else self._context_of(part, comes)
+            if LOOKING:
+                LOOKING[-1].prepares(ctx.prefix + part.name)
             made = _ranged(part, ctx, part.prepare_fn, *args) if self.listened else part.prepare_fn(*args)
             if not isinstance(made, Prepared) or not isinstance(made.emit, bool):
                 check_prepared(part.name, made)
@@ -300,6 +304,8 @@ class Segment:
         """
         most = BUCKET_BYTES // WIDEST
         together = self.whole or self.ctx.layout.elements <= most or sum(map(Tensor.numel, params.values())) <= most
+        if LOOKING and not self.whole:
+            together = not stands_for(params.values(), most + 1)
         found = [] if together else self._buckets(signal, params)
         if len(found) < 2:
             return self._bucket(signal, params, every=len(params) == len(self.params))
@@ -337,6 +343,8 @@ class Segment:
         emitted, comes, old_params = self.emitted, self.comes, params
         of_step = self.ctx if every or self.whole else self._within_bucket()
         passes = self._passes(params) if self.stretch.joins else None
+        looking = LOOKING[-1] if LOOKING else None
+        before = "" if looking is None else looking.now
         if self.copies_old:
             old_params = over_leaves(lambda x: x.clone(), params)
         elif self.before is not None:
@@ -351,6 +359,8 @@ class Segment:
             state = old if whole else of_leaves(old, _places_in(old, part.name, self.places, self.ctx), params)
             ctx = of_step if comes is True else self._context_of(part, comes)
             update = part.update_fn
+            if looking is not None:
+                looking.updates(ctx.prefix + part.name)
             if self.listened:
                 out, own = listened_update(part, signal, state, seen, p.carry, ctx)
             elif update is pass_through:
@@ -387,13 +397,15 @@ class Segment:
                 signal = passed(emitted, out) if self.ctx.recorded else out
         if passes is not None:
             passes.run()
+        if looking is not None:
+            looking.updates(before)
         return signal
 
     def _passes(self, params: Leaves) -> Passes | None:
         """Where programs wait for each other; `None` for a small tree on a CPU, which torch's operations compute."""
         # A compiled step runs this too, and torch.compile traces no attrgetter.
         on_cpu = all([x.is_cpu for x in params.values()])
-        return None if on_cpu and not enough(self.ctx.layout.elements) and not looked_at() else Passes()
+        return None if on_cpu and not enough(self.ctx.layout.elements, params.values()) else Passes()
 
     def _within_bucket(self) -> Context:
         """The context of updates that get only some of the leaves."""

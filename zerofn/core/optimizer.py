@@ -1289,7 +1289,8 @@ def _on_stored(
     rows = {path: [*_parts(params[path]), g, *(x[path] for x in slots.values())] for path, g in grads.items()}
     stored = {path: type(params[path]) is Master or any([type(x) is Coded for x in row]) for path, row in rows.items()}
     rows = {path: row for path, row in rows.items() if stored[path] and in_blocks(row, ctx.offsets.get(path, 0))}
-    if not enough(sum([x[0].numel() for x in rows.values() if x[0].is_cpu])):
+    on_cpu = [row[0] for row in rows.values() if row[0].is_cpu]
+    if not enough(sum(map(Tensor.numel, on_cpu)), on_cpu):
         rows = {path: row for path, row in rows.items() if not row[0].is_cpu}
     if not rows:
         return {}, {}

@@ -405,8 +405,7 @@ def fused_update(
     fused: Any = fused_adamw_ if decoupled else fused_adam_
     lists: Columns = params, grads, exp_avgs, exp_avg_sqs
     # The list is asked first, since every step comes here.
-    looked_at = bool(program.INSTEAD) and program.looked_at()
-    large = looked_at or sum(map(Tensor.numel, params)) >= LARGE
+    large = sum(map(Tensor.numel, params)) >= LARGE or (bool(program.INSTEAD) and program.stands_for(params, LARGE))
     taken = large and can(lists, decoupled, numbers["beta1"])
     if passes is not None and not (taken and not any(map(has_end, params))):
         passes.settle()

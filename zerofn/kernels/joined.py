@@ -19,6 +19,10 @@ from torch.autograd.graph import increment_version
 from . import print_torch
 from .program import KINDS, Draws, Program, printer_for
 
+# Who looks at the passes that a step makes (`zerofn.core.passes`). It knows which update half runs (`now`), and is told
+# which ones have left the program that it is given next (`of`).
+LOOKING: list[Any] = []
+
 
 class Joined(NamedTuple):
     """Two programs as one.
@@ -130,6 +134,7 @@ class Run(NamedTuple):
         entries: numbers that differ by leaf, a tensor of shape (leaves,) of each.
         takes: who gets the sums, when the program has run: of each how many sums, and a function of (sums, leaves).
         after: what is called then.
+        of: the update halves that have left it, if somebody looks.
     """
 
     program: Program
@@ -140,6 +145,7 @@ class Run(NamedTuple):
     entries: tuple[Tensor, ...] = ()
     takes: tuple[tuple[int, Callable[[Tensor], Any]], ...] = ()
     after: tuple[Callable[[], Any], ...] = ()
+    of: tuple[str, ...] = ()
 
 
 class Passes:
@@ -202,6 +208,8 @@ def _now(run: Run) -> None:
     columns = [_tensors(run, i) for i in range(len(run.columns))]
     given = run.program, columns, run.numbers, [], True, run.draws, run.entries
     printer = printer_for(columns[0][0].device)
+    if LOOKING:
+        LOOKING[-1].of = run.of
     found = None if printer is None else printer.run(*given)
     # Torch's operations have the same bits, if a kernel cannot be built.
     sums = print_torch.run(*given) if found is None else found
@@ -261,4 +269,5 @@ def _both(first: Run, second: Run) -> Run | None:
         (*first.entries, *second.entries),
         (*first.takes, *second.takes),
         (*first.after, *second.after),
+        (*first.of, *second.of),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -72,7 +72,8 @@ def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
     if not set(map(type, tensors)) <= _PLAIN:
         return False
     if first[0].is_cpu:
-        if (sum(map(Tensor.numel, first)) < LARGE and not program.INSTEAD) or not all(map(_IS_CPU, tensors)):
+        small = sum(map(Tensor.numel, first)) < LARGE
+        if (small and not (program.INSTEAD and program.stands_for(first, LARGE))) or not all(map(_IS_CPU, tensors)):
             return False
         if program.printer_for(first[0].device) is None:
             return False
@@ -81,9 +82,9 @@ def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
     return not recorded(tensors) and not (functorch_active() and any(map(is_wrapped, tensors)))
 
 
-def enough(numel: int) -> bool:
-    """Whether so many elements on a CPU are computed as lists."""
-    return numel >= LARGE
+def enough(numel: int, tensors: Iterable[Tensor] = ()) -> bool:
+    """Whether so many elements on a CPU are computed as lists, or as many as these tensors stand for."""
+    return numel >= LARGE or (bool(program.INSTEAD) and program.stands_for(tensors, LARGE))
 
 
 def batches(*columns: Sequence[Any]) -> Iterator[tuple[list[int], list[Any]]]:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from . import print_torch
 from .codes import MOST as MOST_OF_BLOCK
 from .codes import Coded
-from .joined import Passes, Run
+from .joined import LOOKING, Passes, Run
 from .numbers import Guard, NotOnLists, Number, Values
 from .operations import OPERATIONS
 from .program import Draws, Program, TensorList, Term, Traced, alike, as_dtype, printer_for
@@ -422,7 +422,8 @@ def run(
         waits = [x if i >= 0 else list(map(ref, x)) for i, x in zip(plan.columns, used, strict=True)]
         takes = ((len(plan.program.sums), take),) if plan.program.sums else ()
         line = Passes() if passes is None else passes
-        line.add(Run(plan.program, used[0], tuple(waits), values, draws, tuple(more.get("entries", ())), takes))
+        left = Run(plan.program, used[0], tuple(waits), values, draws, tuple(more.get("entries", ())), takes)
+        line.add(left._replace(of=(LOOKING[-1].now,)) if LOOKING else left)
         if passes is None or (takes and take == found.append):
             line.run()
     else:

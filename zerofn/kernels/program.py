@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float
 from functools import cache, partial
@@ -807,13 +807,21 @@ def gives_bits(check: Callable[[], bool], kernel: str, instead: str) -> bool:
     return not why
 
 
-# A printer in here takes the place of those of all devices (`zerofn.testing.kernel_source`).
+# A printer in here takes the place of those of all devices (`zerofn.core.passes`).
 INSTEAD: list[Any] = []
 
 
 def looked_at() -> bool:
-    """Whether somebody looks at the programs of a step: then those of small leaves are made too."""
+    """Whether somebody looks at the programs of a step, on small tensors that stand for others."""
     return bool(INSTEAD) and INSTEAD[-1] is not None
+
+
+def stands_for(tensors: Iterable[Tensor], most: int) -> bool:
+    """Whether somebody looks, and these tensors stand for as many elements as `most`, or for any number of them."""
+    if not looked_at():
+        return False
+    elements = getattr(INSTEAD[-1], "elements", None)
+    return elements is None or elements(tensors) >= most
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from .._compat.tensors import NoNumbers, shape_only
 from .._errors import explain, printable
-from ..core.html import card, kept, road
+from ..core.html import BYTES, card, kept, road
+from ..core.html import table as bars
 from ..core.layout import (
     AxisPlacement,
     Leaf,
@@ -27,6 +29,7 @@ from ..core.layout import (
     not_a_parameter,
     parameters_of,
 )
+from ..core.passes import TORCH, Pass, passes_of
 from ..core.pipeline import Pipeline, first_state, pipeline
 from ..core.rank_agreement import bytes_of, parts_of, unreduced
 from ..core.spec import Spec, Station
@@ -313,6 +316,95 @@ def _kinds(rows: list[StationRow]) -> Iterator[tuple[str, ...]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# `PassesTable` shows the passes over memory of a step.
+
+
+@dataclass(frozen=True, repr=False)
+class PassesTable:
+    """The passes over memory that a step makes on this rank: data in attributes, a table in `str`.
+
+    Attributes:
+        rows: the passes. A kernel reads each number once and writes it once, for all transforms that it joins.
+        why: why they are not known; else empty.
+    """
+
+    rows: tuple[Pass, ...]
+    why: str = ""
+
+    @property
+    def read(self) -> int:
+        """Bytes that a step reads which updates, without torch's operations."""
+        return sum([x.read for x in self.rows if not x.held])
+
+    @property
+    def written(self) -> int:
+        """Bytes that a step writes which updates, without torch's operations."""
+        return sum([x.written for x in self.rows if not x.held])
+
+    def __repr__(self) -> str:
+        return "\n".join(_pass_lines(self))
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ([", ".join(x.transforms), x.by, _per_number(x)], float(x.read + x.written))
+            for x in self.rows
+            if not x.held and x.by != TORCH
+        ]
+        lines = list(_pass_lines(self))
+        shown = [bars(["passes of a step", "by", "of each number"], rows, BYTES)] if rows else []
+        return card(lines[-1], *shown, text="\n".join(lines))
+
+
+def passes_table(pipe: Pipeline) -> PassesTable:
+    """The passes of a pipeline. Functions of yours are called, so that they may raise."""
+    try:
+        return PassesTable(passes_of(pipe))
+    except Exception as error:
+        text = str(error).partition("\n")[0]
+        return PassesTable((), f"a step on small tensors raised {type(error).__name__}: {text}")
+
+
+def _per_number(x: Pass) -> str:
+    if x.by == TORCH:
+        return "-"
+    return f"{x.reads:.4g} + {x.writes:.4g} B" if x.writes else f"{x.reads:.4g} B"
+
+
+def _pass_lines(table: PassesTable) -> Iterator[str]:
+    if table.why:
+        yield f"passes of a step: not known, since {table.why}"
+        return
+    every = max([len(x.leaves) for x in table.rows], default=0)
+    lines: list[tuple[str, ...]] = []
+    for title, held in (("passes of a step", False), ("passes of a micro-step that is held", True)):
+        rows = [x for x in table.rows if x.held == held]
+        lines += [(title, "by", "leaves", "of each number", "read", "written")] if rows else []
+        for alike in _merged(rows):
+            x, names = alike[0], ", ".join(name for row in alike for name in row.transforms)
+            bytes_of_it = ("-", "-") if x.by == TORCH else (format_bytes(x.read), format_bytes(x.written))
+            lines.append((names, x.by, _leaves(x.leaves, every), _per_number(x), *bytes_of_it))
+    yield from align_columns(lines, left=4) if lines else ()
+    yield from dict.fromkeys([f"{x.transforms[0]} is no kernel: {x.why}" for x in table.rows if x.why])
+    kernels = sum([x.by != TORCH and not x.held for x in table.rows])
+    rest = ", and torch's operations" if any([x.by == TORCH for x in table.rows]) else ""
+    yield f"{kernels} passes read {format_bytes(table.read)} and write {format_bytes(table.written)}{rest}"
+
+
+def _merged(rows: Sequence[Pass]) -> list[list[Pass]]:
+    """Torch's operations of several transforms on the same leaves share a line."""
+    found: dict[Any, list[Pass]] = {}
+    for i, x in enumerate(rows):
+        found.setdefault(x.leaves if x.by == TORCH else i, []).append(x)
+    return list(found.values())
+
+
+def _leaves(paths: Sequence[str], every: int) -> str:
+    if len(paths) == every:
+        return f"all {every}"
+    return merge_paths(paths) if len(set(map(path_pattern, paths))) == 1 else f"{len(paths)} leaves"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # `describe` shows in a table what a state holds and what that costs.
 
 
@@ -356,6 +448,7 @@ class Table:
         buffers: a `Row` for each buffer of a module, in the dtype in which it computes, from `describe(opt)` and from
             `plan` of a module. They are in no state and in no sum of bytes.
         road: the stations of the chain; only from `plan`, since a state does not know its chain. Not compared.
+        pipe: the chain, from `plan` and from `describe(opt)`. Not compared, and not kept in a pickle.
     """
 
     rows: tuple[Row, ...]
@@ -363,6 +456,19 @@ class Table:
     placement: Placement
     buffers: tuple[Row, ...] = ()
     road: StationsTable | None = field(default=None, compare=False)
+    pipe: Pipeline | None = field(default=None, compare=False)
+
+    @cached_property
+    def passes(self) -> PassesTable | None:
+        """The passes over memory of a step, from `plan` and from `describe(opt)`.
+
+        Some steps run on small tensors when this is asked for first, or printed, and call functions of yours.
+        """
+        return None if self.pipe is None else passes_table(self.pipe)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Functions of a chain need not be picklable.
+        return {**self.__dict__, "pipe": None, "passes": self.passes}
 
     @property
     def bytes(self) -> int:
@@ -383,7 +489,8 @@ class Table:
         return self.bytes / self.parameters if self.parameters else 0.0
 
     def __repr__(self) -> str:
-        return "\n".join([*_state_lines(self), *(() if self.road is None else ("", repr(self.road)))])
+        more = [repr(x) for x in (self.road, self.passes) if x is not None]
+        return "\n".join([*_state_lines(self), *[line for text in more for line in ("", text)]])
 
     def _repr_html_(self) -> str:
         tensors = [
@@ -394,16 +501,17 @@ class Table:
             )
             for r in (*self.rows, *self.buffers)
         ]
-        road = "" if self.road is None else self.road._repr_html_()
+        more = [x._repr_html_() for x in (self.road, self.passes) if x is not None]
         lines = list(_state_lines(self))
-        return card(lines[-1], kept(tensors, ["dtype", "place", "device"]), text="\n".join(lines)) + road
+        return card(lines[-1], kept(tensors, ["dtype", "place", "device"]), text="\n".join(lines)) + "".join(more)
 
 
 def describe(state: State | Optimizer) -> Table:
     """A table of a state: every tensor's path, shapes, dtype, device and bytes, by transform.
 
     When printed, leaves that differ in numbers only (`blocks.0.weight` ... `blocks.11.weight`) share a line, and the
-    last leaves of a wide tree are only counted. `rows` has every tensor.
+    last leaves of a wide tree are only counted. `rows` has every tensor. Of an attached model, `passes` shows which
+    passes over memory a step makes, as `plan` does, and why a function of yours is no kernel.
 
     Args:
         state: of `zf.init`, of a step, or an attached model's `opt`.
@@ -419,12 +527,14 @@ def describe(state: State | Optimizer) -> Table:
         (8264, 4112, 'w')
     """
     buffers: tuple[Row, ...] = ()
+    pipe = None
     if isinstance(state, Optimizer):
+        pipe = state._own.pipe
         state, buffers = state.state, rows_of_buffers(state._own.model, {})
     if not isinstance(state, State):
         right = "zf.describe(zf.init(tx, params)), or zf.describe(opt) of an attached model"
         raise TypeError(explain(f"describe({type(state).__name__})", "it is not a state", right))
-    return table_of(state, buffers)
+    return replace(table_of(state, buffers), pipe=pipe)
 
 
 def table_of(state: State, buffers: tuple[Row, ...]) -> Table:
@@ -516,6 +626,12 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
     rank keeps until a step, and the bytes that this rank sends in a step. For a transform of your own it shows what its
     `through` and its view say.
 
+    `passes`, printed below the road, shows which passes over memory a step makes, which transforms each of them joins,
+    and the bytes that it reads and writes; and what torch's operations compute instead of a kernel, with the line of a
+    function of yours that was the reason. They are found when they are asked for, by some steps on small tensors of as
+    many dimensions: functions of yours are called. What a transform decides by the size of a dimension it decides there
+    by the small one. Meta tensors are on a CPU there.
+
     Args:
         tx: the pipeline.
         params: a tree of tensors as for `zf.init`, or a module as for `zf.attach`. They may be meta tensors:
@@ -535,6 +651,8 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
         (Shard(0),)
         >>> round(table.bytes_per_parameter), table.by_transform["accumulate"]
         (16, 4000000009)
+        >>> [(x.transforms, x.reads, x.writes) for x in table.passes.rows if x.by == "one kernel" and not x.held]
+        [(('accumulate', 'adamw'), 20, 16)]
     """
     for name, value, low, high in (("world_size", world_size, 1, 1 << 30), ("rank", rank, 0, world_size)):
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
@@ -568,7 +686,7 @@ def plan(tx: Transform, params: Tree | nn.Module, world_size: int = 1, rank: int
     units = None
     if model is not None:
         units = split(model, layout.leaves, {leaf.path: params[leaf.path] for leaf in layout.leaves})[0]
-    return replace(table_of(state, buffers), road=stations_table(pipe, world_size, units))
+    return replace(table_of(state, buffers), road=stations_table(pipe, world_size, units), pipe=pipe)
 
 
 def _stored(pipe: Pipeline, leaves: Leaves) -> Leaves:

@@ -18,6 +18,7 @@ from ..core.chain import as_transform, chain
 from ..core.context import Context
 from ..core.facts import OF_PIECES, Scope
 from ..core.layout import Layout, Leaf, Leaves, make_layout
+from ..core.passes import reasons
 from ..core.pipeline import pipeline
 from ..core.rank_agreement import misjoined, misjoined_message
 from ..core.spec import Spec
@@ -28,6 +29,7 @@ from ..core.tree import Tree, clone, flatten, tensors_of, tree_map, tree_paths
 from ..core.update import apply
 from ..core.view import Ranks, View
 from ..eager.optimizer import attach
+from ..kernels import print_c
 from ..pure.api import init, update
 from ..pure.step import make_step
 from ..ranks.backend import CollectiveBegun, no_collectives
@@ -48,7 +50,6 @@ from .cutting import (
     singly,
     start,
 )
-from .sources import reasons
 from .trees import assert_trees_close, assert_trees_equal, difference, random_like, sample_params
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -547,7 +548,7 @@ def check_transform(tx: Any, params: Tree = None) -> list[str]:
     for law in LAWS:
         law(case)
     state = init(case.pipe, clone(case.params))
-    return reasons(lambda: update(case.pipe, case.grads(state, 0), state, **case.numbers))
+    return reasons(lambda: update(case.pipe, case.grads(state, 0), state, **case.numbers), print_c)
 
 
 def _purity(case: Case) -> None:
