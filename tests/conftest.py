@@ -1,8 +1,9 @@
-"""Settings of the whole suite: one thread, time limits, examples of hypothesis that are the same in every run, NaN in
+"""Settings of the whole suite: threads, time limits, examples of hypothesis that are the same in every run, NaN in
 memory that nobody has written, and a SIGINT that raises."""
 
 import atexit
 import gc
+import os
 import signal
 from collections import Counter
 
@@ -23,8 +24,8 @@ from zerofn.ranks import fork_server as _fork_server  # inside: what ranks have 
 # Modules are imported and tests collected without it, by a quarter faster; it goes on where tests begin.
 gc.disable()
 
-# Numbers are compared to the last bit in places, and a sum over threads is another sum.
-torch.set_num_threads(1)
+# One by default, since tests run in several processes. They hold on more: sums over threads are other sums.
+torch.set_num_threads(int(os.environ.get("ZEROFN_TEST_THREADS", "1")))
 
 fill()
 seed_what_is_there()

@@ -8,6 +8,10 @@ import torch
 import zerofn as zf
 from zerofn.extend import Coded, like, optimizer, with_kernel
 from zerofn.kernels import lists  # inside: from which size on programs run
+from zerofn.kernels.program import printer_for  # inside: whether they run
+
+# How many of two leaves a kernel by hand is given, if a program of the formula can update the other.
+ONE = 2 if printer_for(torch.device("cpu")) is None else 1
 
 
 def formula(p, g, slots, at):
@@ -45,7 +49,11 @@ def updated(tx, steps=2, params=None):
         (lambda tx: tx, None, [("step", 2)] * 2),
         # Decoded for the kernel; or, of two leaves, one is codes, which a program of the formula updates.
         (zf.quantize, None, [("step", 2)] * 2),
-        (zf.quantize, lambda leaves: [isinstance(m, Coded) for m in leaves.slots["m"]], [("step", 1)] * 2),
+        (
+            zf.quantize,
+            lambda leaves: [isinstance(m, Coded) for m in leaves.slots["m"]],
+            [("step", ONE)] * 2,
+        ),
         (lambda tx: zf.chain(zf.precision(store_dtype=torch.bfloat16, rounding="stochastic"), tx), None, []),
     ],
     ids=["step", "decoded", "stored", "rounded at random"],

@@ -2,10 +2,10 @@
 
 import copy
 import re
-import warnings
 
 import pytest
 import torch
+from compilers import needs_compiler
 from refusals import Kept, Refusals
 from torch import nn
 
@@ -130,11 +130,8 @@ def test_plans_are_made_without_memory():
 # ---- the last look before C ----
 
 
+@needs_compiler
 def test_sums_of_squares_are_not_taken_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if _native.compiler() is None:
-            pytest.skip("no C compiler")
     with pytest.raises(ValueError, match="without memory"):
         squared_norm({"w": no_data(torch.ones(3, dtype=BF16))})
     with pytest.raises(ValueError, match="on meta"):

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from compilers import needs_compiler
 from covering import covering
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 import zerofn as zf
 from zerofn.core import optimizer  # inside: which leaves are updated as they are stored
 from zerofn.extend import Coded, Codes, flatten
-from zerofn.kernels import fused_adam, lists, native, plans  # inside: which leaves are updated by programs
+from zerofn.kernels import fused_adam, lists, plans  # inside: which leaves are updated by programs
 
-pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
+pytestmark = needs_compiler
 
 LOW: Any = dict(lr=0.1, weight_decay=0.1, state_dtype=torch.float32)
 EVEN: Any = dict(bits=4, code="linear", rounding="nearest")

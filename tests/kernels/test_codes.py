@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from compilers import needs_compiler
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -180,6 +181,7 @@ def test_along_a_batch(code):
     assert torch.equal(back, torch.stack([codes.decode(*one, (3, 13)) for one in want]))
 
 
+@needs_compiler
 @pytest.mark.parametrize("row", [2048, 129, 77, 1])
 @pytest.mark.parametrize(("code", "signed"), [*((code, False) for code in module.MAPS), ("linear", True)])
 @pytest.mark.parametrize("bits", [8, 4])

@@ -8,10 +8,11 @@ import weakref
 import list_programs
 import pytest
 import torch
+from compilers import needs_compiler
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from zerofn.kernels import native, print_c, print_torch, program  # inside: printers by themselves
+from zerofn.kernels import print_c, print_torch, program  # inside: printers by themselves
 from zerofn.kernels.joined import Passes, Run, joined, without  # inside: kernels by themselves
 from zerofn.kernels.program import Program  # inside: as above
 
@@ -95,7 +96,7 @@ def test_two_programs_as_one_have_the_bits_of_one_after_the_other():
     assert sum(found) > len(found) / 2
 
 
-@pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
+@needs_compiler
 @pytest.mark.parametrize("seed", range(2))
 def test_in_c_too(seed, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

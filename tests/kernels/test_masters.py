@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+from compilers import needs_compiler
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -27,7 +28,7 @@ def bits(x: Tensor) -> Tensor:
     return x.view({2: torch.int16, 4: torch.int32}[x.itemsize])
 
 
-@pytest.mark.parametrize("by", ["the formulas", "C"])
+@pytest.mark.parametrize("by", ["the formulas", pytest.param("C", marks=needs_compiler)])
 def test_every_pair_is_one_number_and_back(by, monkeypatch):
     """All 2**24 pairs. In the order of their patterns, the masters of one sign rise by 256 from each to the next."""
     if by == "C":

@@ -7,14 +7,15 @@ import math
 import list_programs
 import pytest
 import torch
+from compilers import needs_compiler
 
 import zerofn as zf
 from zerofn.extend import optimizer
-from zerofn.kernels import lists, native, print_c, program  # inside: which leaves are lists, and kernels by themselves
+from zerofn.kernels import lists, print_c, program  # inside: which leaves are lists, and kernels by themselves
 from zerofn.kernels.numbers import NotOnLists  # inside: why there is no program
 from zerofn.kernels.plans import MOST, Plans  # inside: how often a formula is traced
 
-pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(autouse=True)

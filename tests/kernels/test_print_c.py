@@ -8,6 +8,7 @@ from pathlib import Path
 import list_programs
 import pytest
 import torch
+from compilers import needs_compiler
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from time_limits import limit
@@ -16,7 +17,7 @@ import zerofn as zf
 from zerofn.kernels import lists, native, print_c  # inside: kernels by themselves
 from zerofn.kernels.program import Draws, Program  # inside: as above
 
-pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
+pytestmark = needs_compiler
 
 # A line has 32 elements; leaves of the last size are computed on several threads.
 SIZES = (0, 1, 31, 32, 33, 63, 100, 16_384 * 3 + 5)

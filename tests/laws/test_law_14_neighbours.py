@@ -5,15 +5,16 @@ from __future__ import annotations
 import optree
 import pytest
 import torch
+from compilers import needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import zerofn as zf
 from zerofn.core import executor  # inside: where neighbours are joined
-from zerofn.kernels import fused_adam, lists, native, print_c, print_torch, program  # inside: what runs
+from zerofn.kernels import fused_adam, lists, print_c, print_torch, program  # inside: what runs
 
-pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
+pytestmark = needs_compiler
 
 
 @zf.leafwise(init=torch.zeros_like, needs="element")

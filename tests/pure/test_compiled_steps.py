@@ -3,11 +3,10 @@
 By `aot_eager`, which traces all and generates no code: that takes a minute for each pipeline.
 """
 
-import shutil
-
 import optree
 import pytest
 import torch
+from compilers import needs_compiler
 from models import Dot
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -16,7 +15,6 @@ from zerofn._compat.functorch import COMPILES_STATES  # inside: whether this tor
 from zerofn.kernels import fused_adam as _fused_adam  # inside: how many leaves are many
 
 BF16 = torch.bfloat16
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 pytestmark = [
     # Said by torch of its own tracing of a Function, which instantiates one.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),

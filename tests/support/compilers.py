@@ -1,14 +1,18 @@
-"""C compilers that hang, fail or only copy, and what they have built."""
+"""Whether there is a C compiler; C compilers that hang, fail or only copy, and what they have built."""
 
 import functools
 import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
 from zerofn.kernels import native as _native_compiler  # inside: how kernels are built, loaded and kept
+
+# Of a test of a kernel in C: with ZEROFN_NATIVE=0 there is no compiler either.
+needs_compiler = pytest.mark.skipif(_native.quiet_compiler() is None, reason="no C compiler")
 
 REAL = _native_compiler.of_system(os.environ.get("PATH"))
 

@@ -6,12 +6,13 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from compilers import needs_compiler
 
 import zerofn as zf
-from zerofn.kernels import native, program  # inside: whether kernels are printed
+from zerofn.kernels import program  # inside: whether kernels are printed
 from zerofn.testing import kernel_source
 
-pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
+pytestmark = needs_compiler
 
 
 @zf.leafwise(init=torch.zeros_like, needs="element")
