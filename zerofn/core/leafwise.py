@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
 from ..kernels.lists import batches, on_lists
-from ..kernels.numbers import NotOnLists, untold
+from ..kernels.numbers import TOLD, NotOnLists, line_of_error, tell
 from ..kernels.plans import SHARED, Plans
 from ..kernels.program import TensorList, computed
 from ..kernels.recording import number
@@ -24,7 +24,7 @@ from .facts import Facts
 from .halves import Joining
 from .layout import Layout, Leaves
 from .optimizer import SHORT, LeafStep, places_of
-from .outside import constants
+from .outside import constants, may_change
 from .returned_values import misfit, own_update
 from .state import counter
 from .transform import Transform, TransformState
@@ -386,6 +386,8 @@ class _OnLeaves:
             return {}, set()
         numbers = {name: x for name in ("lr", STEP) if type(x := options.get(name)) in (int, float)}
         known = constants(self.function, *[x for name, x in options.items() if name not in numbers])
+        if known is None and TOLD:
+            tell(*may_change(self.function, {name: x for name, x in options.items() if name not in numbers}))
         if rounding is not None:
             numbers[ROUNDED], rounding = rounding.step, rounding._replace(step=None)
         into = None
@@ -399,7 +401,7 @@ class _OnLeaves:
             if known is not None:
                 about, rows = (form, rounding, known), [x.like for x in lists]
                 place = functools.partial(places_of, own_paths, ctx)
-                with untold(), contextlib.suppress(NotOnLists):
+                with contextlib.suppress(NotOnLists):
                     made, _ = self.plans.run(rows, numbers, into, about, place, passes=ctx.passes)
                     owned.update(own_paths)
                     if into is not None:
@@ -409,9 +411,11 @@ class _OnLeaves:
                 offsets = [ctx.offsets.get(path, 0) for path in own_paths]
                 try:
                     results, _ = self.traced(lists, {**options, **numbers}, (form, rounding), own_paths, offsets)
-                except Exception:
+                except Exception as error:
                     # A function that gets lists may raise any error. Its leaves then run one by one, and if that fails
                     # too, the error is about one leaf.
+                    if TOLD and not isinstance(error, NotOnLists):
+                        tell(f"{type(error).__name__}: {error}", line_of_error(error))
                     continue
                 computed(*results)
                 made = [x.tensors for x in results]

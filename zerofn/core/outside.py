@@ -5,10 +5,13 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+from collections.abc import Mapping
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+
+from ..kernels.numbers import line_of
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), type(...), torch.dtype)
 # Their functions give the same for the same arguments. `Plans` sees itself which tensors a formula makes.
@@ -32,6 +35,40 @@ def constants(*values: Any) -> tuple[Any, ...] | None:
     """
     found: list[Any] = []
     return tuple(found) if all([_constant(x, found) for x in values]) else None
+
+
+def may_change(function: Any, options: Mapping[str, Any]) -> tuple[str, str]:
+    """What makes `constants` say `None` of a function and its arguments: their names, and the line of the function.
+
+    Examples:
+        >>> rates = [2.0]
+        >>> may_change(lambda grad: rates[0] * grad, {"beta": 0.9})[0]
+        'rates, which may change'
+    """
+    names = [name for name, x in options.items() if not _constant(x, [])]
+    call: Any = function if isinstance(function, FunctionType) else type(function).__call__
+    code = getattr(call, "__code__", None)
+    names += _changing(function, []) if call is function else [f"an object of {type(function).__name__}"]
+    return f"{', '.join(names)}, which may change", "" if code is None else line_of(code, code.co_firstlineno)
+
+
+def _changing(x: Any, seen: list[Any]) -> list[str]:
+    """The names by which a function, or one that it calls, reads what may change."""
+    if not isinstance(x, FunctionType) or any([x is y for y in seen]):
+        return []
+    seen.append(x)
+    names = _names(x.__code__)
+    read: dict[str, Any] = {name: x.__globals__.get(name, getattr(builtins, name, _MISSING)) for name in names or ()}
+    for name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+        try:
+            read[name] = cell.cell_contents
+        except ValueError:  # a cell that is empty
+            read[name] = _MISSING
+    found = ["a module that is imported there"] if names is None else []
+    for name, value in read.items():
+        if not _constant(value, []):
+            found += _changing(value, seen) or [name]
+    return found
 
 
 def _constant(x: Any, found: list[Any]) -> bool:

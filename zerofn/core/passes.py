@@ -7,10 +7,7 @@ transform by its name.
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +22,7 @@ from .._compat.tensors import operations_told
 from ..kernels import print_c, print_torch
 from ..kernels.codes import Coded
 from ..kernels.joined import LOOKING
-from ..kernels.numbers import TOLD
+from ..kernels.numbers import RUN_BY, TOLD
 from ..kernels.program import INSTEAD, Program, printer_for
 from ..ranks.group import Group
 from .facts import Scope
@@ -57,7 +54,8 @@ class Pass(NamedTuple):
         reads: bytes that it reads for each number of a leaf; 0 of torch's operations, which are not counted.
         writes: bytes that it writes for each number.
         held: whether it is one of a micro-step that only accumulates.
-        why: why it is no kernel, with the line that was the reason, if that is known.
+        why: why a function is no kernel, or of a kernel why it is called in each step, with the line that was the
+            reason; empty if there is none.
         program: of a kernel.
     """
 
@@ -131,7 +129,7 @@ def passes_of_large(pipe: Pipeline, printer: Any) -> tuple[tuple[Pass, ...], lis
 
 
 def reasons(step: Callable[[], Any], printer: Any) -> list[str]:
-    """Why functions of yours that a step calls are no kernels, each with the line that was the reason."""
+    """Why functions of yours are no kernels, or are called in each step, each with the line that was the reason."""
     found = _Found(printer)
     with found.watching():
         step()
@@ -242,15 +240,7 @@ class _Found:
             self.running = False
 
     def told(self, why: str) -> None:
-        """Note why a function is no kernel, with the line in it that was the reason."""
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zerofn", "torch"):
-            # Behind these is who called them, and no formula.
-            frame = None if frame.f_code in (_Found.passes.__code__, reasons.__code__) else frame.f_back
-        if frame is not None:
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            where = f"line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
-            why += f", in {frame.f_code.co_name}, {where}: {line}"
+        """Note why a function is no kernel, or is called in each step, with the line in it that was the reason."""
         self.reasons.setdefault(why, self.now)
 
     def operation(self, views: bool, given: tuple[Any, ...], made: Any) -> None:
@@ -361,14 +351,22 @@ class _Found:
     def _passes(self, held: bool) -> list[Pass]:
         """The passes of the last step: looks come first, and torch's operations last."""
         made = []
+        # A function that is refused once more, when it is called in each step, runs by torch for the last reason.
+        last = {name: why for why, name in self.reasons.items() if LINE_OF in why}
+        reasons = {name: why for why, name in reversed(self.reasons.items()) if LINE_OF in why}
+        by_kernels = {name for names, *_ in self.programs for name in names}
+        by_torch = {name for name, looks in self.seen if not looks}
         for (names, program, reads, writes), paths in self.programs.items():
-            made.append(Pass(names, *self._of(names[0], paths, KERNEL), reads, writes, held, "", program))
-        for (name, looks), sizes in self.seen.items():
-            why = next((x for x, by in self.reasons.items() if by == name and LINE_OF in x), "")
+            why = next((reasons[x] for x in names if x in reasons and x not in by_torch), "")
+            made.append(Pass(names, *self._of(names[0], paths, KERNEL), reads, writes, held, why, program))
+        seen = dict(self.seen)
+        # What computes without torch, in NumPy for instance, is not seen.
+        seen |= {(name, False): dict.fromkeys(self.sizes, 0) for name in reasons.keys() - by_kernels - by_torch}
+        for (name, looks), sizes in seen.items():
             for size in dict.fromkeys(sizes.values()) if looks else [None]:
                 paths = {path: 0 for path, own in sizes.items() if size in (None, own)}
                 of = self._of(name, paths, LOOK if looks else TORCH)
-                made.append(Pass((name.removeprefix("."),), *of, size or 0, 0, held, why))
+                made.append(Pass((name.removeprefix("."),), *of, size or 0, 0, held, last.get(name, "")))
         return sorted([x for x in made if x.numbers], key=lambda x: (LOOK, KERNEL, TORCH).index(x.by))
 
     def _of(self, name: str, paths: Mapping[str, int], by: str) -> tuple[tuple[str, ...], str, int]:
@@ -382,3 +380,6 @@ def _bytes(x: Any) -> float:
     """The bytes of a number in a tensor of a column."""
     # Codes come in blocks of numbers that share a scale.
     return x.how.bits / 8 + x.dtype.itemsize / x.how.block if type(x) is Coded else x.element_size()
+
+
+RUN_BY.update([_Found.passes.__code__, reasons.__code__])

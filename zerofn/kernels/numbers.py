@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-# Functions that are told of each `NotOnLists`, at the line that was the reason (`zerofn.testing.kernel_source`).
+# Functions that are told why a formula is no program, or is traced in each step (`zerofn.core.passes`).
 TOLD: list[Callable[[str], None]] = []
-
-
-@contextmanager
-def untold() -> Iterator[None]:
-    """Inside, nobody is told: what is refused there is tried in another way, which may do."""
-    known = TOLD[:]
-    TOLD.clear()
-    try:
-        yield
-    finally:
-        TOLD[:] = known
+# The code of functions that run formulas for those who are told: whoever calls them is no formula.
+RUN_BY: set[CodeType] = set()
 
 
 class NotOnLists(Exception):
-    """A formula asked for something that a list of tensors does not have; it runs leaf by leaf."""
+    """A formula asked for something that a list of tensors does not have; it runs leaf by leaf.
 
-    def __init__(self, why: str):
+    Args:
+        why: what it asked for.
+        line: where, if that is not the line that runs.
+    """
+
+    def __init__(self, why: str, line: str = ""):
         super().__init__(why)
-        for told in TOLD:
-            told(why)
+        if TOLD:
+            tell(why, line or line_that_runs())
+
+
+def tell(why: str, line: str) -> None:
+    """Tell those who look why a formula is no program."""
+    for told in TOLD:
+        told(f"{why}{line}")
+
+
+def line_that_runs() -> str:
+    """The line of a function of the user's that runs, and the function, for a message; empty if none runs."""
+    frame = inspect.currentframe()
+    while frame is not None and not _of_users(frame):
+        frame = None if frame.f_code in RUN_BY else frame.f_back
+    return "" if frame is None else line_of(frame.f_code, frame.f_lineno)
+
+
+def line_of_error(error: BaseException) -> str:
+    """As `line_that_runs`, of the line that raised an error."""
+    found, at = "", error.__traceback__
+    while at is not None:
+        found = line_of(at.tb_frame.f_code, at.tb_lineno) if _of_users(at.tb_frame) else found
+        at = at.tb_next
+    return found
+
+
+def line_of(code: CodeType, number: int) -> str:
+    """A line of a function, for a message."""
+    line = linecache.getline(code.co_filename, number).strip()
+    return f", in {code.co_name}, line {number} of {os.path.basename(code.co_filename)}: {line}"
+
+
+def _of_users(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("zerofn", "torch")
 
 
 class Unknown:

@@ -22,7 +22,7 @@ from . import print_torch
 from .codes import MOST as MOST_OF_BLOCK
 from .codes import Coded
 from .joined import LOOKING, Passes, Run
-from .numbers import Guard, NotOnLists, Number, Values
+from .numbers import Guard, NotOnLists, Number, Values, line_of_error
 from .operations import OPERATIONS
 from .program import Draws, Program, TensorList, Term, Traced, alike, as_dtype, printer_for
 from .recording import concrete
@@ -186,9 +186,9 @@ class Plans:
             raise
         except Exception as error:
             # A formula that gets lists and such numbers may raise any error. A real one is raised again by a tensor.
-            raise NotOnLists(f"{type(error).__name__}: {error}") from error
-        if any([x.pending for x in lists if x.memory is not None]):
-            raise NotOnLists("an argument that the formula writes")
+            raise NotOnLists(f"{type(error).__name__}: {error}", line_of_error(error)) from error
+        if wrote := [x for x in lists if x.memory is not None and x.pending]:
+            raise NotOnLists("an argument that the formula writes", wrote[0].written_at)
         results, stores, by_leaf = [], [], []
         fresh: dict[int, list[Tensor]] = {}
         split = _Split()

@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 
 from .._compat.tensors import foreach, has_triton, rounded_to
 from .native import same_bits, sample
-from .numbers import NotOnLists, Number
+from .numbers import TOLD, NotOnLists, Number, line_that_runs
 from .operations import COMPARED, OPERATIONS
 from .rounding import random_bits, stochastic_round
 
@@ -81,6 +81,15 @@ class Bits(NamedTuple):
         return self._replace(shift=self.shift + by)
 
 
+def _refusal(what: str) -> Any:
+    """A method that says that a formula has asked for something which is no program."""
+
+    def refused(self: Any, *_: Any) -> Any:
+        raise NotOnLists(what)
+
+    return refused
+
+
 class TensorList:
     """Tensors of one dtype and device, with operations element by element, which run when `tensors` is asked for.
 
@@ -88,12 +97,15 @@ class TensorList:
         term: what the list is.
         like: tensors of its shapes and strides.
         memory: tensors that hold it once it is computed; `None` until there are some.
+        written_at: for those who look, the line that has written into it last.
 
     Examples:
         >>> x = TensorList([torch.ones(2), torch.ones(1)])
         >>> (x * 2 + x).sqrt().tensors
         [tensor([1.7321, 1.7321]), tensor([1.7321])]
     """
+
+    written_at = ""
 
     def __init__(self, tensors: Sequence[Tensor], term: Term | None = None):
         self.like: list[Tensor] = list(tensors)
@@ -178,6 +190,8 @@ class TensorList:
         return TensorList(self.like, self.term)
 
     def copy_(self, other: TensorList) -> TensorList:
+        if TOLD:
+            self.written_at = line_that_runs()
         self.term = as_dtype(_term(other), self.dtype)
         return self
 
@@ -315,12 +329,13 @@ class TensorList:
     def __invert__(self) -> TensorList:
         return self.logical_not()
 
-    def _refused(self, *_: Any) -> Any:
-        raise NotOnLists("an operator")
-
     # Python looks these up in the class, not by `__getattr__`, and some have defaults, which would be wrong.
-    __bool__ = __len__ = __iter__ = __getitem__ = __rtruediv__ = __hash__ = _refused  # type: ignore[assignment]
-    __matmul__ = __float__ = _refused
+    __bool__ = _refusal("a question about the values of a tensor")
+    __float__ = __int__ = __index__ = _refusal("the value of a tensor, for Python")
+    __len__ = __iter__ = __getitem__ = _refusal("single elements of a tensor")
+    __rtruediv__ = _refusal("a number over a tensor")
+    __matmul__ = _refusal("a product of matrices")
+    __hash__ = _refusal("a tensor as a key")  # type: ignore[assignment]
 
     def _with(self, name: str, *others: Any) -> TensorList:
         """The operation `name` of this list and others, or numbers: in the dtype of this one."""
@@ -353,10 +368,8 @@ class LeafSums:
     def __getattr__(self, name: str) -> Any:
         raise NotOnLists(name)
 
-    def _refused(self, *_: Any) -> Any:
-        raise NotOnLists("an operator")
-
-    __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __hash__ = __float__ = __neg__ = __abs__ = _refused  # type: ignore[assignment]
+    _refused = _refusal("a function of a sum over a leaf")
+    __eq__ = __bool__ = __len__ = __iter__ = __getitem__ = __hash__ = __float__ = __neg__ = __abs__ = _refused
     __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _refused
     __lt__ = __le__ = __gt__ = __ge__ = _refused
 

@@ -29,7 +29,7 @@ from ..core.layout import (
     not_a_parameter,
     parameters_of,
 )
-from ..core.passes import TORCH, Pass, passes_of
+from ..core.passes import KERNEL, TORCH, Pass, passes_of
 from ..core.pipeline import Pipeline, first_state, pipeline
 from ..core.rank_agreement import bytes_of, parts_of, unreduced
 from ..core.spec import Spec, Station
@@ -384,7 +384,9 @@ def _pass_lines(table: PassesTable) -> Iterator[str]:
             bytes_of_it = ("-", "-") if x.by == TORCH else (format_bytes(x.read), format_bytes(x.written))
             lines.append((names, x.by, _leaves(x.leaves, every), _per_number(x), *bytes_of_it))
     yield from align_columns(lines, left=4) if lines else ()
-    yield from dict.fromkeys([f"{x.transforms[0]} is no kernel: {x.why}" for x in table.rows if x.why])
+    for what, kernel in (("is no kernel", False), ("is called in each step", True)):
+        of_what = [x for x in table.rows if x.why and (x.by == KERNEL) == kernel]
+        yield from dict.fromkeys([f"{', '.join(x.transforms)} {what}: {x.why}" for x in of_what])
     kernels = sum([x.by != TORCH and not x.held for x in table.rows])
     rest = ", and torch's operations" if any([x.by == TORCH for x in table.rows]) else ""
     yield f"{kernels} passes read {format_bytes(table.read)} and write {format_bytes(table.written)}{rest}"

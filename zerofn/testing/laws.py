@@ -520,8 +520,9 @@ def check_transform(tx: Any, params: Tree = None) -> list[str]:
         params: a tree to check it on; by default `sample_params()`.
 
     Returns:
-        Why functions of yours with `needs="element"` run by torch's operations and not as kernels, each with the line
-        that was the reason; an empty list if all of them are kernels (docs/your-formula-is-a-kernel.md).
+        Why functions of yours with `needs="element"` run by torch's operations and not as kernels, or are called in
+        each step, with the line that was the reason; an empty list if all of them are kernels that are made once
+        (docs/your-formula-is-a-kernel.md).
 
     Raises:
         AssertionError: names the transform, the law, and every leaf that breaks it.

@@ -28,7 +28,8 @@ def kernel_source(tx: Any, params: Any = None, target: str = "c") -> str:
 
     Some steps are run on small tensors of the dtypes and dimensions of the parameters: neighbours are joined once their
     first results were checked. A function that is no kernel runs by torch's operations: the source then begins with a
-    comment that names the operation and the line that were the reason.
+    comment that names the operation and the line that were the reason. So it does where a function is called in each
+    step, since what it does in one is not known to be right in the next.
 
     Args:
         tx: a chain with an optimizer.
@@ -57,7 +58,9 @@ def kernel_source(tx: Any, params: Any = None, target: str = "c") -> str:
     passes, reasons = passes_of_large(pipeline(tx, layout, "kernel_source", alone), printer)
     found = {x.program: x for x in passes if x.program is not None}
     sign = "//" if target == "c" else "#"
-    shown = [f"{sign} Not one kernel: {why}" for why in reasons]
+    called = [x.why for x in found.values() if x.why]
+    shown = [f"{sign} Not one kernel: {why}" for why in reasons if why not in called]
+    shown += [f"{sign} Called in each step: {why}" for why in dict.fromkeys(called)]
     if not found:
         why = "\n".join(reasons) or "its kernels are written by hand"
         right = "arithmetic of tensors, numbers and torch.where: docs/your-formula-is-a-kernel.md"
