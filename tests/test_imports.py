@@ -118,7 +118,10 @@ def test_modules_import_one_way():
     [
         ("optree", {"core.tree"}),
         # A face is a DTensor by its class, and is asked by torch's DCP.
-        ("torch.distributed", {"ranks.backend", "ranks.dtensor", "sharded.face", "_compat.checkpoint"}),
+        (
+            "torch.distributed",
+            {"ranks.backend", "ranks.dtensor", "sharded.face", "sharded.gathering", "_compat.checkpoint"},
+        ),
         ("matplotlib", set()),
     ],
 )

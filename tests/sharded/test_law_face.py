@@ -27,13 +27,14 @@ def of_shape(shape):
 
 def gathering():
     mesh = init_device_mesh("cpu", (rank_and_size()[1],))
-    from zerofn.sharded.face import Gathering  # inside: a face without a model
+    from zerofn.sharded.gathering import Gathering  # inside: a face without a model
 
     return Gathering(Sharding(group_for("law", mesh)), lambda asked: "", lambda: False)
 
 
 def face_of(full, by, requires_grad=False):
-    from zerofn.sharded.face import Face, Origin, rows_of, wrap  # inside: a face without a model
+    from zerofn.sharded.face import Face, wrap  # inside: a face without a model
+    from zerofn.sharded.gathering import Origin, rows_of  # inside: a face without a model
 
     of = Origin("x", Leaf("w", full.shape, full.dtype, "cpu"), by)
     return wrap(rows_of(full, of).clone(), of, Face, requires_grad)

@@ -359,6 +359,7 @@ WRITES_OF_ROWS = {
         "index_fill_": lambda p, o: p.index_fill_(0, torch.tensor([0]), 2.0),
         "index_add_": lambda p, o: p.index_add_(0, torch.tensor([0]), o[:1]),
         "index_copy_": lambda p, o: p.index_copy_(0, torch.tensor([0]), o[:1]),
+        "cumsum, out= itself": lambda p, o: torch.cumsum(p, 0, out=p),
         "row added": lambda p, o: p.add_(o[:1]),
         "renorm_": lambda p, o: p.mul_(2) if p.dim() == 1 else p.renorm_(2, 0, 0.1),
     }.items()

@@ -88,7 +88,7 @@ def _faces(home: ResidentParams) -> ModelFaces | None:
     if wire is None or home.fully_sharded is not None:
         return None
     from ..module.sharded_parameter import ModelFaces
-    from ..sharded.face import Gathering
+    from ..sharded.gathering import Gathering
 
     # A write into the local rows of a DTensor is a write into the stored values. With a view that changes numbers it
     # is not, so these leaves are listed.

@@ -24,7 +24,7 @@ from ..ranks.process_groups import together
 from ..sharded.opaque import OF_STATES, opaque
 
 if TYPE_CHECKING:
-    from ..sharded.face import Gathering, Origin
+    from ..sharded.gathering import Gathering, Origin
 
 T = TypeVar("T")
 ON_EVERY_RANK = "the same line on every rank, and what is done with its result on one"
@@ -41,7 +41,7 @@ def gathering_of_states(pipe: Pipeline, control: Group | None, left: Callable[[]
     wire = pipe.sharding
     if wire is None or control is None:
         return None
-    from ..sharded.face import Gathering
+    from ..sharded.gathering import Gathering
 
     def meet(asked: str) -> str:
         together(asked, control.ranks, ON_EVERY_RANK)
@@ -101,7 +101,8 @@ def _as_shard(x: Tensor, of: Origin | Leaf | tuple[str, torch.Size]) -> Tensor:
         return as_complex(x, of)
     # A rank that is not the owner has one expanded number, into which nothing could be written. It is shown as zeros.
     x = x if x.is_contiguous() else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    from ..sharded.face import Origin, wrap
+    from ..sharded.face import wrap
+    from ..sharded.gathering import Origin
 
     if not isinstance(of, Origin):
         return opaque(x, *of, OF_STATES)
@@ -113,7 +114,7 @@ def _origins(state: State, by: Gathering) -> dict[int, Origin | Leaf | tuple[str
 
     A tensor of a complex parameter that is not sharded has its leaf.
     """
-    from ..sharded.face import Origin
+    from ..sharded.gathering import Origin
 
     leaves: dict[str, Leaf] = {leaf.path: leaf for leaf in state.layout.leaves if leaf.within is None}
     group = by.wire.group

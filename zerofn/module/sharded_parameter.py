@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection
 from operator import methodcaller
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +32,8 @@ from .._compat.tensors import (
 )
 from .._errors import bad_leaves, explain
 from ..core.layout import Layout, Leaf, Leaves, as_complex, as_real, complex_form, span
-from ..sharded.face import (
-    AfterGradients,
-    Face,
-    Gathering,
-    Handed,
-    Origin,
-    flat,
-    is_whole,
-    own_face,
-    rows_of,
-    same,
-    set_data,
-    wrap,
-)
+from ..sharded.face import Face, flat, is_whole, own_face, same, set_data, wrap
+from ..sharded.gathering import Gathering, Origin, rows_of
 from ..sharded.guarded_parameter import Asks, GuardedParameter, in_memory
 from ..sharded.torch_functions import tensors_in
 from .complex_parameters import WHOLE, whole_of
@@ -66,6 +54,38 @@ def _refuse_detached() -> NoReturn:
 
 # The callbacks of a parameter whose model is detached.
 NOBODY = Asks(lambda: False, _refuse_detached, lambda x: None, lambda x: None)
+
+
+class Handed(NamedTuple):
+    """A gradient hook of the user's. What it returns may be a full tensor."""
+
+    hook: Callable[[Tensor], Any]
+
+    def __call__(self, g: Tensor | None) -> Any:
+        if g is None:  # the leaf's block is in the graph and the leaf is not: torch runs no hook of a plain leaf
+            return None
+        found = self.hook(g)
+        with torch.DisableTorchFunctionSubclass():
+            return found if found is None else own_face(g, found, "what a hook returns")
+
+
+class AfterGradients:
+    """A hook of the user's that runs once a gradient has been added to `p.grad`, and only then.
+
+    torch runs it for all leaves of a block that is in the graph, also for those that the loss does not depend on.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], Any], p: Tensor):
+        self.hook, self.came = hook, False
+        with torch.DisableTorchFunctionSubclass():
+            self.watch = Tensor.register_hook(p, self.arrives)
+
+    def arrives(self, g: Tensor | None) -> None:
+        self.came = g is not None
+
+    def __call__(self, p: Tensor) -> None:
+        if self.came:
+            self.hook(p)
 
 
 @dispatched_in_python
@@ -113,6 +133,14 @@ class ShardedParameter(Face, GuardedParameter):
             if not is_whole(self):
                 vars(self.row)["adopted"] = self.row.data_ptr()
                 self.asks.moved(self.path)
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        with torch.DisableTorchFunctionSubclass():
+            return super().register_hook(Handed(hook))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        with torch.DisableTorchFunctionSubclass():
+            return super().register_post_accumulate_grad_hook(AfterGradients(hook, self))
 
     def __repr__(self, **contents: Any) -> str:  # type: ignore[override]
         return f"Parameter containing:\n{super().__repr__(**contents)}"

@@ -16,8 +16,8 @@ POINTWISE = frozenset({
     "copy", "divide", "fill", "floor_divide", "isclose", "masked_fill", "multiply", "not_equal", "square", "subtract",
     "zero",
 })
-# Names that are both an elementwise function and a reduction.
-REDUCING = frozenset({"max", "min"})
+# Functions that torch tags as elementwise, and that also reduce, or have two results.
+NOT_ALWAYS = frozenset({"equal", "frexp", "max", "min"})
 # Kernels that update whole lists, element by element.
 FUSED = frozenset({"_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"})
 # Functions that give the same elements, perhaps in another dtype or on another device.
@@ -35,16 +35,20 @@ PRIVATE = frozenset({name for name in dir(Tensor) if name.startswith("_") and no
 # Attributes that are computed from the tensor.
 COMPUTED = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # Functions that give out memory: torch.save, safetensors and NumPy read it with these.
-GIVING_MEMORY = frozenset({"__array__", "data_ptr", "numpy", "storage", "untyped_storage"})
+GIVING_MEMORY = frozenset({"__array__", "data_ptr", "numpy", "share_memory_", "storage", "untyped_storage"})
 NORMS = frozenset({"_foreach_norm", "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "norm"})
 # Functions that fill a tensor with random numbers, whatever it held.
 RANDOM = frozenset({
     "bernoulli_", "cauchy_", "exponential_", "geometric_", "kaiming_uniform_", "log_normal_", "normal_", "random_",
     "trunc_normal_", "uniform_",
 })
-RESHAPES = frozenset({
-    "expand_as", "flatten", "ravel", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as",
-})
+# Functions whose result has the sizes of another tensor, and the same memory.
+SAME_SIZES = frozenset({"expand_as", "view_as"})
+# Functions that make a tensor of the same sizes, whatever the other one holds.
+LIKE = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
+# Operators below autograd whose result has elements in the same places, and those that may have.
+ALIKE = frozenset({"_to_copy", "alias", "clone", "copy_", "detach", "empty_like", "ones_like", "zeros_like"})
+VIEWS = frozenset({"_unsafe_view", "expand", "view"})
 # `__radd__`, `__iadd__` and `__add__` are one operation.
 DUNDERS = frozenset({
     "abs", "add", "and", "div", "eq", "floordiv", "ge", "gt", "invert", "le", "lshift", "lt", "mod", "mul", "ne", "neg",
@@ -58,6 +62,8 @@ WRITING = frozenset({
 FIRST = ("condition", "sorted_sequence", "input", "tensors", "tensor", "self")
 # fmt: on
 FOREACH = "_foreach_"
+# The module of all-reduces, broadcasts and the like.
+COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 @functools.cache
@@ -73,7 +79,7 @@ def pointwise(name: str) -> bool:
         inner = name[2:-2]
         return inner in DUNDERS or inner[1:] in DUNDERS
     base = name.removeprefix(FOREACH).rstrip("_")
-    return base in POINTWISE or (base not in REDUCING and tagged_pointwise(base))
+    return base in POINTWISE or (base not in NOT_ALWAYS and tagged_pointwise(base))
 
 
 def in_place(name: str) -> bool:
