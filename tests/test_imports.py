@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from public_names import NAMES
 
 import zerofn as zf
@@ -170,27 +171,59 @@ def test_no_module_holds_mutable_state():
                 raise AssertionError(f"{module}.py:{node.lineno}: global")
 
 
-# One process, since each takes seconds to import torch: what the import loads, what asking for names loads.
+# One process, since each takes seconds to import torch: what the import loads, what asking for names loads; whether
+# torch reads a saved state before it and after; and what an attach loads.
 IMPORTS = """
-import sys, torch; before = set(sys.modules); import zerofn as zf
+import sys, torch
+try:
+    torch.load(sys.argv[1])
+except Exception as error:
+    print(*str(error).splitlines())
+before = set(sys.modules); import zerofn as zf
 new = set(sys.modules) - before
 print(*sorted({m.split(".")[0] for m in new}))
 print(*sorted(m for m in new if m.startswith("torch.distributed.")))
 print(*(m.split(".")[1] for m in sys.modules if m.startswith("zerofn.")))
+print(torch.load(sys.argv[1]))
+model = torch.nn.Linear(4, 4); opt = zf.attach(model, zf.adamw(1e-3))
+model(torch.ones(2, 4)).sum().backward(); opt.step(); opt.zero_grad()
+print(*(m.removeprefix("zerofn.") for m in sys.modules if m.startswith("zerofn")))
 print(zf.testing.check_transform.__name__, zf.collectives.all_to_all.__name__, zf.__version__)
 print(*(getattr(zf, n).__name__ for n in dir(zf) if n in zf._LATER)); print("save" in vars(zf))
 """
 
 
 @pytest.fixture(scope="module")
-def fresh() -> list[str]:
-    command = [sys.executable, "-c", IMPORTS]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout.splitlines()
+def fresh(tmp_path_factory) -> dict[str, str]:
+    path = tmp_path_factory.mktemp("fresh") / "state.pt"
+    torch.save(zf.init(zf.adamw(0.1), {"w": torch.ones(2, 3)}), path)
+    command = [sys.executable, "-c", IMPORTS, str(path)]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout
+    parts = ("refused", "roots", "distributed", "loaded", "state", "attached", "modules", "names", "kept")
+    return dict(zip(parts, told.splitlines(), strict=True))
+
+
+def test_to_import_zerofn_is_enough_to_load_a_state_and_without_it_the_error_is_torchs(fresh):
+    assert "Weights only load failed" in fresh["refused"]
+    assert fresh["state"].startswith("State(1 leaves, 6 parameters, step=0")
+
+
+# Folders and modules that one process does not need. Some of them would cost as much as the rest of an attach.
+OF_RANKS = ("sharded", "eager.over_ranks", "eager.gradients", "eager.step_agreement", "eager.in_backward")
+OF_COLLECTIVES = ("ranks.collectives", "ranks.differentiable", "ranks.scalar_reduction", "core.owners", "core.wires")
+OF_VIEWS = ("module.boundary", "module.forward_hooks", "module.state_dicts")
+
+
+def test_an_attach_on_one_process_loads_what_one_process_needs(fresh):
+    loaded = fresh["attached"].split()
+    # Seven of them are programs of formulas: plans, printers, sums of rows, and how neighbours are joined.
+    assert len(loaded) < 78
+    assert not [m for m in loaded if m.startswith((*OF_RANKS, *OF_COLLECTIVES, *OF_VIEWS))]
 
 
 def test_import_is_light(fresh):
     """Against what `import torch` has loaded already, nothing but optree and the package."""
-    roots, distributed = (set(part.split()) for part in fresh[:2])
+    roots, distributed = (set(fresh[part].split()) for part in ("roots", "distributed"))
     heavy = {
         "matplotlib",
         "numpy",
@@ -208,13 +241,12 @@ def test_import_is_light(fresh):
     assert not roots & heavy
     heavy = ("fsdp", "tensor", "_tensor", "pipelining", "rpc", "elastic", "optim", "checkpoint", "_composable")
     assert not [m for m in distributed if m.split(".")[2] in heavy]
-    assert "testing" not in fresh[2].split()
+    assert "testing" not in fresh["loaded"].split()
 
 
 def test_names_are_imported_when_they_are_asked_for(fresh):
-    _, _, loaded, _, names, kept = fresh
-    assert set(loaded.split()) == {"_compat"}
-    assert sorted(names.split()) == sorted(zf._LATER) and kept == "True"
+    assert set(fresh["loaded"].split()) == {"_compat"}
+    assert sorted(fresh["names"].split()) == sorted(zf._LATER) and fresh["kept"] == "True"
     # What a type checker reads says the same.
     checked = next(x for x in tree("__init__").body if isinstance(x, ast.If))
     told = {a.name: x.module for x in checked.body if isinstance(x, ast.ImportFrom) for a in x.names}
@@ -227,7 +259,7 @@ def test_nothing_but_tests_imports_testing():
 
 
 def test_modules_and_the_version_are_there_after_the_import(fresh):
-    assert fresh[3].split() == ["check_transform", "all_to_all", zf.__version__]
+    assert fresh["modules"].split() == ["check_transform", "all_to_all", zf.__version__]
     assert re.fullmatch(r"\d+\.\d+\.\d+", zf.__version__)
 
 

@@ -49,7 +49,16 @@ def in_turn(kind: str, names: list[str], each: int = 1) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("route", "pipeline"), in_turn("waits", COUNTED))
+# An attached model waits for nothing with 148 leaves in `test_launches_do_not_grow`, of the rows that run there.
+@pytest.mark.parametrize(
+    ("route", "pipeline"),
+    [
+        pytest.param(*row.values, marks=pytest.mark.slow)
+        if row.values[0] == "attached" and "launches" in ROWS[row.values[1]].often.split()
+        else row
+        for row in in_turn("waits", COUNTED)
+    ],
+)
 def test_a_step_makes_the_host_wait_for_nothing(device, pipeline, route):
     """Law 14."""
     waits = ask(device, "counts", route, pipeline)["waits"]

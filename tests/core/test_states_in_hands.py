@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import enum
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -58,20 +56,6 @@ def test_torch_loads_with_its_defaults_what_it_has_saved_of_a_state(kind, tmp_pa
         assert not any(x is y for x, y in zip(other.leaves.values(), state.leaves.values(), strict=True))
         grads = state.layout.join_once(random_like(state.leaves, 7))
         assert_trees_equal(zf.update(tx, grads, other), zf.update(tx, grads, state))
-
-
-def test_to_import_zerofn_is_enough_and_without_it_the_error_is_torchs(tmp_path):
-    torch.save(after(zf.chain(zf.adamw(0.1))), tmp_path / "s.pt")
-
-    load = f"torch.load({str(tmp_path / 's.pt')!r})"
-    code = (
-        f"import torch\ntry:\n    {load}\nexcept Exception as error:\n    print(error)\n"
-        f"import zerofn\nprint('then', {load})"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit())
-    without, _, then = done.stdout.rpartition("then ")
-    assert "Weights only load failed" in without
-    assert then.startswith("State(3 leaves, 10 parameters, step=3")
 
 
 def test_containers_of_ones_own_are_named_by_torch(tmp_path):

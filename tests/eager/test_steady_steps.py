@@ -1,7 +1,6 @@
-"""What a steady step of one process does not do again: load modules, look for changes leaf by leaf, check updates."""
+"""What a steady step of one process does not do again: look for changes leaf by leaf, check updates."""
 
 import os
-import subprocess
 import sys
 
 import pytest
@@ -13,23 +12,6 @@ import zerofn as zf
 from zerofn.extend import Facts, Transform
 
 ROOT = os.path.dirname(zf.__file__) + os.sep
-# Folders and modules that one process does not need. Some of them would cost as much as the rest of an attach.
-OF_RANKS = ("sharded", "eager.over_ranks", "eager.gradients", "eager.step_agreement", "eager.in_backward")
-OF_COLLECTIVES = ("ranks.collectives", "ranks.differentiable", "ranks.scalar_reduction", "core.owners", "core.wires")
-OF_VIEWS = ("module.boundary", "module.forward_hooks", "module.state_dicts")
-
-
-def test_an_attach_on_one_process_loads_what_one_process_needs():
-    code = (
-        "import sys, torch, zerofn as zf; model = torch.nn.Linear(4, 4); opt = zf.attach(model, zf.adamw(1e-3)); "
-        "model(torch.ones(2, 4)).sum().backward(); opt.step(); opt.zero_grad(); "
-        "print(*(m.removeprefix('zerofn.') for m in sys.modules if m.startswith('zerofn')))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = done.stdout.split()
-    # Seven of them are programs of formulas: plans, printers, sums of rows, and how neighbours are joined.
-    assert len(loaded) < 78
-    assert not [m for m in loaded if m.startswith((*OF_RANKS, *OF_COLLECTIVES, *OF_VIEWS))]
 
 
 def calls_of(fn):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 
-import interpreted
 import list_programs
 import pytest
 from covering import covering, few_and_all
@@ -18,12 +15,6 @@ from time_limits import limit
 from zerofn.kernels.program import Program  # inside: programs by themselves
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    with interpreted.processes() as pool:
-        yield pool
 
 
 SIZES = (0, 1, 7, 31, 1023, 1025)

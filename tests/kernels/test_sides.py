@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from multiprocessing import get_context
 
-import interpreted
 import pytest
 import side_programs
 import torch
+from interpreted import by_the_compiler
 from time_limits import limit
 
 import zerofn as zf
@@ -23,12 +20,6 @@ from zerofn.transforms.shampoo import spectrum  # inside: of a stack, which is o
 printed = pytest.mark.skipif(printer_for(torch.device("cpu")) is None, reason="there is no C compiler")
 triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    with interpreted.processes() as pool:
-        yield pool
 
 
 @printed
@@ -53,8 +44,7 @@ def test_so_they_have_in_triton(apart, dtype):
 
 @triton
 def test_they_are_compiled_for_an_h100():
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        found = pool.submit(side_programs.compiled).result(timeout=limit())
+    found = by_the_compiler(side_programs.compiled)
     assert found["ld.global.v4.b32"] == 2 and found["st.global.v4.b32"] == 2
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from itertools import product
 
@@ -21,12 +19,6 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 DTYPES = [(p, g, m, v) for p, g in product((BF16, F16, F32), repeat=2) for m, v in ((BF16, BF16), (F32, BF16))]
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    with interpreted.processes() as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("examples", [2, pytest.param(15, marks=pytest.mark.slow)])

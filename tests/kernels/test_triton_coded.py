@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 
 import interpreted
@@ -19,12 +17,6 @@ from zerofn.kernels import fused_adam  # inside: whether torch fuses
 
 KINDS = ["fused", "masters", "bf16"]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[ProcessPoolExecutor]:
-    with interpreted.processes() as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("examples", [2, pytest.param(12, marks=pytest.mark.slow)])

@@ -489,8 +489,8 @@ def kept_by_calls(chain):
     return found
 
 
-# The one of both has what each of them keeps.
-@pytest.mark.parametrize("chains", [("both", "shard"), pytest.param(tuple(CHAINS), marks=pytest.mark.slow)])
+# The one of both has what each of them keeps; calls under shard are made on ranks.
+@pytest.mark.parametrize("chains", [("both",), pytest.param(tuple(CHAINS), marks=pytest.mark.slow)])
 def test_calls_keep_no_objects(chains):
     """Records of calls whose graph is gone are dropped, at every stage."""
     for chain in chains:

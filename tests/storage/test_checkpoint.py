@@ -523,22 +523,15 @@ def locked(directory, exclusive):
     return lock
 
 
+def dies_with_a_lock(directory):
+    locked(directory, exclusive=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_the_lock_of_a_dead_process_is_gone(saved):
     directory, state = saved
-    hold = f"""
-import time
-from pathlib import Path
-from zerofn.storage.files import Lock
-lock = Lock()
-lock.acquire(Path({str(directory)!r}), exclusive=True)
-print("held", flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait(limit(10))
+    with pytest.raises(zf.RankError, match="SIGKILL"):
+        zf.launch(dies_with_a_lock, 1, directory, init=False, timeout=limit())
     start = time.monotonic()
     zf.save(directory, state)
     assert time.monotonic() - start < limit(5)
