@@ -68,6 +68,7 @@ from zerofn.core.facts import Shadow as Shadow
 from zerofn.core.halves import Joining as Joining
 from zerofn.core.halves import UpdateOfStored as UpdateOfStored
 from zerofn.core.halves import stored_fn_of as stored_fn_of
+from zerofn.core.kernels_by_hand import LeafList as LeafList
 from zerofn.core.layout import AxisPlacement as AxisPlacement
 from zerofn.core.layout import Flat as Flat
 from zerofn.core.layout import Layout as Layout
@@ -79,10 +80,9 @@ from zerofn.core.layout import Replicate as Replicate
 from zerofn.core.layout import Shard as Shard
 from zerofn.core.layout import span as span
 from zerofn.core.layout import width as width
+from zerofn.core.leaf_step import LeafStep as LeafStep
 from zerofn.core.leafwise import transform as transform
 from zerofn.core.number_graphs import Unrecorded as Unrecorded
-from zerofn.core.optimizer import LeafList as LeafList
-from zerofn.core.optimizer import LeafStep as LeafStep
 from zerofn.core.optimizer import direction as direction
 from zerofn.core.optimizer import like as like
 from zerofn.core.optimizer import optimizer as optimizer

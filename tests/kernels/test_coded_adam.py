@@ -68,11 +68,11 @@ def updated(tx, params, grads, large):
     def by_program(*given):
         nonlocal leaves
         found = on_stored(*given)
-        leaves += len(found[0])
+        leaves += len(found)
         return found
 
-    on_stored = optimizer._on_stored
-    with mock.patch.object(lists, "LARGE", large), mock.patch.object(optimizer, "_on_stored", by_program):
+    on_stored = optimizer.update_stored
+    with mock.patch.object(lists, "LARGE", large), mock.patch.object(optimizer, "update_stored", by_program):
         state = zf.init(tx, params)
         for step in grads:
             state, _ = zf.update(tx, step, state)

@@ -39,11 +39,11 @@ def updated(tx, params, residuals, grads, one_pass, odd=()):
     def counted(*given):
         nonlocal leaves
         found = on_stored(*given)
-        leaves += len(found[0])
+        leaves += len(found)
         return found
 
-    on_stored = optimizer._on_stored
-    with mock.patch.object(lists, "LARGE", large), mock.patch.object(optimizer, "_on_stored", counted):
+    on_stored = optimizer.update_stored
+    with mock.patch.object(lists, "LARGE", large), mock.patch.object(optimizer, "update_stored", counted):
         state = zf.init(tx, params)
         for place, value in odd:
             state.leaves["a"].view(-1)[place % state.leaves["a"].numel()] = value

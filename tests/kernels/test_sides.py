@@ -11,7 +11,7 @@ from interpreted import by_the_compiler
 from time_limits import limit
 
 import zerofn as zf
-from zerofn.core import optimizer  # inside: which leaves are updated together
+from zerofn.core.leaf_updates import LeafFormula  # inside: which leaves are updated together
 from zerofn.extend import with_lists
 from zerofn.kernels import lists, print_c  # inside: from which size on programs run, and what runs them
 from zerofn.kernels.program import printer_for  # inside: whether there is a compiler
@@ -108,11 +108,11 @@ def test_a_kernel_that_cannot_be_built_changes_no_bit(name, monkeypatch):
     ("donate", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)], ids=str
 )
 def test_leaves_together_have_the_bits_of_leaves_alone(name, donate, dtype, monkeypatch):
-    tx, calls, known = TOGETHER[name](), [], optimizer._together_by
+    tx, calls, known = TOGETHER[name](), [], LeafFormula._by_lists
 
     def together(*given):
         left = known(*given)
-        calls.append(len(given[2]) - len(left))
+        calls.append(len(given[1]) - len(left))
         return left
 
     def trained():
@@ -122,9 +122,9 @@ def test_leaves_together_have_the_bits_of_leaves_alone(name, donate, dtype, monk
             state, _ = step(state, {k: x.to(dtype) * 10.0 ** (seed - 2) for k, x in tree(seed).items()})
         return state
 
-    monkeypatch.setattr(optimizer, "_together_by", together)
+    monkeypatch.setattr(LeafFormula, "_by_lists", together)
     mine = trained()
-    monkeypatch.setattr(optimizer, "_together_by", lambda lists, step, group, *_: group)
+    monkeypatch.setattr(LeafFormula, "_by_lists", lambda formula, group, *_: group)
     theirs = trained()
     assert calls == [(7 if name == "adafactor" else 8)] * 3
     for path, x in theirs.params.items():

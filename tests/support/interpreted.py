@@ -19,7 +19,7 @@ from time_limits import limit
 from torch import Tensor, nn
 
 import zerofn as zf
-from zerofn.core import optimizer  # inside: programs of leaves as they are stored
+from zerofn.core import leaf_updates  # inside: programs of leaves as they are stored
 from zerofn.extend import Coded, Codes, Draws, Master, formula_of_torch, master_of
 from zerofn.extend import fused_update as adam_of_torch
 from zerofn.kernels import (  # inside: which kernel is taken, and kernels by themselves
@@ -270,9 +270,9 @@ def _as_stored(
     lists += [[x.residual for x in params]] if masters else []
     numbers: Any = {"beta1": beta1, "beta2": 0.999, "eps": 1e-8, "weight_decay": weight_decay}
     given = {(0, name): x for name, x in numbers.items()} | {(2, "count"): 3, (2, "lr"): 0.01}
-    about, into = (shared, True, None, *([True] if masters else [])), [0, 2, 3, 4][: len(lists) - 1]
+    about, into = leaf_updates.About(shared, True, masters=masters), [0, 2, 3, 4][: len(lists) - 1]
     places = lambda: (keys, offsets)  # noqa: E731
-    _, norms = optimizer.plans_of(formula, slots).run(lists, given, into, about, places, roots=True)
+    _, norms = leaf_updates.plans_of(formula, slots).run(lists, given, into, about, places, roots=True)
     return [] if norms is None else [*norms[0].unbind()]
 
 

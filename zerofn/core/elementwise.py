@@ -85,7 +85,7 @@ class Elementwise:
         rest: list[int] = []
         for batch, lists in batches(*rows):
             try:
-                made, _ = self.plans.run([x.like for x in lists], values, into, passes=ctx.passes)
+                made, _ = self.plans.run(lists, values, into, passes=ctx.passes)
             except NotOnLists:
                 rest += batch
                 continue

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._errors import bad_leaves, explain, kind_of, unknown_keyword
-from ..kernels.lists import batches, on_lists
+from ..kernels.lists import batches, listed, on_lists
 from ..kernels.numbers import TOLD, NotOnLists, line_of_error, tell
 from ..kernels.plans import SHARED, Plans
 from ..kernels.program import TensorList, computed
@@ -23,7 +23,8 @@ from .context import Context, Prepared
 from .facts import Facts
 from .halves import Joining
 from .layout import Layout, Leaves
-from .optimizer import SHORT, LeafStep, places_of
+from .leaf_step import SHORT, LeafStep
+from .leaf_updates import places_of
 from .outside import constants, may_change
 from .returned_values import misfit, own_update
 from .state import counter
@@ -399,18 +400,19 @@ class _OnLeaves:
             own_paths = [paths[i] for i in batch]
             made: list[list[Tensor]] | None = None
             if known is not None:
-                about, rows = (form, rounding, known), [x.like for x in lists]
+                about = form, rounding, known
                 place = functools.partial(places_of, own_paths, ctx)
                 with contextlib.suppress(NotOnLists):
-                    made, _ = self.plans.run(rows, numbers, into, about, place, passes=ctx.passes)
+                    made, _ = self.plans.run(lists, numbers, into, about, place, passes=ctx.passes)
                     owned.update(own_paths)
                     if into is not None:
                         ctx.written.add(ctx.prefix)
             if made is None:
                 ctx.settle()
                 offsets = [ctx.offsets.get(path, 0) for path in own_paths]
+                given = listed(lists), {**options, **numbers}, (form, rounding)
                 try:
-                    results, _ = self.traced(lists, {**options, **numbers}, (form, rounding), own_paths, offsets)
+                    results, _ = self.traced(*given, own_paths, offsets)
                 except Exception as error:
                     # A function that gets lists may raise any error. Its leaves then run one by one, and if that fails
                     # too, the error is about one leaf.

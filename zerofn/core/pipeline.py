@@ -21,6 +21,7 @@ from ..ranks.process_groups import group_for
 from .bucketed_views import Road, at_model, check_axes, groups_of, on_ranks
 from .chain import as_transform, replace_innermost
 from .context import Context, Norms, OneProcess, Prepared, Reduction, check_prepared
+from .counts import apart, whole
 from .executor import GRAD_NORM, Stretch, stretches
 from .facts import OF_PIECES, Scope
 from .forms import Form, elsewhere
@@ -28,7 +29,6 @@ from .guest import complete
 from .halves import joins
 from .layout import Layout, Leaf, Leaves, Placement, canonical
 from .number_graphs import check_numbers
-from .optimizer import apart, whole
 from .returned_values import COMPARED, CheckedUpdate, Comparing, own_prepared, own_start
 from .spec import Station
 from .state import State, check_replaced, counter

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.optimizer import apart, whole
+from ..core.counts import apart, whole
 from ..core.pipeline import Pipeline, first_state, pipeline
 from ..core.state import State
 from ..core.tree import of_leaves, overlaid, places

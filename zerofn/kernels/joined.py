@@ -134,6 +134,7 @@ class Run(NamedTuple):
         entries: numbers that differ by leaf, a tensor of shape (leaves,) of each.
         takes: who gets the sums, when the program has run: of each how many sums, and a function of (sums, leaves).
         after: what is called then.
+        comes: a bool of a GPU. If it is false, only new tensors are written.
         of: the update halves that have left it, if somebody looks.
     """
 
@@ -145,6 +146,7 @@ class Run(NamedTuple):
     entries: tuple[Tensor, ...] = ()
     takes: tuple[tuple[int, Callable[[Tensor], Any]], ...] = ()
     after: tuple[Callable[[], Any], ...] = ()
+    comes: Tensor | None = None
     of: tuple[str, ...] = ()
 
 
@@ -209,9 +211,13 @@ def _now(run: Run) -> None:
     printer = printer_for(columns[0][0].device)
     if LOOKING:
         LOOKING[-1].of = run.of
-    found = None if printer is None else printer.run(*given)
+    more: dict[str, Any] = {}
+    if run.comes is not None:
+        fresh = [i for i, column in enumerate(run.columns) if type(column[0]) is ref]
+        more = {"comes": run.comes, "fresh": frozenset(fresh)}
+    found = None if printer is None else printer.run(*given, **more)
     # Torch's operations have the same bits, if a kernel cannot be built.
-    sums = print_torch.run(*given) if found is None else found
+    sums = print_torch.run(*given, **more) if found is None else found
     increment_version([x for i in dict(run.program.stores) for x in columns[i]])
     first = 0
     for n, take in run.takes:
@@ -239,11 +245,19 @@ def _tensors(run: Run, i: int) -> list[Tensor]:
     ]
 
 
+def _differ(first: Draws, second: Draws) -> bool:
+    """Whether draws are not the same. Tensors of a device are not read."""
+    pairs = zip(first, second, strict=True)
+    return any([x is not y and (isinstance(x, Tensor) or isinstance(y, Tensor) or x != y) for x, y in pairs])
+
+
 def _both(first: Run, second: Run) -> Run | None:
     """Two runs as one; `None` if they have no memory in common, or cannot be joined."""
     if list(map(Tensor.numel, first.like)) != list(map(Tensor.numel, second.like)):
         return None
-    if first.draws is not None and second.draws is not None and first.draws != second.draws:
+    if first.draws is not None and second.draws is not None and _differ(first.draws, second.draws):
+        return None
+    if first.comes is not second.comes:
         return None
     places = {tuple(map(Tensor.data_ptr, _tensors(first, i))): i for i in range(len(first.columns))}
     theirs = [tuple(map(Tensor.data_ptr, _tensors(second, i))) for i in range(len(second.columns))]
@@ -268,5 +282,6 @@ def _both(first: Run, second: Run) -> Run | None:
         (*first.entries, *second.entries),
         (*first.takes, *second.takes),
         (*first.after, *second.after),
+        first.comes,
         (*first.of, *second.of),
     )

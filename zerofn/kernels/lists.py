@@ -88,31 +88,48 @@ def enough(numel: int, tensors: Iterable[Tensor] = ()) -> bool:
 
 
 def batches(*columns: Sequence[Any]) -> Iterator[tuple[list[int], list[Any]]]:
-    """Leaves in batches: their places, and each column as a `TensorList`.
+    """Leaves in batches: their places, and of each column the tensors, a list.
 
     A batch has one device, one dtype in each column and, where torch's operations compute it, at most `BATCH` elements,
     or one leaf. A column of other things than tensors has one value in a batch.
     """
+    for places in _kinds(columns):
+        device = columns[0][places[0]].device
+        # A kernel makes no temporaries.
+        several = [places] if program.printer_for(device) is not None else _of_at_most(BATCH, places, columns[0])
+        for batch in several:
+            rows = columns if len(batch) == len(columns[0]) else [[column[i] for i in batch] for column in columns]
+            yield batch, [list(row) if isinstance(row[0], Tensor) else row[0] for row in rows]
+
+
+def listed(columns: Sequence[Any]) -> list[Any]:
+    """The columns of a batch, with each list of tensors as a `TensorList`."""
+    return [TensorList(x) if isinstance(x, list) else x for x in columns]
+
+
+def _kinds(columns: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """The places of the leaves of each kind."""
     if all(_of_one_kind(column) for column in columns):
         # Nearly always. The loop below shows in a step of many small leaves.
-        kinds: dict[Any, list[int]] = {None: list(range(len(columns[0])))}
-    else:
-        kinds = {}
-        for i, row in enumerate(zip(*columns, strict=True)):
-            kind = tuple((x.dtype, x.device) if isinstance(x, Tensor) else x for x in row)
-            kinds.setdefault(kind, []).append(i)
-    for places in kinds.values():
-        batch: list[int] = []
-        size = 0
-        most = BATCH if program.printer_for(columns[0][places[0]].device) is None else math.inf
-        for i in places:
-            numel = columns[0][i].numel()
-            if batch and size + numel > most:
-                yield batch, _columns(columns, batch)
-                batch, size = [], 0
-            batch.append(i)
-            size += numel
-        yield batch, _columns(columns, batch)
+        return [list(range(len(columns[0])))]
+    kinds: dict[Any, list[int]] = {}
+    for i, row in enumerate(zip(*columns, strict=True)):
+        kinds.setdefault(tuple((x.dtype, x.device) if isinstance(x, Tensor) else x for x in row), []).append(i)
+    return list(kinds.values())
+
+
+def _of_at_most(most: int, places: list[int], leaves: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The places in batches of at most so many elements, or one leaf."""
+    batch: list[int] = []
+    size = 0
+    for i in places:
+        numel = leaves[i].numel()
+        if batch and size + numel > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(i)
+        size += numel
+    yield batch
 
 
 def _of_one_kind(column: Sequence[Any]) -> bool:
@@ -120,11 +137,6 @@ def _of_one_kind(column: Sequence[Any]) -> bool:
     if not isinstance(column[0], Tensor):
         return all(x is column[0] for x in column)
     return len(set(map(_DTYPE, column))) == 1 and (all(map(_IS_CPU, column)) or len({x.device for x in column}) == 1)
-
-
-def _columns(columns: Sequence[Sequence[Any]], batch: list[int]) -> list[Any]:
-    rows = [[column[i] for i in batch] for column in columns]
-    return [TensorList(row) if isinstance(row[0], Tensor) else row[0] for row in rows]
 
 
 def over_leaves(function: Callable[..., Any], *columns: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -162,7 +174,7 @@ def results(function: Callable[..., Any], *columns: Mapping[str, Any]) -> Iterat
     if on_lists(lists):
         for batch, given in batches(*lists):
             try:
-                made = function(*given)
+                made = function(*listed(given))
             except Exception:
                 # A function that gets lists may raise any error. It then runs leaf by leaf, and a real error is raised
                 # again there, about one leaf.
@@ -243,7 +255,8 @@ def in_batches(*columns: Sequence[Tensor]) -> Iterator[Sequence[Any]]:
         tensor([3.])
     """
     if on_lists(columns):
-        for _, row in batches(*columns):
+        for _, batch in batches(*columns):
+            row = listed(batch)
             yield row
             computed(*row)
     else:

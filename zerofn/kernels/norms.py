@@ -14,7 +14,7 @@ from torch import Tensor
 from .._compat.tensors import foreach, foreach_norm, joined
 from .lists import batches, on_lists
 from .native import squares
-from .program import in_one_launch, sums_of
+from .program import TensorList, in_one_launch, sums_of
 from .recording import differentiated, recorded, root
 
 CHUNK = 1 << 17
@@ -121,7 +121,7 @@ def not_finite_each(leaves: dict[str, Tensor], paths: Sequence[str]) -> Tensor:
     found: dict[str, Tensor] = {}
     if not recorded(tensors) and _for_kernels(tensors):
         for places, (x,) in batches(tensors):
-            zeros = x.to(torch.float32) * 0.0
+            zeros = TensorList(x).to(torch.float32) * 0.0
             if in_one_launch(zeros):
                 (row,) = sums_of(zeros)
                 if len(places) == len(paths):
@@ -170,7 +170,7 @@ def _total_on_device(function: Callable[[Any], Any], tensors: list[Tensor]) -> T
     # For one leaf, as within backward, torch's one launch costs the host less than a kernel and its table.
     if len(tensors) < 2 or not _for_kernels(tensors):
         return None
-    lists = [x.to(torch.float32) for _, (x,) in batches(tensors)]
+    lists = [TensorList(x).to(torch.float32) for _, (x,) in batches(tensors)]
     if not all(map(in_one_launch, lists)):
         return None
     totals = [sums_of(function(x), each=False)[0] for x in lists]

@@ -82,7 +82,7 @@ class Unknown:
 
 UNKNOWN: Any = Unknown()
 
-Values = Mapping[str, float]
+Values = Mapping[Any, Any]
 
 
 class Number:
@@ -90,7 +90,8 @@ class Number:
 
     Args:
         of: the value from the numbers of a step.
-        now: the value in the step that is traced.
+        now: the value in the step that is traced: a number of Python, or a 0-d tensor of the host, with which torch
+            computes in its dtype.
         guards: what the trace has asked numbers so far, and the answers.
 
     Examples:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
@@ -134,12 +135,13 @@ class Plans:
             columns: each of one dtype, all on one device, for which there is a printer. The first one is of tensors.
                 Others may be of `Coded` that `in_blocks` allows; then `into` has their places. Or, in the place of a
                 list, a tensor of shape (leaves,), on any device, has a number for each leaf.
-            numbers: by name.
+            numbers: by name: of Python, or tensors on any device, 0-d or with a number for each leaf, (leaves,). A 0-d
+                tensor of the host is read, after the arithmetic of the formula with other numbers.
             into: for each result the place of the column whose memory it is written into; by default, and where it is
                 `None`, into new memory; `SHARED` is new memory, or that of another result.
             about: a key of what else the formula depends on.
             places: returns the keys and the offsets of the leaves. It is called for random bits alone.
-            comes: a bool of a GPU. If it is false, nothing is written.
+            comes: a bool of a GPU. If it is false, nothing is written, or new tensors alone.
             roots: whether the roots of the sums are wanted.
             passes: where the program waits for others; by default it runs now.
             take: gets the sums when it has run. Without it a program with sums waits for nothing.
@@ -154,6 +156,10 @@ class Plans:
             NotOnLists: it is no program of operations that printers know.
         """
         kinds = [(True, x.dtype) if isinstance(x, Tensor) else (x[0].dtype, type(x[0]) is Coded) for x in columns]
+        tensors = {name: x for name, x in numbers.items() if isinstance(x, Tensor)}
+        if tensors:
+            numbers = {**numbers, **{name: _for_each(x, columns[0]) for name, x in tensors.items()}}
+            kinds += [(name, x.dtype, x.ndim) for name, x in numbers.items() if isinstance(x, Tensor)]
         kind = about, None if into is None else tuple(into), tuple(kinds), tuple(spread.items())
         plans = self.known.get(kind, [])
         # One after the other: a later question may have no answer where an earlier one has another.
@@ -171,10 +177,14 @@ class Plans:
     ) -> Plan:
         guards: list[Guard] = []
 
-        def named(name: str) -> Number:
-            return Number(lambda given: given[name], numbers[name], guards)
-
         first: Any = columns[0]
+
+        def named(name: Any) -> Any:
+            x: Any = numbers[name]
+            if isinstance(x, Tensor) and x.ndim:
+                return TensorList(first, Term("entries", (name,), x.dtype))
+            return Number(lambda given: given[name], x, guards)
+
         lists = [
             TensorList(first, Term("entries", (i,), x.dtype)) if isinstance(x, Tensor) else TensorList(x)
             for i, x in enumerate(columns)
@@ -299,7 +309,18 @@ def in_blocks(row: Sequence[Any], offset: int) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def _for_each(x: Tensor, leaves: Any) -> Tensor:
+    """A number of all leaves as one for each leaf, unless it is on the host."""
+    if x.is_cpu and not x.ndim:
+        return x
+    device = leaves[0].device
+    return (x if device.type == "cpu" else x.to(device, non_blocking=True)).expand(len(leaves))
+
+
 def _of(x: Any) -> Callable[[Values], Any]:
+    if isinstance(x, TensorList) and x.term.name == "entries":
+        # The number of the update of each leaf, of random bits.
+        return itemgetter(x.term.args[0])
     return x.of if isinstance(x, Number) else lambda given: x
 
 
@@ -355,7 +376,9 @@ def _by_leaf(term: Any, columns: Sequence[Any], numbers: Values, known: dict[int
         return term.of(numbers) if isinstance(term, Number) else term
     if id(term) not in known:
         if term.name == "entries":
-            value = columns[term.args[0]]
+            # The place of a column, or the name of a number.
+            place = term.args[0]
+            value = columns[place] if isinstance(place, int) else numbers[place]
         else:
             args = [_by_leaf(x, columns, numbers, known) for x in term.args]
             if term.name == "constant":
@@ -417,12 +440,13 @@ def run(
         raise NotOnLists(f"{type(error).__name__}: {error}") from error
     found: list[Tensor] = []
     take = take or found.append
-    if len(plain) == len(used) and comes is None and not roots:
+    if len(plain) == len(used) and not roots:
         # What is new is written only if somebody holds it when the program runs.
         waits = [x if i >= 0 else list(map(ref, x)) for i, x in zip(plan.columns, used, strict=True)]
         takes = ((len(plan.program.sums), take),) if plan.program.sums else ()
         line = Passes() if passes is None else passes
-        left = Run(plan.program, used[0], tuple(waits), values, draws, tuple(more.get("entries", ())), takes)
+        entries = tuple(more.get("entries", ()))
+        left = Run(plan.program, used[0], tuple(waits), values, draws, entries, takes, comes=comes)
         line.add(left._replace(of=(LOOKING[-1].now,)) if LOOKING else left)
         if passes is None or (takes and take == found.append):
             line.run()

@@ -33,10 +33,12 @@ def run(
     entries: Sequence[Tensor] = (),
     comes: Tensor | None = None,
     roots: bool = False,
+    fresh: frozenset[int] = frozenset(),
 ) -> Tensor:
     """Compute a program over all leaves: the arguments of `print_c.run` and `print_triton.run`, on any device."""
     if coding_of(columns) is not None or comes is not None:
-        return _on_copies(program, columns, numbers, scalars, each, draws, entries, comes=comes, roots=roots)
+        given = program, columns, numbers, scalars, each, draws, entries
+        return _on_copies(*given, comes=comes, roots=roots, fresh=fresh)
     sums: list[list[Tensor]] = []
     for i, row in enumerate(zip(*columns, strict=True)):
         found = _registers(program, row, numbers, scalars, draws, i, entries)
@@ -52,7 +54,9 @@ def run(
     return total if each else total.sum(1)
 
 
-def _on_copies(program: Program, columns: Sequence[Sequence[Any]], *given: Any, comes: Any, roots: bool) -> Tensor:
+def _on_copies(
+    program: Program, columns: Sequence[Sequence[Any]], *given: Any, comes: Any, roots: bool, fresh: frozenset[int]
+) -> Tensor:
     """`run` on decoded numbers, which are encoded again, or of a step that may be skipped."""
     shapes = [x.shape for x in next(column for column in columns if type(column[0]) is not Coded)]
 
@@ -67,7 +71,7 @@ def _on_copies(program: Program, columns: Sequence[Sequence[Any]], *given: Any, 
                 for old, made in zip(x.tensors, x.how.encode_by_torch(new, x.draws), strict=True):
                     old.copy_(made)
             else:
-                x.copy_(new if comes is None else torch.where(comes, new, x))
+                x.copy_(new if comes is None or i in fresh else torch.where(comes, new, x))
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import linecache
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -217,9 +217,19 @@ def _scalars(program: Program) -> list[str]:
 
 
 @cache
-def formula_kernel(program: Program, coding: Coding | None = None, skips: bool = False) -> Any:
-    """The kernel of a program; of its columns some may be kept as codes. It may read whether to write anything."""
-    return _made(source(program, coding, skips), (program, coding, skips), *_parameters(program, coding, skips))
+def formula_kernel(
+    program: Program, coding: Coding | None = None, skips: bool = False, fresh: frozenset[int] = frozenset()
+) -> Any:
+    """The kernel of a program; of its columns some may be kept as codes.
+
+    Args:
+        program: the program.
+        coding: of columns that are kept as codes.
+        skips: whether it reads if the step is skipped.
+        fresh: columns that are written even then.
+    """
+    about = program, coding, skips, fresh
+    return _made(source(*about), about, *_parameters(program, coding, skips))
 
 
 def _parameters(program: Program, coding: Coding | None, skips: bool) -> tuple[list[str], list[str]]:
@@ -252,8 +262,10 @@ def kernel_of_numbers(program: Program) -> Any:
     return _made(source, program, [*columns, *_memory(program)], numbers)
 
 
-def _body(program: Program, place: str, masked: bool, coding: Coding | None = None) -> list[str]:
-    """The lines that load, compute and store."""
+def _body(
+    program: Program, place: str, masked: bool, coding: Coding | None = None, kept: Collection[int] = ()
+) -> list[str]:
+    """The lines that load, compute and store; the columns in `kept` only if the step is not skipped."""
     kinds, mask = program.kinds, ", mask" if masked else ""
     coded = () if coding is None else coding.columns
     lines: list[str] = []
@@ -284,7 +296,8 @@ def _body(program: Program, place: str, masked: bool, coding: Coding | None = No
         if i in coded:
             lines += _encoded(i, kinds[i], x, masked, coding)
         else:
-            lines.append(f"tl.store({place.format(i)}, rounded({x}, {x}, {kinds[i]}, False){mask})")
+            chosen = (f"{mask} & comes" if masked else ", comes") if i in kept else mask
+            lines.append(f"tl.store({place.format(i)}, rounded({x}, {x}, {kinds[i]}, False){chosen})")
     return lines
 
 
@@ -326,14 +339,17 @@ def _drawn(program: Program, masked: bool, coding: Coding | None) -> list[str]:
 
 
 @cache
-def source(program: Program, coding: Coding | None = None, skips: bool = False) -> str:
+def source(
+    program: Program, coding: Coding | None = None, skips: bool = False, fresh: frozenset[int] = frozenset()
+) -> str:
     """The source of a kernel: `formula_kernel`."""
+    kept = {i for i, _ in program.stores} - fresh if skips and fresh else ()
     kinds, sums, streams = program.kinds, program.sums, program.streams
     columns, coded = sorted(kinds), () if coding is None else coding.columns
     spread = {i for i, of in enumerate(program.spread) if of}
     body: list[str] = []
     for masked in (False, True):
-        lines = [*_drawn(program, masked, coding), *_body(program, "p{0} + at", masked, coding)]
+        lines = [*_drawn(program, masked, coding), *_body(program, "p{0} + at", masked, coding, kept)]
         lines += [f"t{i} += tl.where(mask, {x}, 0.0)" if masked else f"t{i} += {x}" for i, x in enumerate(sums)]
         body.append(("\n" + " " * 12).join(lines))
     addresses, multiples, keys = list[str](), list[str](), list[str]()
@@ -363,8 +379,9 @@ def source(program: Program, coding: Coding | None = None, skips: bool = False) 
         table=four.join(
             [
                 *(f"{x} = tl.load(table + {i} * rows + leaf)" for i, x in enumerate(_table(program, coding))),
-                # In a step that is skipped all leaves count as empty.
-                *(["numel = tl.where(tl.load(comes) != 0, numel, 0)"] if skips else []),
+                # In a step that is skipped all leaves count as empty, if nothing is written then.
+                *(["numel = tl.where(tl.load(comes) != 0, numel, 0)"] if skips and not fresh else []),
+                *(["comes = tl.load(comes) != 0"] if skips and fresh else []),
             ]
         ),
         addresses=four.join(addresses),
@@ -412,6 +429,7 @@ def run(
     entries: Sequence[Tensor] = (),
     comes: Tensor | None = None,
     roots: bool = False,
+    fresh: frozenset[int] = frozenset(),
 ) -> Tensor | None:
     """Compute a formula over all leaves in one launch. Sums over each leaf take one more.
 
@@ -427,6 +445,7 @@ def run(
             number, or of one for each leaf.
         entries: numbers that differ by leaf: of each a tensor of shape (leaves,), on any device.
         comes: a bool tensor of one element, on the device. If it is false, nothing is written. Not beside codes.
+        fresh: columns that are written even then.
         roots: whether the roots of the sums of each leaf are wanted.
 
     Returns:
@@ -490,7 +509,8 @@ def run(
         tensors += [packed[words_at:], packed[words_at + 1 :] if step is None else step.reshape(-1)]
     tensors += [] if comes is None else [comes.view(torch.uint8)]
     several = [int(step is not None and step.ndim > 0)] if drawn else []
-    launch(formula_kernel(program, coding, comes is not None), total, *tensors, *scalars, count, total, *several, *how)
+    kernel = formula_kernel(program, coding, comes is not None, fresh)
+    launch(kernel, total, *tensors, *scalars, count, total, *several, *how)
     if not sums or not each:
         return partials.sum(1) if sums else partials[:0]
     found = torch.empty((sums, count), dtype=torch.float32, device=device)

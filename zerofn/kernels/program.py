@@ -758,7 +758,7 @@ def _through(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 def _less_one(dtype: torch.dtype, weight: float) -> float:
-    return (weight if dtype is torch.float64 else c_float(weight).value) - 1
+    return (float(weight) if dtype is torch.float64 else c_float(weight).value) - 1
 
 
 def in_dtype(dtype: torch.dtype, x: float) -> float:

@@ -213,38 +213,28 @@ _KIND = attrgetter("dtype", "device")
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
 
-def _kernel(decoupled: bool, group: LeafList) -> None:
+def _run(decoupled: bool, group: LeafList) -> None:
     """torch's fused kernel, called once for each dtype and device."""
+    lists = group.params, group.grads, *group.slots.values()
+    if group.where == "graph":
+        fused_operator(*lists, step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
+        return
     kind_of = _DTYPE if all(map(_IS_CPU, group.params)) else _KIND
     kinds = set(map(kind_of, group.params))
     if len(kinds) > 1:
         if group.passes is not None:
             group.passes.settle()
         for kind in kinds:
-            _kernel(decoupled, group.only([kind_of(p) == kind for p in group.params]))
+            _run(decoupled, group.only([kind_of(p) == kind for p in group.params]))
         return
-    numbers: Any = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
-    lists = group.params, group.grads, *group.slots.values()
-    more: Any = dict(norms=group.norms, passes=group.passes)
-    fused_update(*lists, step=group.count, decoupled=decoupled, lr=group.lr, **more, **numbers)
-
-
-def _device_kernel(decoupled: bool, group: LeafList) -> None:
-    """torch's fused kernel, which reads counts on the device and can skip the step there."""
-    kinds = set(map(_KIND, group.params))
-    if len(kinds) > 1:
-        for kind in kinds:
-            _device_kernel(decoupled, group.only([_KIND(p) == kind for p in group.params]))
+    if group.where == "device":
+        # It reads counts on the device, and can skip the step there.
+        more: Any = dict(group.numbers, lr=group.lr, comes=group.comes)
+        fused_on_device(*lists, steps=group.count, decoupled=decoupled, **more)
         return
-    lists = group.params, group.grads, *group.slots.values()
-    numbers: Any = dict(group.numbers)
-    fused_on_device(*lists, steps=group.count, decoupled=decoupled, lr=group.lr, comes=group.comes, **numbers)
-
-
-def _graph_kernel(decoupled: bool, group: LeafList) -> None:
-    """The operator that calls torch's fused kernel in a compiled graph."""
-    lists = group.params, group.grads, *group.slots.values()
-    fused_operator(*lists, step=group.count, decoupled=decoupled, lr=group.lr, **group.numbers)
+    more = dict(zip(group.numbers, map(float, group.numbers.values()), strict=True))
+    more |= {"lr": group.lr, "norms": group.norms, "passes": group.passes}
+    fused_update(*lists, step=group.count, decoupled=decoupled, **more)
 
 
 def _takes(decoupled: bool, group: LeafList) -> list[bool]:
@@ -286,8 +276,3 @@ def adam_of(
     built = optimizer(name, lr, slots, formula, numbers, **more)
     by_hand = Joining(_run, decoupled, apart=has_end), partial(_takes, decoupled), formula_of_torch(decoupled)
     return with_moment_check(with_kernel(built, *by_hand))
-
-
-def _run(decoupled: bool, group: LeafList) -> None:
-    kernels = {"graph": _graph_kernel, "device": _device_kernel}
-    kernels.get(group.where, _kernel)(decoupled, group)
