@@ -313,7 +313,7 @@ OWN = {
     "leafwise, a state of another shape": 80,
     "leafwise, path": 40,
     "leafwise, rows": 40,
-    "watch": 70,
+    "watch": 68,
     "watch, a constant": 188,
     "watch, comparing": 158,
 }

@@ -56,6 +56,7 @@ from zerofn.core.context import RoundedToNearest as RoundedToNearest
 from zerofn.core.context import Rounding as Rounding
 from zerofn.core.context import check_format as check_format
 from zerofn.core.context import format_of as format_of
+from zerofn.core.elementwise import ElementSums as ElementSums
 from zerofn.core.elementwise import Elementwise as Elementwise
 from zerofn.core.executor import buckets as buckets
 from zerofn.core.facts import AVERAGE as AVERAGE

@@ -41,6 +41,10 @@ def unit(grad, param):
     return grad / grad.norm()
 
 
+def moves(old, new):
+    return {"moved": (new - old).square().sum(), "size": old.square().sum()}
+
+
 def is_matrix(path):
     return path.endswith("weight")
 
@@ -67,7 +71,8 @@ CHAINS = {
     "partition": lambda: [parted()],
     "masked": lambda: [zf.masked(zf.add_decayed_weights(0.1), is_matrix), zf.lion(0.1)],
     "adafactor": lambda: [zf.adafactor(0.1)],
-    "watch": lambda: [zf.lion(0.1), zf.watch(lambda old, new: {"moved": (new - old).square().sum()})],
+    "clip, adamw, watch": lambda: [zf.clip_by_global_norm(1.0), zf.adamw(0.1), zf.watch(moves)],
+    "watch": lambda: [zf.lion(0.1), zf.watch(moves)],
 }
 OVER_RANKS = {
     "all_reduce": lambda: [zf.all_reduce(), zf.clip_by_global_norm(1.0), zf.adamw(0.1)],
@@ -195,6 +200,14 @@ def test_a_plan_says_what_is_looked_at_before_and_what_a_held_micro_step_does():
         (("clip_by_global_norm",), "torch's operations", 1, 0, 0, False),
         (("adamw",), "torch's operations", 1, 0, 0, False),
         (("ema",), "torch's operations", 1, 0, 0, False),
+    ]
+
+
+def test_old_parameters_that_are_watched_stay_in_registers():
+    tx = zf.chain(zf.accumulate(2), zf.clip_by_value(1.0), zf.lion(0.1), zf.watch(moves))
+    assert passes(tx, large((512,))) == [
+        (("accumulate",), "one kernel", 2, 8, 4, True),
+        (("accumulate", "clip_by_value", "lion", "watch"), "one kernel", 2, 16, 12, False),
     ]
 
 

@@ -1,18 +1,19 @@
-"""`Elementwise`: a formula on each leaf alone, which is traced once and runs on many leaves in one pass."""
+"""`Elementwise` and `ElementSums`: formulas on each leaf alone, which are traced once and run in one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..kernels.lists import batches, on_lists, results
-from ..kernels.numbers import NotOnLists
+from ..kernels.lists import batches, on_lists, results, sums_over_leaves
+from ..kernels.numbers import TOLD, NotOnLists, tell
 from ..kernels.plans import Plans
-from ..kernels.program import TensorList, computed
+from ..kernels.program import LeafSums, TensorList, computed
 from .context import Context
 from .layout import Leaves
+from .outside import constants, may_change
 
 
 class Elementwise:
@@ -106,6 +107,70 @@ class Elementwise:
             computed(*[x for x in made if isinstance(x, TensorList)])
             for of, x in zip(found, made, strict=True):
                 of.update(zip(paths, x.tensors if isinstance(x, TensorList) else [x], strict=True))
+
+
+class ElementSums:
+    """Sums over the elements of each leaf.
+
+    Call it in an update half that is `Joining`, with the context, a dict that gets the sums, and a dict from path to
+    tensor for each tensor of the function. The sums ride on the pass of the neighbours in the chain, so they may be
+    there only after the update half has returned: read them in `Prepared.close`.
+
+    Args:
+        function: of tensors of one leaf. It returns a list of sums, which are numbers or 0-d tensors.
+        reads: a function of the user's that it calls. If that reads what may change and is no argument, it is called in
+            each step, in a pass of its own.
+
+    Examples:
+        >>> import torch
+        >>> from zerofn.core.layout import make_layout
+        >>> squares, found = ElementSums(lambda x: [x.square().sum()]), {}
+        >>> squares(Context(make_layout({"w": torch.ones(2)})), found, {"w": torch.ones(2)})
+        >>> found
+        {'w': tensor([2.], dtype=torch.float64)}
+    """
+
+    def __init__(self, function: Callable[..., Sequence[Any]], reads: Callable[..., Any] | None = None):
+        self.function, self.reads = function, function if reads is None else reads
+        self.plans = Plans(self._traced)
+
+    def __call__(self, ctx: Context, found: Leaves, *columns: Mapping[str, Any]) -> None:
+        """Put a float64 tensor of shape (sums,) into `found` for each path of the first column."""
+        paths = list(columns[0])
+        rows = [list(map(column.__getitem__, paths)) for column in columns]
+        rest = list(range(len(paths)))
+        if not ctx.recorded and ctx.choosing is None and on_lists(rows):
+            known = constants(self.reads)
+            if known is not None:
+                rest = self._by_plans(ctx, found, paths, rows, known)
+            elif TOLD:
+                tell(*may_change(self.reads, {}))
+        if rest:
+            ctx.settle()
+            found |= sums_over_leaves(self.function, *[{paths[i]: row[i] for i in rest} for row in rows])
+
+    def _traced(self, lists: list[Any], numbers: Mapping[str, Any], about: Any) -> Any:
+        sums = self.function(*lists)
+        if not all([isinstance(x, LeafSums) for x in sums]):
+            raise NotOnLists("a number of each leaf")
+        return [], [x.of for x in sums]
+
+    def _by_plans(
+        self, ctx: Context, found: Leaves, paths: list[str], rows: list[list[Any]], known: tuple[Any, ...]
+    ) -> list[int]:
+        """Add up leaves by a program of the function. Returns the places of those for which there is none."""
+        rest: list[int] = []
+        for batch, lists in batches(*rows):
+            own = [paths[i] for i in batch]
+
+            def take(sums: Tensor, own: list[str] = own) -> None:
+                found.update(zip(own, sums.double().mT.unbind(), strict=True))
+
+            try:
+                self.plans.run([x.like for x in lists], {}, None, known, passes=ctx.passes, take=take)
+            except NotOnLists:
+                rest += batch
+        return rest
 
 
 def _several(made: Any) -> tuple[Any, ...]:

@@ -14,11 +14,12 @@ from torch import Tensor
 from .._compat.tensors import profiler_runs
 from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
 from ..kernels.joined import LOOKING, Passes
-from ..kernels.lists import enough, over_leaves
+from ..kernels.lists import enough
 from ..kernels.norms import added, leaf_squares, squared_norm_unrecorded, sum_of_squares
 from ..kernels.program import stands_for
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
+from .elementwise import Elementwise
 from .facts import Facts, Scope
 from .halves import Joining, joins, stored_fn_of
 from .layout import Leaves
@@ -146,6 +147,7 @@ BUCKET_BYTES = 1 << 22
 DEVICE_BUCKET_BYTES = 1 << 28
 WIDEST = 8  # bytes of a float64
 NOTHING = Prepared()
+COPIED = Elementwise(torch.clone)
 # Every step reads the dtype of every leaf. attrgetter does it in C, which is faster than a lambda.
 _DTYPE, _IS_CPU = attrgetter("dtype"), attrgetter("is_cpu")
 
@@ -287,6 +289,7 @@ class Segment:
             if made.emit is not True:
                 comes = both(comes, made.emit)
         self.parts = parts.parts[: len(self.prepared)]
+        self.copies_old = self.copies_old and any([part.facts.compares for part in self.parts])
         self.changed: dict[str, TransformState] = {}
         self.places: dict[str, Places] = {}
 
@@ -346,7 +349,10 @@ class Segment:
         looking = LOOKING[-1] if LOOKING else None
         before = "" if looking is None else looking.now
         if self.copies_old:
-            old_params = over_leaves(lambda x: x.clone(), params)
+            if looking is not None:
+                looking.updates(".old parameters")
+            # A copy that only programs read is never written.
+            (old_params,) = COPIED(self.ctx if passes is None else replace(self.ctx, passes=passes), params)
         elif self.before is not None:
             old_params = {path: self.before[path] for path in params}
         for part, p in zip(self.parts, self.prepared, strict=True):
@@ -396,6 +402,7 @@ class Segment:
                 # A result that is not chosen must be finite only if it is differentiated.
                 signal = passed(emitted, out) if self.ctx.recorded else out
         if passes is not None:
+            old_params = seen = params
             passes.run()
         if looking is not None:
             looking.updates(before)

@@ -358,7 +358,8 @@ class _Found:
         by_torch = {name for name, looks in self.seen if not looks}
         for (names, program, reads, writes), paths in self.programs.items():
             why = next((reasons[x] for x in names if x in reasons and x not in by_torch), "")
-            made.append(Pass(names, *self._of(names[0], paths, KERNEL), reads, writes, held, why, program))
+            shown = tuple([x.removeprefix(".") for x in names])
+            made.append(Pass(shown, *self._of(names[0], paths, KERNEL), reads, writes, held, why, program))
         seen = dict(self.seen)
         # What computes without torch, in NumPy for instance, is not seen.
         seen |= {(name, False): dict.fromkeys(self.sizes, 0) for name in reasons.keys() - by_kernels - by_torch}

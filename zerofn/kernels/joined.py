@@ -252,7 +252,7 @@ def _differ(first: Draws, second: Draws) -> bool:
 
 
 def _both(first: Run, second: Run) -> Run | None:
-    """Two runs as one; `None` if they have no memory in common, or cannot be joined."""
+    """Two runs as one; `None` if they have no memory in common and none is a copy, or if they cannot be joined."""
     if list(map(Tensor.numel, first.like)) != list(map(Tensor.numel, second.like)):
         return None
     if first.draws is not None and second.draws is not None and _differ(first.draws, second.draws):
@@ -267,7 +267,9 @@ def _both(first: Run, second: Run) -> Run | None:
     taken = {*chain(*places)} - {0}
     # A column that has some leaves of another, or has them in another order, must see what was written there.
     apart = all([i is not None or taken.isdisjoint(x) for i, x in zip(same, theirs, strict=True)])
-    if not apart or set(same) == {None}:
+    # A copy of what a later program writes waits for it.
+    unlike = set(same) == {None} and first.program.steps and second.program.steps
+    if not apart or unlike:
         return None
     made, runs = joined(first.program, second.program, same), (first, second)
     printer = printer_for(first.like[0].device)

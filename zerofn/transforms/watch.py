@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..extend import (
     Context,
+    ElementSums,
     Facts,
+    Joining,
     Layout,
     LeafSums,
     Leaves,
@@ -19,7 +21,6 @@ from ..extend import (
     TransformState,
     explain,
     labels_by_path,
-    sums_over_leaves,
     texts_of_labels,
     transform,
 )
@@ -38,8 +39,9 @@ def watch(fn: Callable[..., Any], then: Callable[..., Any] | None = None, labels
 
     A metric is called `"watch.ratio"`, after the transform; `zf.watch(...).named("update")` calls it `"update.ratio"`.
 
-    Cost: a copy of one bucket of old parameters at a time, and one message per step between ranks if leaves are
-    sharded.
+    Cost: one message per step between ranks if leaves are sharded. Sums of arithmetic ride on the pass of the
+    optimizer (docs/your-formula-is-a-kernel.md). For others, and for leaves that are small together, there is a copy of
+    one bucket of old parameters at a time.
 
     Args:
         fn: of two tensors of one shape, in fp32 if the parameter has 16 bits; of a sharded leaf, flat local shards.
@@ -118,12 +120,14 @@ def _named(
 
         return Prepared(carry=rows, close=close)
 
-    def update(params: Leaves, state: TransformState, old: Leaves, rows: Leaves, ctx: Context):
-        def sums(new: Any, old: Any) -> list[Any]:
-            wide = torch.promote_types(new.dtype, torch.float32)
-            return [*_checked(fn(old.to(wide), new.to(wide)), of_sums, "fn").values()]
+    def sums_of_leaf(new: Any, old: Any) -> list[Any]:
+        wide = torch.promote_types(new.dtype, torch.float32)
+        return [*_checked(fn(old.to(wide), new.to(wide)), of_sums, "fn").values()]
 
-        rows |= sums_over_leaves(sums, {path: new for path, new in params.items() if new.numel()}, old)
+    summed = ElementSums(sums_of_leaf, reads=fn)
+
+    def update(params: Leaves, state: TransformState, old: Leaves, rows: Leaves, ctx: Context):
+        summed(ctx, rows, {path: new for path, new in params.items() if new.numel()}, old)
         return params, state
 
     return Transform(
@@ -131,7 +135,7 @@ def _named(
         needs="element",
         facts=Facts(watches=True, reports=reports, keeps=False, capturable=True),
         prepare_fn=prepare,
-        update_fn=update,
+        update_fn=Joining(update),
         named_fn=lambda other: _named(other, fn, then, labels, of_sums, of_metrics),
     )
 
