@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covering, few_and_all
+from one_launch import one_launch
 from pairs import cover
 from stages import STAGES, around
 from time_limits import limit
@@ -160,73 +164,68 @@ OTHERS: dict[str, tuple[Callable[[], list], Callable[[], list]]] = {
 }
 
 
-def others(stage: str, data: Callable[[int], Tensor], how: str) -> dict[str, list[Tensor]]:
-    found = {}
-    for name, (middle, rest) in OTHERS.items():
-        model = net()
-        if how != AFTER:
-            freeze(model, BETWEEN[0])
-        held = [zf.accumulate(2)] if stage == "one process" else []
-        tx = zf.chain(*around(stage, *middle(), *held, window=zf.accumulate(2)), *rest())
-        opt = zf.attach(model, tx, hold_frozen=how == HELD)
-        for i in range(STEPS):
-            change(model, BETWEEN, i)
-            model(data(i)).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
-        opt.detach()
-        found[name] = [p.detach().clone() for p in model.parameters()]
-    return found
+def other(name: str, stage: str, how: str, data: Callable[[int], Tensor]) -> list[Tensor]:
+    middle, rest = OTHERS[name]
+    model = net()
+    if how != AFTER:
+        freeze(model, BETWEEN[0])
+    held = [zf.accumulate(2)] if stage == "one process" else []
+    tx = zf.chain(*around(stage, *middle(), *held, window=zf.accumulate(2)), *rest())
+    opt = zf.attach(model, tx, hold_frozen=how == HELD)
+    for i in range(STEPS):
+        change(model, BETWEEN, i)
+        model(data(i)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    opt.detach()
+    return [p.detach().clone() for p in model.parameters()]
 
 
-def dropped(every: int) -> dict[str, list[Tensor]]:
+@functools.cache
+def dropped(name: str, every: int) -> list[Tensor]:
     """On one process, of a model in which nothing is frozen and gradients are dropped by hand."""
-    found = {}
-    for name, (middle, rest) in OTHERS.items():
-        model = net()
-        held = [zf.accumulate(every)] if every > 1 else []
-        opt = zf.attach(model, zf.chain(*middle(), *held, *rest()))
-        for i in range(STEPS):
-            model(whole(2, i)).square().mean().backward()
-            for layer in BETWEEN[i]:
-                for p in model[layer].parameters():
-                    p.grad = None
-            opt.step()
-            opt.zero_grad()
-        opt.detach()
-        found[name] = [p.detach().clone() for p in model.parameters()]
-    return found
+    middle, rest = OTHERS[name]
+    model = net()
+    held = [zf.accumulate(every)] if every > 1 else []
+    opt = zf.attach(model, zf.chain(*middle(), *held, *rest()))
+    for i in range(STEPS):
+        model(whole(2, i)).square().mean().backward()
+        for layer in BETWEEN[i]:
+            for p in model[layer].parameters():
+                p.grad = None
+        opt.step()
+        opt.zero_grad()
+    opt.detach()
+    return [p.detach().clone() for p in model.parameters()]
 
 
-def others_on_a_rank(stage: str, hows: tuple[str, ...]) -> list[dict[str, list[Tensor]]]:
-    return [others(stage, lambda i: batch(dist.get_rank(), i), how) for how in hows]
+def other_on_a_rank(name: str, stage: str, how: str) -> list[Tensor]:
+    return other(name, stage, how, lambda i: batch(dist.get_rank(), i))
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_a_frozen_leaf_is_one_without_a_gradient(how):
-    expected = dropped(2)
-    for name, mine in others("one process", lambda i: whole(2, i), how).items():
-        assert all(torch.equal(a, b) for a, b in zip(mine, expected[name], strict=True)), name
+    for name in OTHERS:
+        mine = other(name, "one process", how, lambda i: whole(2, i))
+        assert all(torch.equal(a, b) for a, b in zip(mine, dropped(name, 2), strict=True)), name
 
 
-@pytest.mark.parametrize(
-    ("stage", "hows"),
-    [
-        ("ZeRO-1", (HELD,)),
-        ("ZeRO-2", (UNFROZEN,)),
-        ("ZeRO-3", (UNFROZEN,)),
-        *[pytest.param(x, HOWS, marks=pytest.mark.slow) for x in STAGES],
-    ],
-)
-def test_a_frozen_leaf_is_one_without_a_gradient_on_ranks(stage, hows):
-    expected = dropped(2 if stage == "ZeRO-1" else 1)
-    for all_of in zf.launch(others_on_a_rank, 2, stage, hows, timeout=limit()):
-        for found in all_of:
-            for name, mine in found.items():
-                # bf16 rounds what ranks compute of half a batch each.
-                near = {"rtol": 0.0, "atol": 1e-3} if name == "masters" else {"rtol": 1e-5, "atol": 3e-6}
-                for a, b in zip(mine, expected[name], strict=True):
-                    torch.testing.assert_close(a, b, **near, msg=lambda m, of=(stage, name): f"{of}: {m}")
+OVER_RANKS = list(itertools.product(OTHERS, STAGES, HOWS))
+# Each transform at one stage in turn: what a stage does to a leaf is the same for all of them. States of owners grow
+# where leaves are cut.
+FRONTS = {"ZeRO-1": HELD, "ZeRO-2": UNFROZEN, "ZeRO-3": UNFROZEN}
+IN_TURN = [*covering(list(itertools.product(OTHERS, FRONTS))), ("owners", "ZeRO-3")]
+IN_TURN = [(name, stage, FRONTS[stage]) for name, stage in IN_TURN]
+
+
+@pytest.mark.parametrize("rows", few_and_all(IN_TURN, OVER_RANKS))
+def test_a_frozen_leaf_is_one_without_a_gradient_on_ranks(rows):
+    for (name, stage, how), found in one_launch(2, other_on_a_rank, rows).items():
+        # bf16 rounds what ranks compute of half a batch each.
+        near = {"rtol": 0.0, "atol": 1e-3} if name == "masters" else {"rtol": 1e-5, "atol": 3e-6}
+        for mine in found:
+            for a, b in zip(mine, dropped(name, 2 if stage == "ZeRO-1" else 1), strict=True):
+                torch.testing.assert_close(a, b, **near, msg=lambda m, of=(name, stage, how): f"{of}: {m}")
 
 
 # -- what has no state ---------------------------------------------------------------------------------------

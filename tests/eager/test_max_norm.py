@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from covering import few_and_all
 from one_launch import one_launch
+from pairs import cover
 from stages import PLACES, around
 from torch import Tensor, nn
 
@@ -89,6 +93,14 @@ def what_to_write(stage: str, kind: str) -> None:
     opt.detach()
 
 
-@pytest.mark.parametrize("program", [the_same_rows, other_rows, what_to_write])
-def test_rows_with_a_norm_limit(program):
-    one_launch(2, program, [(stage, kind) for stage in STAGES for kind in ("rows", "bags")])
+def run(program: Callable[[str, str], None], stage: str, kind: str) -> None:
+    program(stage, kind)
+
+
+PROGRAMS = (the_same_rows, other_rows, what_to_write)
+ROWS = list(itertools.product(PROGRAMS, STAGES, ("rows", "bags")))
+
+
+@pytest.mark.parametrize("rows", few_and_all(cover(ROWS), ROWS))
+def test_rows_with_a_norm_limit(rows):
+    one_launch(2, run, rows)
