@@ -167,7 +167,7 @@ class ElementSums:
                 found.update(zip(own, sums.double().mT.unbind(), strict=True))
 
             try:
-                self.plans.run([x.like for x in lists], {}, None, known, passes=ctx.passes, take=take)
+                self.plans.run(lists, {}, None, known, passes=ctx.passes, take=take)
             except NotOnLists:
                 rest += batch
         return rest
