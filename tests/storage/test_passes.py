@@ -11,6 +11,7 @@ import pytest
 import torch
 from one_launch import one_launch
 from torch import nn
+from transforms_table import LAYERS, ROWS, row_params
 
 import zerofn as zf
 from zerofn.core import executor  # inside: buckets of any size
@@ -67,6 +68,11 @@ CHAINS = {
     "masters, adamw": lambda: [zf.precision(param_dtype=BF16, store_dtype="bf16+8"), zf.adamw(0.1)],
     "codes, adamw": lambda: [zf.quantize(zf.adamw(0.1), block=8)],
     "codes, lion": lambda: [zf.quantize(zf.lion(0.1), bits=4, block=8)],
+    "clip, low_precision_adam": lambda: [zf.clip_by_global_norm(1.0), zf.low_precision_adam(0.1)],
+    "kahan": lambda: [zf.precision(store_dtype=BF16), zf.low_precision_adam(0.1, rounding="kahan")],
+    "cautious": lambda: [zf.cautious(zf.scale_by_adam()), zf.scale_by_lr(0.1)],
+    "nadam": lambda: [zf.nadam(0.1)],
+    "shampoo": lambda: [zf.shampoo(0.1)],
     "schedule_free": lambda: [zf.schedule_free(zf.adamw(0.1))],
     "partition": lambda: [parted()],
     "masked": lambda: [zf.masked(zf.add_decayed_weights(0.1), is_matrix), zf.lion(0.1)],
@@ -142,11 +148,19 @@ def by_program(passes):
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_bytes_that_are_said_are_those_of_the_kernels_that_run(name):
-    # Rows of a matrix have as many statistics as its bias has elements.
-    factored = name == "adafactor"
+    # Rows of a matrix have as many statistics as its bias has elements; and there are preconditioners of its sides.
+    statistics = {"adafactor": (64, 40, 16, 7, 3, 1), "shampoo": (64**2, 40**2, 16**2, 7**2)}.get(name, ())
     tx = zf.chain(*CHAINS[name]())
-    ran, said = bytes_that_run(tx, model(bias=not factored), rows=(64, 40, 16, 7, 3, 1) if factored else ())
+    ran, said = bytes_that_run(tx, model(bias=name != "adafactor"), rows=statistics)
     assert by_program(said.rows) == ran and ran
+
+
+@pytest.mark.parametrize("name", row_params("laws", ROWS))
+def test_the_passes_of_every_transform_are_known(name):
+    tx = ROWS[name].trained(LAYERS)
+    table = zf.plan(tx, model())
+    assert not table.passes.why and table.passes.rows
+    assert repr(table).endswith(repr(table.passes)) and table._repr_html_()
 
 
 def over_ranks(name):

@@ -2,7 +2,7 @@
 
 A new transform is one row: it stands in every test that takes its rows from here: `transforms/test_transforms.py`,
 `transforms/test_optimizers.py`, `laws/test_law_11_cutting.py`, `core/test_capture.py`, `storage/test_every_row.py`,
-`storage/test_travelling_states.py`, `storage/test_describe.py`, `eager/test_in_backward.py`,
+`storage/test_travelling_states.py`, `storage/test_describe.py`, `storage/test_passes.py`, `eager/test_in_backward.py`,
 `test_waits_and_launches.py`.
 """
 

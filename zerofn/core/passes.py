@@ -183,7 +183,7 @@ class _Found:
         known: by the id of a tensor a reference to it, and its path.
         sizes: the elements of the small tensors, by path.
         programs: by names of transforms, program and bytes for each number the paths of leaves, and how many elements
-            at the end of each the program leaves to torch. Statistics of rows are no numbers of leaves.
+            at the end of each the program leaves to torch. Statistics of rows and preconditioners do not count.
         seen: by name, whether it only looks, and path, the bytes of a number that torch's operations have read.
     """
 
@@ -231,7 +231,7 @@ class _Found:
         for row in zip(*columns, strict=True):
             found = [path for x in row if (path := self._path(x)) is not None]
             numel = next(x.numel() for x in row if type(x) is not Coded)
-            if found and (left := self.sizes[found[0]] - numel) < LINE:
+            if found and 0 <= (left := self.sizes[found[0]] - numel) < LINE:
                 paths[found[0]] = left
         self.running = True
         try:
@@ -345,7 +345,8 @@ class _Found:
         given |= {name: like.new_ones(shape) for name, shape in pipe.largest.items()}
         self._note_state(state, grads)
         self.running = False
-        ctx = pipe.context(donate=True, micro_step=state.micro_step, boundary=boundary, given=given)
+        weight = 1.0 if pipe.weighted else None
+        ctx = pipe.context(donate=True, micro_step=state.micro_step, boundary=boundary, given=given, weight=weight)
         return apply(pipe, grads, state, ctx)[0]
 
     def _passes(self, held: bool) -> list[Pass]:
