@@ -12,6 +12,7 @@ from torch import nn
 
 import zerofn as zf
 from zerofn.extend import Facts, Scope, Transform, squared_norm, transform
+from zerofn.kernels import fused_adam, lists  # inside: kernels for small leaves
 from zerofn.testing import check_transform
 
 STEPS = 3
@@ -79,8 +80,21 @@ OPTIMIZERS = {
 }
 
 
-def watched(optimizer, route, stage):
+def watched(optimizer, route, stage, by):
     """The metrics of `watch` in each step, over this rank's share of each batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if by == "kernels":
+            kernels_for_all(patch)
+        return _watched(optimizer, route, stage)
+
+
+def kernels_for_all(patch):
+    """Kernels for small leaves too: sums ride on the pass of the optimizer."""
+    patch.setattr(lists, "LARGE", 1)
+    patch.setattr(fused_adam, "LARGE", 1)
+
+
+def _watched(optimizer, route, stage):
     group = zf.collectives.world_group()
     tx = zf.chain(
         *around(stage, window=zf.accumulate(1)),
@@ -107,10 +121,11 @@ def everywhere(cases):
 
 
 CASES = [
-    (optimizer, route, stage)
+    (optimizer, route, stage, by)
     for optimizer in OPTIMIZERS
     for route in ("pure", "donated", "eager", "in backward")
     for stage in (0, 1, 2, 3)
+    for by in ("torch", "kernels")
 ]
 
 
@@ -207,10 +222,12 @@ def compared(state, was):
     return [p for p in old if not torch.equal(old[p], was[p]) or not torch.equal(new[p], state.leaves[p])]
 
 
-@pytest.mark.parametrize("buckets", ["one bucket", "a bucket a leaf"])
+@pytest.mark.parametrize("buckets", ["one bucket", "a bucket a leaf", "kernels"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_watcher_is_handed_the_old_and_the_new_parameters(form, buckets, monkeypatch):
-    if buckets != "one bucket":
+    if buckets == "kernels":
+        kernels_for_all(monkeypatch)
+    if buckets == "a bucket a leaf":
         monkeypatch.setattr("zerofn.core.executor.BUCKET_BYTES", 8)
     whole = "whole" in form or "partition" in form
     for i, scope in enumerate(("LEAF", "TREE", "WHOLE")):
