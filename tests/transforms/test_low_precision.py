@@ -90,7 +90,7 @@ def test_every_rounding_is_bitwise_that_of_one_process(size):
     want = one_process()
     wrong = [
         (rank, *key, n)
-        for rank, results in enumerate(zf.launch(bitwise, size, timeout=limit()))
+        for rank, results in enumerate(zf.launch(bitwise, size, timeout=limit(), threads=torch.get_num_threads()))
         for key, after in results.items()
         for n, x in after.items()
         if not torch.equal(x, want[key][n]) or x.dtype != BF
