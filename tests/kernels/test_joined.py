@@ -97,8 +97,7 @@ def test_two_programs_as_one_have_the_bits_of_one_after_the_other():
 
 
 @needs_compiler
-@pytest.mark.parametrize("seed", range(2))
-def test_in_c_too(seed, monkeypatch, tmp_path):
+def test_in_c_too(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     @settings(max_examples=4)

@@ -246,8 +246,7 @@ def test_a_watcher_of_the_new_parameters_alone_costs_no_copy():
 
 
 def test_check_transform_passes_it():
-    check_transform(zf.chain(zf.adamw(0.1), zf.watch(sums, root_of_quotient)))
-    check_transform(zf.watch(sums))
+    """By itself it is in `test_conformance`."""
     check_transform(zf.chain(zf.accumulate(2), zf.adamw(0.1), zf.watch(sums, root_of_quotient, labels=first_part)))
 
 
