@@ -1,8 +1,7 @@
 """Derivatives by what was made of sharded parameters: fast weights, and torch.autograd.functional."""
 
-import pytest
 import torch
-from time_limits import limit
+from one_launch import one_launch
 from torch import nn
 from torch.autograd.functional import hvp, jacobian, vjp
 from torch.func import functional_call
@@ -48,17 +47,19 @@ PROGRAMS = {
 }
 
 
-def on_ranks(name):
+def on_a_rank(name):
     model = net()
-    zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
-    return [getattr(x, "full_tensor", lambda x=x: x)().detach().clone() for x in PROGRAMS[name](model)]
+    opt = zf.attach(model, zf.chain(zf.shard(), zf.sgd(0.1)))
+    found = [getattr(x, "full_tensor", lambda x=x: x)().detach().clone() for x in PROGRAMS[name](model)]
+    opt.detach()
+    return found
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_they_are_those_of_the_whole(name):
-    want = [x.detach() for x in PROGRAMS[name](net())]
-    assert all(x.abs().max() > 1e-3 for x in want)
-    for found in zf.launch(on_ranks, 2, name, timeout=limit()):
-        for got, whole in zip(found, want, strict=True):
-            # float64, of sums of a dozen products.
-            torch.testing.assert_close(got, whole, rtol=1e-12, atol=1e-14)
+def test_they_are_those_of_the_whole():
+    for (name,), ranks in one_launch(2, on_a_rank, [(name,) for name in PROGRAMS]).items():
+        want = [x.detach() for x in PROGRAMS[name](net())]
+        assert all(x.abs().max() > 1e-3 for x in want)
+        for found in ranks:
+            for got, whole in zip(found, want, strict=True):
+                # float64, of sums of a dozen products.
+                torch.testing.assert_close(got, whole, rtol=1e-12, atol=1e-14, msg=lambda m, of=name: f"{of}: {m}")

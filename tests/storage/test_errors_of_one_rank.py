@@ -39,8 +39,18 @@ def program(what, bad, directory):
         opt.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("what", ["save", "save of a state", "load", "load_state_dict"])
-@pytest.mark.parametrize("bad", [0, 1])
+# Either rank in turn.
+WHERE = {"save": 1, "save of a state": 0, "load": 1, "load_state_dict": 0}
+
+
+@pytest.mark.parametrize(
+    ("what", "bad"),
+    [
+        pytest.param(what, bad, marks=() if bad == often else pytest.mark.slow)
+        for what, often in WHERE.items()
+        for bad in (0, 1)
+    ],
+)
 def test_the_rank_that_had_the_error(what, bad, tmp_path):
     with pytest.raises(zf.RankError, match=f"rank {bad} raised") as caught:
         zf.launch(program, 2, what, bad, str(tmp_path), timeout=limit())
