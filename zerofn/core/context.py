@@ -558,7 +558,8 @@ class Context:
         given = value
         if isinstance(value, float):
             # A default dtype of 16 bits would round a rate of 0.001.
-            value = torch.full((), value, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+            wide = torch.float64 if torch.get_default_dtype() is torch.float64 else torch.float32
+            value = torch.full((), value, dtype=wide)
         elif not isinstance(value, Tensor):
             value = torch.as_tensor(value)
         if isinstance(self.comes, Tensor) and name in self.standing:

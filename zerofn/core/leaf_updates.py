@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -451,8 +452,10 @@ def _rides(paths: Sequence[str], updates: Updates) -> bool:
 
 
 def _add_norms(paths: Sequence[str], ctx: Context, squares: Tensor) -> None:
-    """Take the norms of gradients whose squares a pass has added up."""
-    _add_roots(paths, ctx, squares[0].sqrt())
+    """Take the norms of gradients whose squares a pass has added up, (1, leaves), on the CPU."""
+    if ctx.norms is not None:
+        # In Python: operations of torch are slow just after a kernel has emptied the caches.
+        ctx.norms.add(paths, list(map(math.sqrt, squares.tolist()[0])))
 
 
 def _add_roots(paths: Sequence[str], ctx: Context, norms: Any) -> None:

@@ -276,13 +276,12 @@ def ends(columns: Columns) -> Columns:
 
 
 def _without_end(x: Tensor) -> Tensor:
-    flat = x.detach().view(-1)
-    return flat[: len(flat) // LINE * LINE]
+    numel = x.numel()
+    return x.detach().view(-1)[: numel // LINE * LINE] if numel % LINE else x
 
 
 def _end(x: Tensor) -> Tensor:
-    flat = x.detach().view(-1)
-    return flat[len(flat) // LINE * LINE :]
+    return x.detach().view(-1)[x.numel() // LINE * LINE :]
 
 
 def scalars(step: Any, lr: Any, beta1: Any, beta2: Any, eps: Any, weight_decay: Any) -> tuple[Any, ...]:
@@ -315,8 +314,7 @@ def run_program(
     Raises:
         NotOnLists: there is no kernel.
     """
-    whole = not any(map(has_end, columns[0]))
-    lists = [list(column) if whole else list(map(_without_end, column)) for column in columns]
+    lists = [list(map(_without_end, column)) for column in columns]
     # These are read before the update, since a gradient may share memory with a tensor that is written.
     rests = [float(_end(g).double().square().sum()) if norms is not None and has_end(g) else 0.0 for g in columns[1]]
 

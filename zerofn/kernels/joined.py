@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from . import print_torch
-from .program import KINDS, Draws, Program, printer_for
+from .program import KINDS, Draws, Program
 
 # Who looks at the passes that a step makes (`zerofn.core.passes`). It knows which update half runs (`now`), and is told
 # which ones have left the program that it is given next (`of`).
@@ -131,6 +131,7 @@ class Run(NamedTuple):
         columns: of each column its tensors, or weak references to them if they are new and only written.
         numbers: of the program.
         draws: of the random bits, if there are some.
+        printer: that runs it; `None` if torch's operations do.
         entries: numbers that differ by leaf, a tensor of shape (leaves,) of each.
         takes: who gets the sums, when the program has run: of each how many sums, and a function of (sums, leaves).
         after: what is called then.
@@ -143,6 +144,7 @@ class Run(NamedTuple):
     columns: tuple[Sequence[Any], ...]
     numbers: tuple[Any, ...]
     draws: Draws | None
+    printer: Any
     entries: tuple[Tensor, ...] = ()
     takes: tuple[tuple[int, Callable[[Tensor], Any]], ...] = ()
     after: tuple[Callable[[], Any], ...] = ()
@@ -160,10 +162,11 @@ class Passes:
         settled: how often somebody has had to look at what is in a tensor in the middle.
 
     Examples:
+        >>> from zerofn.kernels.program import printer_for
         >>> passes, x = Passes(), [torch.ones(2)]
         >>> double = Program((0,), (), (), (("add", ("x0", "x0"), 0),), ((0, "x1"),), (0,), ())
         >>> for _ in range(3):
-        ...     passes.add(Run(double, x, (x,), (), None))
+        ...     passes.add(Run(double, x, (x,), (), None, printer_for(x[0].device)))
         >>> passes.run()
         >>> x[0]
         tensor([8., 8.])
@@ -208,17 +211,19 @@ def _now(run: Run) -> None:
     """Run a program, and hand out its sums."""
     columns = [_tensors(run, i) for i in range(len(run.columns))]
     given = run.program, columns, run.numbers, [], True, run.draws, run.entries
-    printer = printer_for(columns[0][0].device)
     if LOOKING:
         LOOKING[-1].of = run.of
     more: dict[str, Any] = {}
     if run.comes is not None:
         fresh = [i for i, column in enumerate(run.columns) if type(column[0]) is ref]
         more = {"comes": run.comes, "fresh": frozenset(fresh)}
-    found = None if printer is None else printer.run(*given, **more)
+    found = None if run.printer is None else run.printer.run(*given, **more)
     # Torch's operations have the same bits, if a kernel cannot be built.
     sums = print_torch.run(*given, **more) if found is None else found
     increment_version([x for i in dict(run.program.stores) for x in columns[i]])
+    if len(run.takes) == 1:
+        run.takes[0][1](sums)
+        return
     first = 0
     for n, take in run.takes:
         take(sums[first : first + n])
@@ -272,8 +277,7 @@ def _both(first: Run, second: Run) -> Run | None:
     if not apart or unlike:
         return None
     made, runs = joined(first.program, second.program, same), (first, second)
-    printer = printer_for(first.like[0].device)
-    if made is None or printer is None or not printer.can(made.program):
+    if made is None or first.printer is None or not first.printer.can(made.program):
         return None
     return Run(
         made.program,
@@ -281,6 +285,7 @@ def _both(first: Run, second: Run) -> Run | None:
         tuple([runs[of].columns[i] for of, i in made.columns]),
         (*first.numbers, *second.numbers),
         first.draws or second.draws,
+        first.printer,
         (*first.entries, *second.entries),
         (*first.takes, *second.takes),
         (*first.after, *second.after),

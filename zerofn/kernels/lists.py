@@ -95,8 +95,9 @@ def batches(*columns: Sequence[Any]) -> Iterator[tuple[list[int], list[Any]]]:
     """
     for places in _kinds(columns):
         device = columns[0][places[0]].device
-        # A kernel makes no temporaries.
-        several = [places] if program.printer_for(device) is not None else _of_at_most(BATCH, places, columns[0])
+        # A kernel makes no temporaries. On a CPU nothing else computes lists (`on_lists`).
+        in_kernels = device.type == "cpu" or program.printer_for(device) is not None
+        several = [places] if in_kernels else _of_at_most(BATCH, places, columns[0])
         for batch in several:
             rows = columns if len(batch) == len(columns[0]) else [[column[i] for i in batch] for column in columns]
             yield batch, [list(row) if isinstance(row[0], Tensor) else row[0] for row in rows]

@@ -206,7 +206,7 @@ def sum_of_squares(norms_by_path: dict[str, Any]) -> Tensor:
     kinds = set(map(type, norms_by_path.values()))
     if kinds == {float}:
         # One torch operation instead of three per leaf. `fsum` is exact, hence the same in any order.
-        return torch.tensor(math.fsum(n * n for n in norms_by_path.values()), dtype=torch.float32)
+        return torch.tensor(math.fsum([n * n for n in norms_by_path.values()]), dtype=torch.float32)
     if float in kinds:
         of_kernels = {p: torch.tensor(n, dtype=torch.float32) for p, n in norms_by_path.items() if type(n) is float}
         norms_by_path = {**norms_by_path, **of_kernels}

@@ -446,7 +446,7 @@ def run(
         takes = ((len(plan.program.sums), take),) if plan.program.sums else ()
         line = Passes() if passes is None else passes
         entries = tuple(more.get("entries", ()))
-        left = Run(plan.program, used[0], tuple(waits), values, draws, entries, takes, comes=comes)
+        left = Run(plan.program, used[0], tuple(waits), values, draws, printer, entries, takes, comes=comes)
         line.add(left._replace(of=(LOOKING[-1].now,)) if LOOKING else left)
         if passes is None or (takes and take == found.append):
             line.run()

@@ -652,7 +652,8 @@ def _call(
         job.seed, job.step = draws.seed, draws.step
     found = torch.zeros((sums, count), dtype=torch.float64)
     for i in range(sums):
-        job.sums[i] = ctypes.cast(found[i].data_ptr(), ctypes.POINTER(ctypes.c_double))
+        row = found.data_ptr() + i * count * found.itemsize
+        job.sums[i] = ctypes.cast(row, ctypes.POINTER(ctypes.c_double))
     if function(ctypes.byref(job), torch.get_num_threads(), native.parallel()):
         raise MemoryError("no memory for the sums of a formula")
     return found if each else found.sum(1)
