@@ -123,10 +123,8 @@ class Seen:
 
 
 @pytest.fixture
-def seen(monkeypatch):
-    found = Seen()
-    monkeypatch.setattr(program, "INSTEAD", [found])
-    return found
+def seen():
+    return Seen()
 
 
 def new(xs):
@@ -145,8 +143,8 @@ def test_a_value_between_two_formulas_is_written_if_somebody_holds_it(held, seen
     p, g = [torch.tensor([1.0, 2.0]), torch.ones(1)], [torch.tensor([4.0, -2.0]), torch.ones(1)]
     passes = Passes()
     scaled, references = new(g)
-    passes.add(Run(SCALED, g, (g, references), (0.5,), None, print_c))
-    passes.add(Run(SUBTRACTED, p, (p, scaled), (0.25,), None, print_c))
+    passes.add(Run(SCALED, g, (g, references), (0.5,), None, seen))
+    passes.add(Run(SUBTRACTED, p, (p, scaled), (0.25,), None, seen))
     kept = scaled if held else None
     del scaled
     gc.collect()
@@ -162,7 +160,7 @@ def test_of_a_new_column_some_leaves_may_be_gone(seen):
     g = [torch.tensor([4.0, -2.0]), torch.ones(1)]
     passes = Passes()
     (first, second), references = new(g)
-    passes.add(Run(SCALED, g, (g, references), (0.5,), None, print_c))
+    passes.add(Run(SCALED, g, (g, references), (0.5,), None, seen))
     del first
     passes.run()
     assert second.tolist() == [0.5]
@@ -187,10 +185,10 @@ def test_programs_that_share_memory_see_what_was_written(theirs, seen):
         others = theirs(*tensors)
         kind = program.KINDS[others[0].dtype]
         double = DOUBLE._replace(loads=(kind,), steps=(("add", ("x0", "x0"), kind),), written=(kind,))
-        passes.add(Run(DOUBLE, tensors, (tensors,), (), None, print_c))
+        passes.add(Run(DOUBLE, tensors, (tensors,), (), None, seen))
         if tensors is want:
             passes.run()
-        passes.add(Run(double, others, (others,), (), None, print_c))
+        passes.add(Run(double, others, (others,), (), None, seen))
         passes.run()
     assert torch.equal(x.view(torch.int32), want[0].view(torch.int32))
     assert torch.equal(y.view(torch.int32), want[1].view(torch.int32))
@@ -202,10 +200,10 @@ def test_memory_of_a_dead_result_that_another_tensor_got_is_no_column(seen):
     passes = Passes()
     for _ in range(20):
         made, references = new(g)
-        passes.add(Run(SCALED, g, (g, references), (0.5,), None, print_c))
+        passes.add(Run(SCALED, g, (g, references), (0.5,), None, seen))
         del made
         p = [torch.full((64,), 3.0)]
-        passes.add(Run(DOUBLE, p, (p,), (), None, print_c))
+        passes.add(Run(DOUBLE, p, (p,), (), None, seen))
         passes.run()
         assert p[0].tolist() == [6.0] * 64
 
@@ -213,7 +211,7 @@ def test_memory_of_a_dead_result_that_another_tensor_got_is_no_column(seen):
 def test_results_are_changed_for_autograd_when_they_are_written(seen):
     x = [torch.ones(2)]
     passes = Passes()
-    passes.add(Run(DOUBLE, x, (x,), (), None, print_c))
+    passes.add(Run(DOUBLE, x, (x,), (), None, seen))
     before = x[0]._version
     passes.run()
     assert before == 0 < x[0]._version
