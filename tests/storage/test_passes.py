@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import pickle
+from threading import Thread, get_ident
 
 import pytest
 import torch
@@ -259,6 +260,30 @@ def test_a_table_pickles_with_its_passes_and_without_the_chain():
     table = zf.plan(zf.chain(mine(), zf.sgd(0.1)), large())
     again = pickle.loads(pickle.dumps(table))
     assert again == table and repr(again) == repr(table) and again.passes == table.passes
+
+
+def test_another_thread_trains_by_its_kernels_while_somebody_looks(monkeypatch):
+    monkeypatch.setattr(lists, "LARGE", 1)
+    ran, said, run = [], [], print_c.run
+    monkeypatch.setattr(print_c, "run", lambda *given, **more: ran.append(get_ident()) or run(*given, **more))
+    opt = zf.attach(net := model(), zf.chain(zf.lion(0.1), zf.ema(0.9)))
+
+    def train():
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+        opt.step()
+
+    @zf.leafwise(needs="element")
+    def meanwhile(grad, param):
+        thread = Thread(target=train)
+        thread.start()
+        thread.join()
+        said.append(thread.ident)
+        return 2 * grad
+
+    rows = zf.plan(zf.chain(meanwhile(), zf.sgd(0.1)), large()).passes.rows
+    assert {name for x in rows for name in x.transforms} <= {"meanwhile", "sgd", "grad_norm"}
+    assert said and set(ran) == set(said)
 
 
 def test_a_function_that_raises_on_small_tensors_spoils_no_table():

@@ -16,7 +16,7 @@ from .._profiler_ranges import UPDATE, heard, listener, ranged, ranges_wanted
 from ..kernels.joined import LOOKING, Passes
 from ..kernels.lists import enough
 from ..kernels.norms import added, leaf_squares, squared_norm_unrecorded, sum_of_squares
-from ..kernels.program import stands_for
+from ..kernels.program import looked_at, stands_for
 from ..kernels.recording import root
 from .context import Context, Prepared, WithinBucket, check_prepared
 from .elementwise import Elementwise
@@ -307,7 +307,7 @@ class Segment:
         """
         most = BUCKET_BYTES // WIDEST
         together = self.whole or self.ctx.layout.elements <= most or sum(map(Tensor.numel, params.values())) <= most
-        if LOOKING and not self.whole:
+        if LOOKING and looked_at() and not self.whole:
             together = not stands_for(params.values(), most + 1)
         found = [] if together else self._buckets(signal, params)
         if len(found) < 2:

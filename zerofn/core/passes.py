@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -167,12 +168,13 @@ def _with_late_reductions(pipe: Pipeline, of: Pipeline) -> Pipeline:
 LINE_OF = ", line "
 
 
-@dataclass
+@dataclass(eq=False)
 class _Found:
     """A printer that keeps the programs of a step, which run by torch's operations; and what computes the rest.
 
     Attributes:
         printer: whose programs they are.
+        thread: which looks. Another one may train meanwhile.
         numbers: from the name of a transform and a path to the elements that small tensors of that leaf stand for;
             `None` if all leaves are large, whatever their size.
         now: the update half that runs.
@@ -198,15 +200,22 @@ class _Found:
     sizes: dict[str, int] = field(default_factory=dict)
     programs: dict[tuple[tuple[str, ...], Program, float, float], dict[str, int]] = field(default_factory=dict)
     seen: dict[tuple[str, bool], dict[str, int]] = field(default_factory=dict)
+    thread: int = field(default_factory=get_ident)
 
     # ------------------------------------------------------------------------------------------------------------------
     # What the executor and the programs call.
 
     def prepares(self, name: str) -> None:
-        self.now, self.looks = name, True
+        if get_ident() == self.thread:
+            self.now, self.looks = name, True
 
     def updates(self, name: str) -> None:
-        self.now, self.looks = name, False
+        if get_ident() == self.thread:
+            self.now, self.looks = name, False
+
+    def joins(self, names: tuple[str, ...]) -> None:
+        if get_ident() == self.thread:
+            self.of = names
 
     def elements(self, tensors: Iterable[Tensor]) -> float:
         """The elements that these tensors stand for."""
@@ -241,7 +250,8 @@ class _Found:
 
     def told(self, why: str) -> None:
         """Note why a function is no kernel, or is called in each step, with the line in it that was the reason."""
-        self.reasons.setdefault(why, self.now)
+        if get_ident() == self.thread:
+            self.reasons.setdefault(why, self.now)
 
     def operation(self, views: bool, given: tuple[Any, ...], made: Any) -> None:
         """Note of which leaves the tensors of an operation of torch are, and that it has touched them."""
@@ -294,7 +304,8 @@ class _Found:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        INSTEAD.append(self if self.printer is not None else None)
+        instead = self if self.printer is not None else None
+        INSTEAD.append(instead)
         TOLD.append(self.told)
         LOOKING.append(self)
         try:
@@ -303,7 +314,7 @@ class _Found:
         finally:
             LOOKING.remove(self)
             TOLD.remove(self.told)
-            INSTEAD.pop()
+            INSTEAD.remove(instead)
 
     def passes(self, pipe: Pipeline, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Pass, ...]:
         """The passes of a step, in which leaves have these shapes."""

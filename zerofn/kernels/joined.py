@@ -20,7 +20,7 @@ from . import print_torch
 from .program import KINDS, Draws, Program
 
 # Who looks at the passes that a step makes (`zerofn.core.passes`). It knows which update half runs (`now`), and is told
-# which ones have left the program that it is given next (`of`).
+# which ones have left the program that it is given next (`joins`).
 LOOKING: list[Any] = []
 
 
@@ -212,7 +212,7 @@ def _now(run: Run) -> None:
     columns = [_tensors(run, i) for i in range(len(run.columns))]
     given = run.program, columns, run.numbers, [], True, run.draws, run.entries
     if LOOKING:
-        LOOKING[-1].of = run.of
+        LOOKING[-1].joins(run.of)
     more: dict[str, Any] = {}
     if run.comes is not None:
         fresh = [i for i, column in enumerate(run.columns) if type(column[0]) is ref]

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from ctypes import c_float
 from functools import cache, partial
 from itertools import repeat
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -820,13 +821,18 @@ def gives_bits(check: Callable[[], bool], kernel: str, instead: str) -> bool:
     return not why
 
 
-# A printer in here takes the place of those of all devices (`zerofn.core.passes`).
+# A printer in here takes the place of those of all devices (`zerofn.core.passes`); in one thread, if it has a `thread`.
 INSTEAD: list[Any] = []
+
+
+def _here(printer: Any) -> bool:
+    """Whether a printer in `INSTEAD` is one for this thread. Another one may train meanwhile."""
+    return getattr(printer, "thread", None) in (None, get_ident())
 
 
 def looked_at() -> bool:
     """Whether somebody looks at the programs of a step, on small tensors that stand for others."""
-    return bool(INSTEAD) and INSTEAD[-1] is not None
+    return bool(INSTEAD) and INSTEAD[-1] is not None and _here(INSTEAD[-1])
 
 
 def stands_for(tensors: Iterable[Tensor], most: int) -> bool:
@@ -858,7 +864,7 @@ def _c_for(device: torch.device) -> Any:
 
 def printer_for(device: torch.device) -> Any:
     """The module that prints and runs kernels for this device, `print_c` or `print_triton`; `None` without one."""
-    if INSTEAD:
+    if INSTEAD and _here(INSTEAD[-1]):
         return INSTEAD[-1]
     found = _c_for(device)
     return found if found is not None or not (device.type == "cuda" or interpreted()) else triton_for(device)
