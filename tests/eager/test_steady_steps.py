@@ -75,6 +75,28 @@ def test_a_step_over_ranks_stays_as_short_as_it_is(chain, calls, modules):
         assert len({name.partition(":")[0] for name in made}) <= modules, made
 
 
+def calls_of_a_zero_3(blocks):
+    """How many functions of the package an attach runs, and the functions of a backward after the first ten."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, bias=False)) for _ in range(blocks)))
+    tx = zf.chain(zf.shard(), zf.precision(param_dtype=torch.bfloat16), zf.scale_loss("dynamic"), zf.adamw(1e-3))
+    made = []
+    attached = calls_of(lambda: made.append(zf.attach(model, tx)))
+    for _ in range(12):
+        loss = model(torch.ones(2, 4)).float().square().mean()
+        backward = calls_of(loss.backward)
+        made[0].step()
+        made[0].zero_grad()
+    return len(attached), backward
+
+
+def test_an_attach_and_a_backward_of_zero_3_stay_as_short_as_they_are():
+    for blocks, attach, calls in ((1, 1600, 73), (4, 2300, 293)):
+        for attached, backward in zf.launch(calls_of_a_zero_3, 2, blocks, timeout=limit()):
+            assert attached <= attach, attached
+            assert len(backward) <= calls, backward
+            assert len({name.partition(":")[0] for name in backward}) <= 27, backward
+
+
 def wrong_from(first, every):
     """Gives `w` a gradient of one row from its step `first` on; the sum that it is added to is spread over rows."""
     seen = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import zerofn as zf
-from zerofn._compat.autograd import backward_call  # inside: where a backward is
+from zerofn._compat.autograd import inputs_of_backward, roots_of_backward  # inside: where a backward is
 
 SCALED: dict[str, list[zf.Transform]] = {
     "fp32": [],
@@ -158,6 +158,10 @@ def test_programs_that_are_right(program, pipe):
     compare(program, Parts, pipe, windows=3)
 
 
+def call_of_backward() -> tuple[list[Any], tuple]:
+    return roots_of_backward(), inputs_of_backward()
+
+
 def test_a_backward_on_another_thread_is_told_by_that_thread():
     """On a GPU the nodes of a backward run in a thread that did not call it."""
     found: list[Any] = []
@@ -169,10 +173,10 @@ def test_a_backward_on_another_thread_is_told_by_that_thread():
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:
-            thread = threading.Thread(target=lambda: found.append(backward_call()))
+            thread = threading.Thread(target=lambda: found.append(call_of_backward()))
             thread.start()
             thread.join()
-            found.append(backward_call())
+            found.append(call_of_backward())
             return g
 
     x = torch.ones(2, requires_grad=True)
@@ -180,7 +184,7 @@ def test_a_backward_on_another_thread_is_told_by_that_thread():
     torch.autograd.grad(y, x)
     for roots, inputs in found:
         assert roots == [y.grad_fn] and len(inputs) == 1 and inputs[0] is x
-    assert backward_call() == ([], ())
+    assert call_of_backward() == ([], ())
 
 
 def test_a_copy_is_not_searched():

@@ -63,7 +63,11 @@ def reaches(nodes: Iterable[Any]) -> list[bool] | None:
         `None` if a gradient is asked for by `torch.autograd.grad`, which adds none and must be given its numbers.
     """
     try:
-        return [node is None or torch._C._will_engine_execute_node(node) for node in nodes]  # type: ignore[attr-defined]
+        # Not in a comprehension, which is a call for each backward of a unit.
+        found = []
+        for node in nodes:
+            found.append(node is None or torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        return found
     except RuntimeError:
         return None
 
@@ -171,23 +175,34 @@ def run_when_ready(node: Any) -> None:
 _BACKWARD, _GRAD = torch.autograd.backward.__code__, torch.autograd.grad.__code__
 
 
-def backward_call() -> tuple[list[Any], tuple]:
-    """The roots of the running backward, and its `inputs`: the tensors that it computes gradients of.
+def roots_of_backward() -> list[Any]:
+    """The nodes at which the running backward began; none where `_call_of_backward` finds no call."""
+    call, found = _call_of_backward(), []
+    for x in () if call is None else _as_tuple(call.f_locals["tensors" if call.f_code is _BACKWARD else "outputs"]):
+        node = x.grad_fn if isinstance(x, Tensor) else x.node
+        if node is not None:
+            found.append(node)
+    return found
 
-    Autograd has no function for this, so both are read from the frame of the call. Nodes on a GPU run in a thread
-    without that frame; then it is the frame of the only other thread that runs a backward. Both are empty in a backward
-    inside of another one, and if several threads run one.
+
+def inputs_of_backward() -> tuple:
+    """The tensors that the running backward is asked for gradients of, as `roots_of_backward`."""
+    call = _call_of_backward()
+    return () if call is None else _as_tuple(call.f_locals["inputs"])
+
+
+def _call_of_backward() -> Any:
+    """The frame of the call that runs the present backward.
+
+    Autograd has no function for its arguments. Nodes on a GPU run in a thread without that frame; then it is the frame
+    of the only other thread that runs a backward. `None` in a backward inside of another one, and if several threads
+    run one.
     """
     found = _engine_frames(sys._getframe(1))
     if not found:
         callers = [frames for frame in sys._current_frames().values() if (frames := _engine_frames(frame))]
         found = callers[0] if len(callers) == 1 else []
-    if len(found) != 1:
-        return [], ()
-    held = found[0].f_locals
-    roots = held["tensors" if found[0].f_code is _BACKWARD else "outputs"]
-    nodes = [n for x in _as_tuple(roots) if (n := x.grad_fn if isinstance(x, Tensor) else x.node) is not None]
-    return nodes, _as_tuple(held["inputs"])
+    return found[0] if len(found) == 1 else None
 
 
 def _engine_frames(frame: Any) -> list[Any]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from operator import attrgetter
 from typing import Any
 
 from .functorch import uncompiled
+
+_PG = attrgetter("pg")
 
 
 @uncompiled
@@ -18,12 +21,12 @@ def begun(library: Any, but: Collection[Any]) -> int:
 
     Args:
         library: `torch.distributed.distributed_c10d`.
-        but: groups that do not count.
+        but: what has groups that do not count as `pg`; it is read at each call, since a closed group has another one.
     """
-    found = 0
+    found, ours = 0, set(map(_PG, but))
     try:
         for pg in list(library._world.pg_map):
-            for device in () if pg in but else pg._device_types:
+            for device in () if pg in ours else pg._device_types:
                 found += pg._get_backend(device)._get_sequence_number_for_group()
         return found
     except RuntimeError:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import repeat
 from math import gcd
 from operator import attrgetter
 from types import FrameType
@@ -328,9 +329,16 @@ WRAPPERS = (
 )
 
 
-def wrapper_attributes() -> Callable[[Any], str | None]:
-    """A function that returns the attribute in which a wrapper holds its module; `None` for any other module."""
+def wrapper_attributes(model: nn.Module) -> Callable[[Any], str | None] | None:
+    """A function that returns the attribute in which a wrapper holds its module, and `None` for any other module.
+
+    `None` if no module of the model is a wrapper.
+    """
     loaded = [(getattr(sys.modules[w.module], w.name), w.attribute) for w in WRAPPERS if w.module in sys.modules]
+    wrappers = tuple([cls for cls, _ in loaded])
+    # A model has few classes of modules, and mostly no wrapper: no Python call for each module.
+    if not any(map(issubclass, set(map(type, model.modules())), repeat(wrappers))):
+        return None
     return lambda module: next((attribute for cls, attribute in loaded if isinstance(module, cls)), None)
 
 

@@ -40,7 +40,7 @@ def tree_keys(tree: Tree) -> list[tuple[str, ...]]:
     if torch.compiler.is_compiling():
         return [tuple(_key(k) for k in keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
     accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
-    return [tuple(_entry(e) for e in accessor) for accessor in accessors]
+    return [tuple(map(_entry, accessor)) for accessor in accessors]
 
 
 def tree_paths(tree: Tree) -> list[str]:

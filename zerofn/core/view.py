@@ -492,7 +492,9 @@ def multiplied(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`x * scale` in `dtype`: multiplied in fp32 and rounded once."""
     if x.is_complex():
         return _by_parts(multiplied, x, scale, dtype)
-    return _cast_within(torch.mul, x, scale, dtype) if _on_gpu(x, scale) else (wide(x) * scale).to(dtype)
+    if x.is_cuda and _on_gpu(x, scale):
+        return _cast_within(torch.mul, x, scale, dtype)
+    return (wide(x) * scale).to(dtype)
 
 
 def divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -503,12 +505,14 @@ def divided(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         # By a Python number torch divides 16-bit tensors in fp32, without the two copies in fp32 that would show in the
         # peak of memory. Not by a tensor: some kernels cast it to fp16 first, where 65536 is infinite.
         return x / float(scale)
-    return _cast_within(torch.div, x, scale, dtype) if _on_gpu(x, scale) else (wide(x) / scale).to(dtype)
+    if x.is_cuda and _on_gpu(x, scale):
+        return _cast_within(torch.div, x, scale, dtype)
+    return (wide(x) / scale).to(dtype)
 
 
 def _on_gpu(x: Tensor, scale: Tensor) -> bool:
-    """Whether one kernel of a GPU computes it: nobody differentiates it, and there is no batch of scales."""
-    return x.is_cuda and scale.is_cuda and not scale.ndim and type(x) is type(scale) is Tensor and untracked()
+    """Whether one kernel computes it, of an `x` on a GPU: nobody differentiates it, and there is no batch of scales."""
+    return scale.is_cuda and not scale.ndim and type(x) is type(scale) is Tensor and untracked()
 
 
 def _cast_within(operation: Callable[..., Tensor], x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

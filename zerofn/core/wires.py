@@ -171,6 +171,8 @@ class Sharding:
         """This rank's shard of every gradient; `None` if no rank had one."""
         cuts = _cuts(leaves, self.group.rank, self.group.size)
         *blocks, flags = mine.split_with_sizes([*cuts.widths, len(leaves)], dim=0)
+        if given and all(given) and cuts.sizes == cuts.widths:
+            return [*blocks]
         return _shards(blocks, flags, given, cuts)
 
 

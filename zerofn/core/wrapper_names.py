@@ -27,7 +27,9 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
     It goes by the classes of modules, as torch.distributed.checkpoint does. `named_parameters()` of some wrappers
     leaves their own prefix out already.
     """
-    attribute_of = wrapper_attributes()
+    attribute_of = wrapper_attributes(model)
+    if attribute_of is None:
+        return str
 
     def plain(name: str) -> str:
         found: list[str] = []
@@ -57,16 +59,19 @@ def _submodule(at: Any, name: str) -> nn.Module | None:
 def names_with_wrappers(model: nn.Module) -> dict[str, str]:
     """By name without wrappers' prefixes, the name in `model.named_parameters()`, if the two differ."""
     plain = plain_names(model)
+    if plain is str:
+        return {}
     named = [(plain(name), name) for name, _ in model.named_parameters(remove_duplicate=False)]
     return {short: name for short, name in named if short != name}
 
 
 def modules_of(model: nn.Module, wrappers: bool = True) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()`, by names without wrappers' prefixes: a wrapper has the name of the module inside."""
-    plain, attribute_of = plain_names(model), wrapper_attributes()
-    for name, module in model.named_modules():
-        if wrappers or attribute_of(module) is None:
-            yield plain(name) if name else name, module
+    plain, attribute_of = plain_names(model), wrapper_attributes(model)
+    if attribute_of is None:
+        return model.named_modules()
+    named = [(plain(name) if name else name, module) for name, module in model.named_modules()]
+    return iter([(name, module) for name, module in named if wrappers or attribute_of(module) is None])
 
 
 def buffers_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

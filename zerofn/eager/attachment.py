@@ -180,12 +180,13 @@ class Watch:
         self.held = frozenset(layout.trained)
         self.params = shown
         self.unfrozen, self.frozen = self._frozen()
-        # The memory of a DTensor is that of its local tensor.
-        self.tensors = [
-            shown[p] if shown[p].is_complex() and not is_distributed(shown[p]) else params[p] for p in self.paths
-        ]
         self.shown = [shown[path] for path in self.paths]
-        self.devices = [x.device for x in self.shown]
+        with torch.DisableTorchFunctionSubclass():
+            # The memory of a DTensor is that of its local tensor.
+            self.tensors = [
+                shown[p] if shown[p].is_complex() and not is_distributed(shown[p]) else params[p] for p in self.paths
+            ]
+            self.devices = [x.device for x in self.shown]
         # Submodules are watched too: one that is put in later would run and not be trained.
         self.modules = list(modules_of(model))
         self.all = [module for _, module in self.modules]
@@ -231,7 +232,8 @@ class Watch:
             raise RuntimeError(bad_leaves("the model changed after it was attached", bad + changed, right))
 
     def _frozen(self) -> tuple[frozenset[str], str]:
-        other = [path for path in self.paths if self.params[path].requires_grad != (path in self.held)]
+        with torch.DisableTorchFunctionSubclass():
+            other = [path for path in self.paths if self.params[path].requires_grad != (path in self.held)]
         late = [path for path in other if path not in self.held]
         named = {"frozen": [path for path in other if path in self.held], "unfrozen": late}
         return frozenset(late), ", ".join([f"{how}: {' '.join(paths)}" for how, paths in named.items() if paths])

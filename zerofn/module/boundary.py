@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from .._compat.autograd import (
     NO_BACKWARD,
-    backward_call,
     current_function,
     current_node,
     graph_task,
     next_sequence_nr,
+    roots_of_backward,
     saved_tensors_hooks,
     sequence_nr,
 )
@@ -61,7 +61,7 @@ class ThreadState(threading.local):
         seen: by path, for the current call: the stored tensor, and its view.
         crossed_at: the number of the next autograd node when a cotangent last crossed the boundary.
         last_views: by path, the last view of a parameter, and the stored tensor that it is a view of.
-        scales: the loss scale of the last backward and of those inside of it, by its number.
+        scales: the loss scale of the last backwards, by their numbers.
         left: the outputs of the current call that have left; `None` where outputs are not copied.
     """
 
@@ -350,6 +350,8 @@ def _only_cast(view: LeafView, given: Tensor, stages: Sequence[View]) -> LeafVie
 # The graphs of this many backwards are searched for paths past the boundary. Most programs do the same in each step,
 # and a search takes 2 us for every node of the graph.
 SEARCHED = 10
+# Of how many earlier backwards the loss scale is kept: there may be as many inside of each other.
+NESTED = 8
 
 
 class ModelBoundary:
@@ -480,10 +482,9 @@ class ModelBoundary:
         if task == NO_BACKWARD:
             return self.scale()
         if task not in local.scales:
-            roots, _ = backward_call()
-            # A backward inside of another one, as reentrant checkpoints make them, ends before the outer one goes on.
-            local.scales = {**({} if roots else local.scales), task: self.scale()}
-            if roots and self.to_search:
+            # The outer backward of one inside of it, as reentrant checkpoints make them, goes on with its own.
+            local.scales = dict([*list(local.scales.items())[-NESTED:], (task, self.scale())])
+            if self.to_search and (roots := roots_of_backward()):
                 check_closed(self, roots)
                 # A backward that was refused has raised here, and is not counted.
                 self.to_search -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from .._compat.autograd import backward_call, sequence_nr
+from .._compat.autograd import inputs_of_backward, sequence_nr
 from .._compat.functorch import is_wrapped
 from .._compat.tensors import backward_hooks, version
 from .._errors import bad_leaves, explain
@@ -90,7 +91,7 @@ def _find_leak(owner: Any, roots: list[Any], reached_by: dict[int, Step]) -> Ste
     leak: Step | None = None
     # A class has one kind, and a program has few classes of nodes.
     node_kinds: dict[type, int] = owner.node_kinds
-    steps: list[Step] = [(None, root, False) for root in roots]
+    steps: list[Step] = list(zip(repeat(None), roots, repeat(False)))
     while steps:
         step = steps.pop()
         other, inside = step[1], step[2]
@@ -364,7 +365,7 @@ def check_unwanted(upstream: list[LeftOutput]) -> None:
     Raises:
         RuntimeError: the cotangent of the output would be missing in such a gradient.
     """
-    asked = backward_call()[1]
+    asked = inputs_of_backward()
     for left in upstream:
         wanted = left.wanted(asked)
         if wanted is not None:

@@ -254,8 +254,9 @@ class ModelFaces:
             of = Origin("the values", complex_form(leaf), by, functools.partial(whole, leaf.path))
             self.origins[leaf.path] = of._replace(how="p.grad", whole=None)
             made = wrap(as_complex(row.detach(), leaf), of, ShardedParameter, row.requires_grad)
-            if leaf.complex is None and row.grad_dtype != made.grad_dtype:
-                made.grad_dtype = row.grad_dtype
+            with torch.DisableTorchFunctionSubclass():
+                if leaf.complex is None and row.grad_dtype != made.grad_dtype:
+                    made.grad_dtype = row.grad_dtype
             own = {k: x for k, x in vars(row).items() if k not in vars(made) and k != WHOLE}
             vars(made).update(own, row=row, path=leaf.path)
             self.shown[leaf.path] = made
@@ -324,7 +325,9 @@ class ModelFaces:
     def gradient(self, leaf: Leaf, g: Tensor | None) -> Tensor | None:
         """This rank's elements of a gradient, flat, as autograd takes it to the parameter."""
         of = self.origins.get(leaf.path)
-        return g if g is None or of is None else wrap(as_complex(g, leaf), of)
+        if g is None or of is None:
+            return g
+        return wrap(g if leaf.complex is None else as_complex(g, leaf), of)
 
     def shard(self, leaf: Leaf, x: Tensor | None) -> Tensor | None:
         """The reverse: of a plain tensor, which is the whole, this rank's rows."""
@@ -345,10 +348,6 @@ class ModelFaces:
             if all(map(Tensor.dim, rows)):
                 return dict(zip(grads, map(_FLAT, rows), strict=True))
         return {path: self.mine(path, g) for path, g in grads.items()}
-
-    def node_is_known(self, p: Tensor) -> bool:
-        """Whether user code may have put a hook on the autograd node that accumulates the gradient of a parameter."""
-        return isinstance(p, Face) and p.node_is_known
 
     def local(self, p: Tensor) -> Tensor:
         """A parameter that is whole now, as a plain tensor, differentiable."""

@@ -261,9 +261,9 @@ def available() -> list[str]:
     return [name for name, is_available in asked.items() if is_available()]
 
 
-def collectives_begun(*but: Any) -> int:
-    """How many collectives this rank has begun on all process groups, whoever made them, but on those given."""
-    return begun(dist.distributed_c10d, but)
+def collectives_but_on(groups: Sequence[Group]) -> Callable[[], int]:
+    """A function that returns how many collectives this rank has begun, whoever made them, but on these groups."""
+    return partial(begun, dist.distributed_c10d, groups)
 
 
 def barrier(group: Group) -> None:

@@ -201,16 +201,17 @@ class Rounds:
         # Whether a second Ctrl-C came while a collective was handed over; the first one is held.
         self.cut = False
 
-    def perform(self, kind: int, unit: int, begin: Callable[[], Callable[[], Any]]) -> Any:
+    def perform(self, kind: int, unit: int, begin: Callable[[], Callable[[], Any] | None]) -> Any:
         """Run the collective `(kind, unit)`, and those that other ranks ask for. Return the result of the first.
 
         Args:
             kind: of the collective.
             unit: whose parameters or gradients it moves.
-            begin: begins it, and returns a function that waits for it and returns its result.
+            begin: begins it, and returns a function that waits for it and returns its result; `None` if there is none.
         """
         mine = (kind, unit)
-        self._listen()
+        if self.rested is not None:
+            self._listen()
         self.habits.note(mine)
         while self.promised and self.promised[0] != mine:
             self._join_next()
@@ -232,27 +233,29 @@ class Rounds:
 
     def go_on(self, asked: Asked) -> None:
         """Tell that this rank goes on with a unit that needs no collective now: it was begun early, or is here."""
-        self._listen()
+        if self.rested is not None:
+            self._listen()
         self.habits.note(asked)
         if asked[0] == AGAIN and self.promised and self.promised[0] == asked:
             # Only an AGAIN is removed. A promised collective stays even if this rank has its result: others wait.
             self.promised.popleft()
-        self._begin_early()
+        if self.promised and self.promised[0][0] > REST:
+            self._begin_early()
 
-    def _run_next(self, begin: Callable[[], Callable[[], Any]], early: bool = False) -> Any:
+    def _run_next(self, begin: Callable[[], Callable[[], Any] | None], early: bool = False) -> Any:
         """Run the next promised collective; the one after it may begin before it has ended."""
         try:
             end = begin()
             self.promised.popleft()
-            if early:
+            if early and self.promised and self.promised[0][0] > REST:
                 self._begin_early()
         except (KeyboardInterrupt, SystemExit):
             self.cut = True
             raise
-        return end()
+        return None if end is None else end()
 
     def _begin_early(self) -> None:
-        if self.promised and self.early(*self.promised[0]):
+        if self.early(*self.promised[0]):
             self.promised.popleft()
 
     def _join_next(self) -> None:
@@ -286,7 +289,8 @@ class Rounds:
         Returns:
             The numbers of each rank, in rank order, if all rest at a step; else an empty list. They cost no message.
         """
-        self._listen()
+        if self.rested is not None:
+            self._listen()
         self.habits.note((REST, place))
         if ends:
             self.habits.ahead.clear()
@@ -321,11 +325,10 @@ class Rounds:
 
     def _listen(self) -> None:
         """Look whether collectives of others followed the last rest."""
-        if self.rested is not None:
-            place, before = self.rested
-            self.rested = None
-            if self.others() != before:
-                self.habits.loud.add(place)
+        assert self.rested is not None
+        (place, before), self.rested = self.rested, None
+        if self.others() != before:
+            self.habits.loud.add(place)
 
     def meet(self, what: Callable[[], int]) -> str:
         """Join others' collectives until all ranks have come to the same meeting. A pass ends there.
@@ -337,7 +340,8 @@ class Rounds:
         Returns:
             Where the other ranks are, if one of them will not come; else an empty string. All that came get the same.
         """
-        self._listen()
+        if self.rested is not None:
+            self._listen()
         self.habits.end()
         self._join_all()
         while True:

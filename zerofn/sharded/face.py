@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class Face(DTensor):
     @classmethod
     @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(_of_others(t) for t in types):
+        if any(map(_of_others, types)):
             return NotImplemented
         frame = sys._getframe(1)
         with torch.DisableTorchFunctionSubclass():
@@ -188,6 +189,7 @@ class Face(DTensor):
             return local_of(self).detach().clone().__reduce_ex__(protocol)
 
 
+@lru_cache(1024)
 def _of_others(cls: Any) -> bool:
     """Whether another library's class of tensors is to answer."""
     how = cls.__torch_function__
@@ -200,7 +202,7 @@ PLAIN = (Tensor.__torch_function__.__func__, nn.Parameter.__torch_function__, DT
 
 def wrap(local: Tensor, of: Origin, cls: type[Face] = Face, requires_grad: bool = False) -> Any:
     """A Face on the memory of this rank's elements of a leaf, flat or in the shape of its rows."""
-    spec, rows = of.by.placed(of.leaf, local), of.by.rows(of.leaf.shape)
+    spec, rows = of.by.placed(of.leaf, local)
     if not rows and not local.numel():
         local = local.new_zeros(())
     mine = local if local.shape == rows else local.view(rows)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat.autograd import applied, has_hooks, reaches
+from .._compat.autograd import applied, graph_task, has_hooks, reaches
 from .._compat.functorch import beneath_functorch, functorch_active, is_batch, uncompiled
 from .._compat.tensors import all_plain
 from .._errors import explain
@@ -40,7 +40,6 @@ class Faces(Protocol):
     def gradient(self, leaf: Leaf, g: Tensor | None) -> Tensor | None: ...
     def shard(self, leaf: Leaf, x: Tensor | None) -> Tensor | None: ...
     def local(self, p: Tensor) -> Tensor: ...
-    def node_is_known(self, p: Tensor) -> bool: ...
 
 
 class Units:
@@ -216,12 +215,13 @@ class Units:
         Autograd needs them now where it returns them (`torch.autograd.grad`), and where a leaf has hooks, a dtype of
         its own for gradients, or was frozen after forward. A leaf that is updated in backward has a hook of ours.
         """
-        nodes = [leads_to for leads_to, _ in node.next_functions]
+        nodes = next(zip(*node.next_functions, strict=True), ())
         with torch.DisableTorchFunctionSubclass():
             for p, leads_to in zip(self.inputs[node.i], nodes, strict=True):
                 if has_hooks(p) or p.grad_dtype not in (None, p.dtype) or (leads_to is not None) != p.requires_grad:
                     return False
-                if self.faces is not None and self.faces.node_is_known(p):
+                # Of a `Face` user code may have put a hook on this node.
+                if getattr(p, "node_is_known", False):
                     return False
         # A leaf that is frozen on this rank only has no node. Gradients of other ranks for it are still taken.
         wanted = reaches(nodes)
@@ -244,7 +244,8 @@ class Units:
                     "all backwards of a graph before opt.detach(), or the forward again after it",
                 )
             )
-        self.schedule.after_backward()
+        if graph_task() not in self.schedule.unfinished:
+            self.schedule.after_backward()
         return outside_inference_mode()
 
     @contextmanager

@@ -46,16 +46,17 @@ class Gathering:
         self._meshes: dict[str, Any] = {}
         self._specs: dict[tuple, Any] = {}
 
-    def placed(self, leaf: Leaf, local: Tensor) -> Any:
-        """The mesh, the placement and the global shape of a leaf, as DTensors keep them."""
+    def placed(self, leaf: Leaf, local: Tensor) -> tuple[Any, tuple[int, ...]]:
+        """A leaf's mesh, placement and global shape, as DTensors keep them; and the shape of this rank's rows."""
         key = (leaf.shape, local.dtype, local.device)
         if key not in self._specs:
             whole = torch.empty(leaf.shape, device="meta")
             # A 0-d tensor has no rows. The first rank has it, and the others have zeros.
             placement = Shard(0) if leaf.shape else Unsummed()
-            local = local.detach().view(self.rows(leaf.shape)) if leaf.shape else local.new_zeros(())
+            rows = self.rows(leaf.shape)
+            local = local.detach().view(rows) if leaf.shape else local.new_zeros(())
             how: Any = dict(run_check=False, shape=whole.shape, stride=whole.stride())
-            self._specs[key] = spec_of(DTensor.from_local(local, self._mesh(local), [placement], **how))
+            self._specs[key] = spec_of(DTensor.from_local(local, self._mesh(local), [placement], **how)), rows
         return self._specs[key]
 
     def rows(self, shape: torch.Size) -> tuple[int, ...]:

@@ -18,12 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._compat.autograd import NO_BACKWARD, after_this_node, at_end_of_backward, graph_task, in_backward
+from .._compat.autograd import (
+    NO_BACKWARD,
+    after_this_node,
+    at_end_of_backward,
+    current_node,
+    graph_task,
+    in_backward,
+)
 from .._compat.functorch import uncompiled
 from .._compat.tensors import memory, storage_number, writes
 from .._interrupts import interrupts_held
 from ..core.layout import Leaf
-from ..ranks.backend import collectives_begun
+from ..ranks.backend import collectives_but_on
 from ..ranks.group import Group
 from ..ranks.ordered_collectives import AGAIN, BACKWARD, CALL, STEP, Asked, Rounds
 from .forward_writes import ForwardWrites
@@ -38,6 +45,8 @@ PARAMETERS, GRADIENTS, TANGENTS = 1, 2, 3
 UNRECORDED, RECORDED, IN_BACKWARD = 0, 1, 2
 # Ranks send their number of reduce-scatters modulo this when they meet.
 COUNTED = 1 << 20
+# In the place of a backward that has ended meanwhile: a call of it returns `None`, as that of a dead reference does.
+ENDED = type(None)
 KEPT = "how much of their gradients has come since they were last cleared"
 
 # A storage has one Python object as long as a tensor on it exists, so a weak reference shows whether it was freed.
@@ -143,17 +152,15 @@ class Schedule:
         self.lock = threading.RLock()
         self.recorded = self.gathering = False
         self.current = -1
-        # The reference is weak: a cycle would keep the shards of a dropped state until a garbage collection.
         this = weakref.ref(self)
-        # `pg` is read at each call, since a closed group has another one.
         self.protocol = Rounds(
             control,
-            lambda kind, i: this()._join(kind, i),  # type: ignore[union-attr]
-            lambda kind, i: this()._prefetch(kind, i),  # type: ignore[union-attr]
+            partial(_join, this),
+            partial(_prefetch, this),
             gathers_first,
             () if update is None else (GRADIENTS,),
-            lambda: this()._kind_of_pass(),  # type: ignore[union-attr]
-            lambda: collectives_begun(control.pg, data.pg),
+            partial(_kind_of_pass, this),
+            collectives_but_on((control, data)),
         )
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -285,10 +292,12 @@ class Schedule:
         # Another thread may unshard and reshard meanwhile.
         with self.lock:
             for unit in self.live.values():
-                unit.store_writes()
-                unit.forget_given()
-            self.forward_writes.look_again()
-            self.forward_writes.freed.clear()
+                if unit.given:
+                    unit.store_writes()
+                    unit.forget_given()
+            if self.forward_writes.freed:
+                self.forward_writes.look_again()
+                self.forward_writes.freed.clear()
 
     # ------------------------------------------------------------------------------------------------------------------
     # Collectives, in one order on all ranks.
@@ -321,23 +330,26 @@ class Schedule:
             wanted: for each leaf, whether this backward adds its gradient to `p.grad`.
         """
 
-        def begin() -> Callable[[], None]:
+        def begin() -> None:
             self.flying.append(Flight(self.units[i], self.units[i].reduce(grads), wanted))
-            return lambda: None
 
         self._perform(GRADIENTS, i, begin)
 
     def land(self) -> None:
         """Wait for the reduce-scatters under way, and take their gradients and those that have waited."""
-        with interrupts_held(), self.lock, outside_inference_mode(), torch.no_grad():
+        with interrupts_held(), self.lock:
+            self._land()
+
+    def _land(self) -> None:
+        if not self.flying and not self.late:
+            return
+        with outside_inference_mode(), torch.no_grad():
             while self.flying:
                 flight = self.flying.popleft()
-                # Hooks on parameters do not run: there were none when this reduce-scatter began.
-                self.late += [
-                    (leaf, g, False)
-                    for leaf, g, wanted in zip(flight.unit.leaves, flight.wait(), flight.wanted, strict=True)
-                    if g is not None and wanted
-                ]
+                for leaf, g, wanted in zip(flight.unit.leaves, flight.wait(), flight.wanted, strict=True):
+                    if g is not None and wanted:
+                        # Hooks on parameters do not run: there were none when this reduce-scatter began.
+                        self.late.append((leaf, g, False))
             self._accept_late()
 
     def drop(self) -> None:
@@ -349,10 +361,10 @@ class Schedule:
 
     def alone(self) -> bool:
         """Whether no other backward than this thread's is running here."""
-        mine = graph_task()
-        return all(task == mine or alive() is None for task, alive in list(self.unfinished.items()))
+        others = self.unfinished.keys() - {graph_task()}
+        return not others or all(self.unfinished.get(task, ENDED)() is None for task in others)
 
-    def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any]]) -> Any:
+    def _perform(self, kind: int, i: int, begin: Callable[[], Callable[[], Any] | None]) -> Any:
         # Ctrl-C waits: between two lines of the protocol it would leave this rank at another place than the others.
         with interrupts_held(), self.lock:
             if kind == PARAMETERS:
@@ -360,7 +372,7 @@ class Schedule:
                 # A prefetched unit that was passed over is not expected any more.
                 self.finish_prefetched()
             elif kind == GRADIENTS:
-                self.land()
+                self._land()
             try:
                 found = self.protocol.perform(kind, i, begin)
             finally:
@@ -370,36 +382,6 @@ class Schedule:
                 if not self.protocol.together:
                     self.partial.update(leaf.path for leaf in self.units[i].leaves)
             return found
-
-    def _kind_of_pass(self) -> tuple[int, ...]:
-        """Where a pass begins, and which units need no collective then."""
-        mode = IN_BACKWARD if in_backward() else RECORDED if self.recorded else UNRECORDED
-        return mode, *self.live
-
-    def _prefetch(self, kind: int, i: int) -> bool:
-        """Begin an all-gather of parameters before they are used. Return whether it was begun."""
-        if not self.prefetch or kind != PARAMETERS or i in self.live or self.coming is not None:
-            return False
-        # At most two units are full: the prefetched one, and one gathered now. Running operations hold their tensors.
-        self.reshard(keep=ALIVE - 1 - self.gathering)
-        with outside_inference_mode(), torch.no_grad():
-            self.coming = i, self._unshard(i)
-        return True
-
-    def _join(self, kind: int, i: int) -> Callable[[], object]:
-        """Begin a collective that only other ranks want. Return a function that waits for it."""
-        unit = self.units[i]
-        nothing: tuple = (None,) * len(unit.leaves)
-        with outside_inference_mode(), torch.no_grad():
-            if kind == GRADIENTS:
-                return partial(self._accept, unit, unit.reduce(nothing))
-            if kind == TANGENTS:
-                return unit.gather(nothing)
-            if self._prefetch(kind, i):
-                # This rank will mostly use soon what others use now, so the result is kept.
-                return lambda: None
-            self.reshard(keep=ALIVE - 1)
-            return self._unshard(i)
 
     def _unshard(self, i: int) -> Callable[[], list[Tensor]]:
         """Begin the all-gather of a unit's parameters. Return a function that waits for it."""
@@ -444,7 +426,8 @@ class Schedule:
         if not in_backward():
             # A backward follows a call that was recorded.
             self.rest(CALL, ends=not torch.is_grad_enabled())
-            self.forward_writes.check()
+            if self.forward_writes.lost:
+                self.forward_writes.check()
 
     @uncompiled
     def after_backward(self, *_: object) -> None:
@@ -455,12 +438,16 @@ class Schedule:
 
         def rest() -> None:
             self.unfinished.pop(task, None)
-            self.land()
-            # A nested backward ends in the middle of the outer one, at whose end this runs again.
-            if not after_this_node(self.after_backward):
+            with interrupts_held(), self.lock:
+                self._land()
+                # A nested backward ends in the middle of the outer one, at whose end this runs again.
+                if current_node() is not None and after_this_node(self.after_backward):
+                    return
                 # A checkpoint repeats forward in backward, and so writes again.
                 self.store_writes()
-                self.rest(BACKWARD, ends=not self.unfinished)
+                self.current = -1
+                self.protocol.rest(BACKWARD, ends=not self.unfinished)
+            if self.forward_writes.lost:
                 self.forward_writes.check()
 
         # The engine drops its functions when a backward has ended, or has raised: then `rest` is not called, and what
@@ -498,3 +485,48 @@ class Schedule:
         if self.unfinished:
             self.unfinished.clear()
             self.rest(BACKWARD)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `Rounds` calls. The reference is weak: a cycle would keep the shards of a dropped state until they are collected.
+
+ScheduleRef = Callable[[], Schedule | None]
+
+
+def _kind_of_pass(ref: ScheduleRef) -> tuple[int, ...]:
+    """Where a pass begins, and which units need no collective then."""
+    schedule = ref()
+    assert schedule is not None
+    mode = IN_BACKWARD if in_backward() else RECORDED if schedule.recorded else UNRECORDED
+    return mode, *schedule.live
+
+
+def _prefetch(ref: ScheduleRef, kind: int, i: int) -> bool:
+    """Begin an all-gather of parameters before they are used. Return whether it was begun."""
+    schedule = ref()
+    assert schedule is not None
+    if not schedule.prefetch or kind != PARAMETERS or i in schedule.live or schedule.coming is not None:
+        return False
+    # At most two units are full: the prefetched one, and one gathered now. Running operations hold their tensors.
+    schedule.reshard(keep=ALIVE - 1 - schedule.gathering)
+    with outside_inference_mode(), torch.no_grad():
+        schedule.coming = i, schedule._unshard(i)
+    return True
+
+
+def _join(ref: ScheduleRef, kind: int, i: int) -> Callable[[], object]:
+    """Begin a collective that only other ranks want. Return a function that waits for it."""
+    schedule = ref()
+    assert schedule is not None
+    unit = schedule.units[i]
+    nothing: tuple = (None,) * len(unit.leaves)
+    with outside_inference_mode(), torch.no_grad():
+        if kind == GRADIENTS:
+            return partial(schedule._accept, unit, unit.reduce(nothing))
+        if kind == TANGENTS:
+            return unit.gather(nothing)
+        if _prefetch(ref, kind, i):
+            # This rank will mostly use soon what others use now, so the result is kept.
+            return lambda: None
+        schedule.reshard(keep=ALIVE - 1)
+        return schedule._unshard(i)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from operator import add
+from functools import cached_property, partial
+from itertools import repeat
+from operator import add, is_not
 from typing import Any
 
 import torch
@@ -64,27 +65,34 @@ class Unit:
         # For each leaf, how many writes into the given tensors are stored, and how many came before these tensors.
         self.stored = self.earlier = [0] * len(self.leaves)
 
+    @cached_property
+    def plan(self) -> Plan:
+        """What its collectives carry; made at its first use."""
+        return self.plans.plan(self.i)
+
     # ------------------------------------------------------------------------------------------------------------------
     # Collectives. Each is begun by one function, which returns another one that waits: one for each dtype in a unit.
 
     def unshard(self) -> Callable[[], list[Tensor]]:
         """Begin an all-gather of the parameters. Return a function that waits, and returns them."""
-        self.store_writes()
+        if self.given:
+            self.store_writes()
         with torch.DisableTorchFunctionSubclass():
             return self.gather(list(map(Tensor.detach, self.shards)))
 
     def gather(self, parts: Sequence[Tensor | None]) -> Callable[[], list[Tensor]]:
         """Begin an all-gather of tensors that are laid out like the shards; `None` is zeros."""
-        plan = self.plans.plan(self.i)
+        plan = self.plan
         wire = self.plans.model_wire if self.i < self.plans.blocks else self.plans.wire
-        mine = [torch.zeros_like(own) if x is None else x for own, x in zip(self.shards, parts, strict=True)]
+        mine: Any = parts
+        if NOTHING in map(type, parts):
+            mine = [torch.zeros_like(own) if x is None else x for own, x in zip(self.shards, parts, strict=True)]
         with ranged(VIEW, self.plans.name):
             # All are packed before the first is sent: if a view raises, no other rank waits for the rest.
             packed = self.plans.to_gather(plan, mine)
-            sent = [
-                (bucket, *wire.send_parts(seen, bucket, async_op=True))
-                for bucket, seen in zip(plan.buckets, packed, strict=True)
-            ]
+            sent: list[tuple[list[Leaf], Any, Tensor]] = []
+            for bucket, seen in zip(plan.buckets, packed, strict=True):
+                sent.append((bucket, *wire.send_parts(seen, bucket, async_op=True)))
         return partial(self._wait_for_gather, plan, sent)
 
     def _wait_for_gather(self, plan: Plan, sent: list[tuple[list[Leaf], Any, Tensor]]) -> list[Tensor]:
@@ -109,14 +117,15 @@ class Unit:
             where no rank has one.
         """
         packed: list[tuple[GradBucket, Tensor, list[bool]]] = []
-        plan, wire = self.plans.plan(self.i), self.plans.wire
+        plan, wire, full_stages = self.plan, self.plans.wire, self.plans.full_stages
         for bucket in plan.grad_buckets:
             flat: list[Tensor | None] = []
             device = None
             for leaf in bucket.leaves:
                 g = grads[plan.place[leaf.path]]
                 if g is not None:
-                    g = pull(self.plans.full_stages, g if leaf.complex is None else as_real(g, leaf), leaf)
+                    g = g if leaf.complex is None else as_real(g, leaf)
+                    g = pull(full_stages, g, leaf) if full_stages else g
                     g = g if g.ndim == 1 else g.reshape(-1)
                     device = device or g.device
                 flat.append(g)
@@ -124,7 +133,7 @@ class Unit:
                 # The device comes from a gradient if there is one: attributes of a sharded parameter take longer.
                 device = device or self.shards[plan.place[bucket.leaves[0].path]].device
                 rows = wire.pack(flat, bucket.leaves, bucket.numels, bucket.dtype, device)
-            packed.append((bucket, rows, [g is not None for g in flat]))
+            packed.append((bucket, rows, list(map(is_not, flat, repeat(None)))))
         # As in `gather`: none is sent before all are packed.
         sent: list[tuple[GradBucket, list[bool], Any, Tensor]] = []
         for bucket, rows, given in packed:
@@ -143,7 +152,7 @@ class Unit:
             copy = NOTHING in map(type, found)
             for leaf, g in zip(bucket.leaves, found, strict=True):
                 if g is not None:
-                    g = pull(self.plans.pull_stages, g, leaf)
+                    g = pull(self.plans.pull_stages, g, leaf) if self.plans.pull_stages else g
                     dtype = plan.grad_dtypes[leaf.path]
                     # `.data` has a version count of its own, unlike a view.
                     if scale is not None:
@@ -219,6 +228,8 @@ class Unit:
         """How often a leaf has changed: by user code, and by the model in forward."""
         if self.i >= self.plans.blocks:
             return self.changes[j]
+        if not self.given:
+            return self.changes[j] + self.earlier[j]
         return self.changes[j] + self.earlier[j] + sum(version(x[j]) for x in self.given if not x[j].is_inference())
 
 

@@ -111,21 +111,22 @@ class UnitPlans:
 
     def to_gather(self, plan: Plan, shards: Sequence[Tensor]) -> list[list[Tensor]]:
         """The tensors that this rank sends, by bucket."""
-        return [
-            [_cast(see(plan.stages, shards[plan.place[leaf.path]], leaf), plan.dtypes[leaf.path]) for leaf in bucket]
-            for bucket in plan.buckets
-        ]
+        found: list[list[Tensor]] = []
+        for bucket in plan.buckets:
+            seen = [shards[plan.place[leaf.path]] for leaf in bucket]
+            if plan.stages:
+                seen = [see(plan.stages, x, leaf) for x, leaf in zip(seen, bucket, strict=True)]
+            # Comparing takes less time than a call of `to`.
+            dtype = plan.dtypes[bucket[0].path]
+            found.append([x if x.dtype == dtype else x.to(dtype) for x in seen])
+        return found
 
     def gathered(self, bucket: Sequence[Leaf], rows: Tensor) -> Iterator[tuple[Leaf, Tensor]]:
         """The full parameters of a bucket, from the rows of all ranks."""
         for leaf, full in zip(bucket, self.wire.join_parts(rows, bucket), strict=True):
-            seen = see(self.full_stages, full if len(leaf.shape) == 1 else full.view(leaf.shape), leaf)
+            seen = full if len(leaf.shape) == 1 else full.view(leaf.shape)
+            seen = see(self.full_stages, seen, leaf) if self.full_stages else seen
             yield leaf, seen if leaf.complex is None else as_complex(seen, leaf)
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # Comparing takes less time than a call of `to`.
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
