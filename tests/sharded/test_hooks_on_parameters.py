@@ -247,6 +247,10 @@ def test_a_hook_is_given_the_mean_under_shard_and_each_ranks_own_elsewhere(hooks
     for found in zf.launch(moved_everywhere, ranks, rows, timeout=limit()):
         assert len(found) == len(rows) and {f.__name__ for f, *_ in rows} == {f.__name__ for f in hooks}
         for (name, stage, *where), (told, step) in found.items():
+            if (name, stage, where[0]) == ("clamped_in_place", 1, "on_accumulated"):
+                # A gradient that is reduced later is not clipped before, in a hook either.
+                assert "p.grad.clamp_(...) of the parameter w.weight, as torch's clipping does" in told
+                continue
             assert told is None, (name, stage, where, told)
             of_mean = of_one(globals()[name], mean)
             of_own = sum(of_one(globals()[name], g) for g in own) / ranks

@@ -369,8 +369,12 @@ def each_everyday(size: int, few: bool) -> list[Program]:
     return [
         Program("everyday", i, (events,) * 2, (form,), size, stage=stage, scale=scale, cast=cast, bucket=400)
         for i, (events, form, stage, scale, cast) in enumerate(cells)
-        # Of the eight of each row another one; and second derivatives where they are taken through collectives.
-        if not few or i % 8 == i // 8 * 3 % 8 or (events[0] in ("products with hessians", "functional") and i % 8 == 6)
+        # Of the eight of each row another one; and second derivatives where they are taken through collectives,
+        # and weights of the caller's where casts are done before forward.
+        if not few
+        or i % 8 == i // 8 * 3 % 8
+        or (events[0] in ("products with hessians", "functional") and i % 8 == 6)
+        or (events[0] == "functional" and i % 8 == 1)
     ]
 
 

@@ -245,6 +245,13 @@ class ParameterViews:
         self.scaled = pipe.scaled
         self.suspended = False
         found = pipe.views_at_use.items()
+        # By path, where casts stand behind a reduction, so that forward finds them done: the dtype of the parameter.
+        self.cast_before: dict[str, torch.dtype] = {}
+        casts = [(stage, dtypes) for stage in pipe.road.stages if (dtypes := stage.dtypes) is not None]
+        for path, view in found if units is None else ():
+            for stage, dtypes in casts:
+                if stage not in view.stages and stage.changes(view.leaf):
+                    self.cast_before[path] = dtypes.seen(view.leaf)
         self.inexact = {path for path, view in found if not all([stage.dtypes is not None for stage in view.stages])}
 
     def get(self, path: str, stored: Tensor) -> Tensor:
@@ -256,8 +263,9 @@ class ParameterViews:
             if stored is self.units.shown[path]:
                 return self.units.look(path, keep=bool(self.local.calls))
             view = _of_another(view, stored)
-        elif self.suspended:
-            # Full parameters have the stored dtype, so all casts are applied, on either side of a reduction.
+        elif self.suspended or (self.cast_before and self.cast_before.get(path, stored.dtype) != stored.dtype):
+            # All casts are applied, on either side of a reduction: full parameters have the stored dtype, as has a copy
+            # of one that torch.func.functional_call puts in the place of a parameter later.
             view = _only_cast(view, stored, self.pipe.road.stages)
         if not view.stages and not (self.scaled and torch.is_grad_enabled() and differentiable(stored)):
             return stored
