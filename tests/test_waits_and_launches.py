@@ -262,7 +262,8 @@ def test_an_update_in_a_captured_graph_is_refused(device, route):
 
 
 def test_leaves_on_two_devices_are_refused(device):
-    assert "entry 0 are on devices [0, -1, 0, 0]" in ask(device, "on_two_devices")
+    told = ask(device, "on_two_devices")
+    assert told.startswith("gradients do not fit the parameters") and "w: " in told and "cpu" in told
 
 
 def test_an_offloaded_state_is_written_in_its_own_memory(device):

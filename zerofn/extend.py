@@ -190,12 +190,6 @@ if _TYPE_CHECKING:
     from zerofn.core.wires import Averaging as Averaging
     from zerofn.core.wires import CodedSharding as CodedSharding
     from zerofn.core.wires import Sharding as Sharding
-    from zerofn.kernels.adam import adam_ as adam_
-    from zerofn.kernels.adam import adam_on_device as adam_on_device
-    from zerofn.kernels.adam import adam_operator as adam_operator
-    from zerofn.kernels.adam import adam_update as adam_update
-    from zerofn.kernels.adam import has_kernel as has_kernel
-    from zerofn.kernels.adam import implementation_for as implementation_for
     from zerofn.kernels.codes import BlockDraws as BlockDraws
     from zerofn.kernels.codes import Coded as Coded
     from zerofn.kernels.codes import Codes as Codes
@@ -219,7 +213,6 @@ _NAMES_OF = {
     "zerofn.core.offload": "Conveyor MASTERS update_on_host",
     "zerofn.core.state_entries": "entries Entry rebuild",
     "zerofn.core.wires": "Averaging CodedSharding Sharding",
-    "zerofn.kernels.adam": "adam_ adam_on_device adam_operator adam_update has_kernel implementation_for",
     "zerofn.kernels.codes": "BlockDraws Coded Codes Draws",
     "zerofn.kernels.rounding": "FIRST_FORMAT FORMAT FORMAT_ENTRY known_formats leaf_key random_bits stochastic_round",
     "zerofn.ranks.collectives": "all_gather_into all_reduce_ reduce_scatter_into",

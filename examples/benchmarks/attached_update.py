@@ -6,7 +6,7 @@
 
 Gradients are given, so that a step is the update alone. `adamw` in fp32 is compared with
 `torch.optim.AdamW(fused=True)`, and so is `adamw` on bf16 parameters with residuals of 8 bits; `low_precision_adam` on
-bfloat16 with a call of the C kernel on tensors of its own, without a norm of the gradients, checks or metrics. All take
+bfloat16 with its update half alone, on tensors of its own, without a norm of the gradients, checks or metrics. All take
 turns, and which goes first alternates; the ratio is the median over rounds, in brackets its quartiles. At the end both
 sides of a pair must have the same parameters, but for the residuals' pair.
 """
@@ -20,11 +20,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from update_kernel import machine
+from update_kernel import alone, machine
 
 import zerofn as zf
-from zerofn.kernels.adam import adam_
-from zerofn.kernels.rounding import leaf_key
 
 HOW = {"lr": 1e-4, "weight_decay": 0.01}
 Update = Callable[[], object]
@@ -52,16 +50,9 @@ def stepped(model: Leaves, opt: torch.optim.Optimizer) -> Update:
 
 def by_kernel(model: Leaves) -> Update:
     """The C kernel alone, on all leaves in one call."""
-    params = [p.detach() for p in model.weights]
-    grads = [drawn(len(p), -1 - i).to(p.dtype) for i, p in enumerate(params)]
-    moments, squares = [torch.zeros_like(p) for p in params], [torch.zeros_like(p) for p in params]
-    keys, offsets = [leaf_key(f"weights.{i}") for i in range(len(params))], [0] * len(params)
-    steps = iter(range(1, 1 << 30))
-
-    def update() -> None:
-        adam_(params, grads, moments, squares, step=next(steps), keys=keys, offsets=offsets, **HOW)
-
-    return update
+    params = {f"weights.{i}": p.detach() for i, p in enumerate(model.weights)}
+    grads = {path: drawn(len(p), -1 - i).to(p.dtype) for i, (path, p) in enumerate(params.items())}
+    return alone(zf.low_precision_adam(**HOW), params, grads)
 
 
 def compare(name: str, plain: Update, attached: Update, rounds: int, clock: Callable[[], float]) -> str:

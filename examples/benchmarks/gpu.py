@@ -37,11 +37,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import zerofn as zf
-from zerofn.kernels.adam import adam_, implementation_for
+from zerofn.kernels.program import printed_by
 from zerofn.kernels.rounding import random_bits
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lm_model import GPT
+from update_kernel import alone
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 GIB = 2**30
@@ -317,21 +319,31 @@ def bits(report: Report) -> None:
     far = dict(seed=7, step=3, key=11, offset=2**32 - 50_000)
     here, there = random_bits(100_003, **far), random_bits(100_003, **far, device=report.device)
     report.check("random bits are those of the CPU", torch.equal(here, there.cpu()))
-    how = dict(lr=1e-3, weight_decay=0.1, seed=5, keys=[1, 2], offsets=[0, 2**32 - 17])
+    offsets = {"0": 0, "1": 2**32 - 17}
     names = [f"{kind}, {rounding}" for rounding in ("stochastic", "kahan", "nearest") for kind in ("auto", "eager")]
     for name in report.parts(names):
-        with report.part(f"adam_ {name}"):
+        with report.part(f"low_precision_adam {name}"):
             implementation, rounding = name.split(", ")
+            tx = zf.low_precision_adam(1e-3, weight_decay=0.1, rounding=rounding, seed=5)
             numels = [5000, 40_001]
             made = [*columns(numels), [torch.zeros(n, dtype=BF16) for n in numels]]
             here = [[x.clone() for x in column] for column in made]
             there = [[x.clone().to(report.device) for x in column] for column in made]
-            for step in (1, 2, 3):
-                adam_(*here, step=step, rounding=rounding, **how)
-                adam_(*there, step=step, rounding=rounding, implementation=implementation, **how)
+            update, other = lists_updated(tx, here, offsets), lists_updated(tx, there, offsets)
+            for _ in range(3):
+                update()
+                with contextlib.nullcontext() if implementation == "auto" else printed_by("eager", report.device):
+                    other()
             wrong = [sum(map(different, a, b)) for a, b in zip(here, there, strict=True)]
-            ran = implementation_for(there[0]) if implementation == "auto" else implementation
-            report.check(f"adam_ {name}: bits of the CPU", not sum(wrong), f"by {ran}; elements that differ: {wrong}")
+            same = not sum(wrong)
+            report.check(f"low_precision_adam {name}: bits of the CPU", same, f"elements that differ: {wrong}")
+
+
+def lists_updated(tx: zf.Transform, lists: list[list[Tensor]], offsets: dict[str, int]) -> Callable[[], object]:
+    """The update of parameters, gradients, moments and compensations, in place."""
+    params, grads, m, v, c = ({str(i): x for i, x in enumerate(column)} for column in lists)
+    slots = {"exp_avg": m, "exp_avg_sq": v} | ({"compensation": c} if "kahan" in repr(tx) else {})
+    return alone(tx, params, grads, slots, offsets)
 
 
 def waits_of(call: Callable[[], object]) -> Counter[str]:
@@ -446,19 +458,14 @@ def update(report: Report) -> None:
 
 
 def kernel(report: Report) -> None:
-    """The kernel of low-precision Adam alone, on leaves of the large model, with the norms of gradients."""
+    """The kernel of low-precision Adam alone, on leaves of the large model."""
     model, _, _ = gpt(report, "1.4B")
     p = [x.detach() for x in model.parameters()]
     g, m, c = ([torch.randn_like(x) * size for x in p] for size in (1e-3, 1e-3, 0.0))
-    v, where = [torch.rand_like(x) * 1e-6 for x in p], dict(keys=range(len(p)), offsets=[0] * len(p))
+    v = [torch.rand_like(x) * 1e-6 for x in p]
     for rounding in report.parts(["stochastic", "nearest", "kahan"]):
         with report.part(rounding):
-
-            def call(rounding=rounding) -> None:
-                given = [c] if rounding == "kahan" else []
-                norms: list[Tensor] = []
-                adam_(p, g, m, v, *given, lr=1e-4, step=5, rounding=rounding, norms=norms, **where)
-
+            call = lists_updated(zf.low_precision_adam(1e-4, rounding=rounding), [p, g, m, v, c], {})
             ms, host = report.milliseconds(call, 2, 10)
             rate = report.bandwidth((18 if rounding == "kahan" else 14) * numel(model), ms)
             report.figure(f"1.4B kernel, {rounding}", f"{ms:.3f} ms, host {host:.2f} ms; {rate}")

@@ -24,7 +24,10 @@ from pathlib import Path
 import torch
 
 import zerofn as zf
-from zerofn.kernels.adam import adam_, implementation_for
+from zerofn.core.layout import make_layout
+from zerofn.extend import Context
+from zerofn.kernels import native
+from zerofn.kernels.program import printed_by
 
 # Ratio to fused float32 that is aimed at, by number of threads.
 TARGETS = {
@@ -66,15 +69,47 @@ def fused(state: list[torch.Tensor]) -> Callable[[], object]:
     return lambda: torch._fused_adamw_([p], [g], [m], [v], [], [step], **hyper)
 
 
-def ours(state: list[torch.Tensor], compensation: torch.Tensor, rounding: str, implementation: str):
-    p, g, m, v = state
-    steps = iter(range(1, 1_000_000))
+def alone(
+    tx: zf.Transform,
+    params: dict[str, torch.Tensor],
+    grads: dict[str, torch.Tensor],
+    given: dict[str, dict[str, torch.Tensor]] | None = None,
+    offsets: dict[str, int] | None = None,
+) -> Callable[[], object]:
+    """The update half of an optimizer, in place on all leaves.
+
+    Args:
+        tx: the optimizer.
+        params, grads: by path.
+        given: slots of its state, by name and path; by default as it starts.
+        offsets: where each leaf's first element lies in a whole leaf, by path.
+    """
+    layout = make_layout(params)
+    state = {**tx.init_fn(params, layout), **(given or {})}
 
     def update() -> None:
-        options = dict(lr=1e-4, weight_decay=0.01, rounding=rounding, implementation=implementation)
-        adam_([p], [g], [m], [v], [compensation], step=next(steps), keys=[1], offsets=[0], **options)
+        ctx = Context(layout, donate=True, offsets=offsets or {})
+        found = tx.prepare_fn(state, grads, params, ctx)
+        state.update(tx.update_fn(grads, state, params, found.carry, ctx)[1])
 
     return update
+
+
+def ours(state: list[torch.Tensor], compensation: torch.Tensor, rounding: str):
+    p, g, m, v = state
+    slots = {"exp_avg": {"w": m}, "exp_avg_sq": {"w": v}}
+    slots |= {"compensation": {"w": compensation}} if rounding == "kahan" else {}
+    return alone(zf.low_precision_adam(1e-4, weight_decay=0.01, rounding=rounding), {"w": p}, {"w": g}, slots)
+
+
+def by_torch(update: Callable[[], object]) -> Callable[[], object]:
+    """The same update by torch's operations, in chunks."""
+
+    def run() -> None:
+        with printed_by("torch", torch.device("cpu")):
+            update()
+
+    return run
 
 
 def coded(state: list[torch.Tensor], bits: int, optimizer: zf.Transform) -> Callable[[], object]:
@@ -105,9 +140,9 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = cache
         build = []
         begin = time.perf_counter()
-        implementation = implementation_for(low)
+        implementation = "native" if native.compiler() else "eager"
         for rounding in TARGETS:
-            ours([x[:1] for x in low], compensation[:1], rounding, implementation)()
+            ours([x[: 1 << 16] for x in low], compensation[: 1 << 16], rounding)()
             build.append(f"{rounding} {time.perf_counter() - begin:.2f} s")
             begin = time.perf_counter()
     print(f"{args.numel:,} bfloat16 parameters, gradients and moments; implementation: {implementation}")
@@ -129,9 +164,9 @@ def main() -> None:
             contestants[f"{name}, moments in {bits} bits"] = bytes_ + size, coded(state, bits, arithmetic)
     for rounding in () if args.coded else TARGETS:
         size = 18 if rounding == "kahan" else 14
-        contestants[rounding] = size, ours(low, compensation, rounding, implementation)
+        contestants[rounding] = size, ours(low, compensation, rounding)
         if args.eager:
-            contestants[f"{rounding}, eager"] = size, ours(low, compensation, rounding, "eager")
+            contestants[f"{rounding}, eager"] = size, by_torch(ours(low, compensation, rounding))
 
     for threads in args.threads:
         torch.set_num_threads(threads)

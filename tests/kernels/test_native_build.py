@@ -9,14 +9,20 @@ from collections import Counter
 import pytest
 import torch
 from compilers import REAL, build, calls, copier, gone, kept, script
-from test_kernels import assert_same_bits, needs_compiler, state, update
+from low_precision import update
+from test_kernels import assert_same_bits, needs_compiler, state
 from time_limits import limit
 
 from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
 from zerofn.kernels import native as _native_compiler  # inside: how kernels are built, loaded and kept
-from zerofn.kernels.adam import implementation_for  # inside: which kernel is taken, and a kernel by itself
+from zerofn.kernels import program  # inside: which kernel is taken
 
 BF16 = torch.bfloat16
+
+
+def taken():
+    """What computes programs on a CPU."""
+    return program.printer_for(torch.device("cpu")).__name__.rpartition(".")[2]
 
 
 # ---- which compiler ----
@@ -24,7 +30,7 @@ BF16 = torch.bfloat16
 
 @pytest.mark.parametrize("kind", ["missing", "broken", "fuses products with sums"])
 def test_without_a_usable_compiler_eager_runs_after_one_warning(fresh_kernels, monkeypatch, kind):
-    expected = state(3000)
+    expected = state(70_000)
     update(expected, implementation="eager")
     monkeypatch.setenv("PATH", str(fresh_kernels))
     if kind == "missing":
@@ -39,13 +45,13 @@ def test_without_a_usable_compiler_eager_runs_after_one_warning(fresh_kernels, m
         text = f'PATH={os.path.dirname(REAL[0])} exec {REAL[0]} "$@" -ffp-contract=fast'
         monkeypatch.setenv("CC", script(fresh_kernels, text))
         message = "gives other bits"
-    actual = state(3000)
+    actual = state(70_000)
     with pytest.warns(RuntimeWarning, match=message):
         update(actual)
     assert_same_bits(actual, expected)
     update(actual, step=2)  # warnings are errors in these tests
     if kind != "fuses products with sums":
-        assert implementation_for(actual[0]) == "eager"
+        assert taken() == "print_torch"
 
 
 @needs_compiler
@@ -62,7 +68,7 @@ def test_a_bad_cc_is_said_and_the_compiler_of_the_system_used(fresh_kernels, mon
     monkeypatch.setenv("CC", cc)
     with pytest.warns(RuntimeWarning, match=rf"\$CC is .*{why}.*; {REAL[0]} is used instead. Unset CC"):
         assert _native.compiler() == REAL
-    assert implementation_for(state(3)[0]) == "native"  # and no second warning
+    assert taken() == "print_c"  # and no second warning
 
 
 def test_a_bad_cc_and_no_other(fresh_kernels, monkeypatch):
@@ -96,8 +102,8 @@ def test_a_cc_with_arguments_is_taken_as_make_takes_it(fresh_kernels, monkeypatc
 @pytest.mark.parametrize("value", ["0", "false", "no", "off", "False", " OFF "])
 def test_no_compiler_is_run_where_that_is_asked_for(fresh_kernels, monkeypatch, value):
     monkeypatch.setenv("ZEROFN_NATIVE", value)
-    assert implementation_for(state(3)[0]) == "eager"
-    update(state(3))
+    assert taken() == "print_torch"
+    update(state(70_000))
     assert not (fresh_kernels / "cache").exists()
 
 
@@ -106,13 +112,13 @@ def test_no_compiler_is_run_where_that_is_asked_for(fresh_kernels, monkeypatch, 
 def test_it_is_run_where_that_is_asked_for(fresh_kernels, monkeypatch, value):
     monkeypatch.setenv("ZEROFN_NATIVE", value)
     monkeypatch.setenv("CC", copier(fresh_kernels))
-    assert implementation_for(state(3)[0]) == "native"
+    assert taken() == "print_c"
 
 
 @pytest.mark.parametrize("value", ["2", "nein", "disable"])
 def test_anything_else_is_an_error(fresh_kernels, monkeypatch, value):
     monkeypatch.setenv("ZEROFN_NATIVE", value)
-    lists = state(3)
+    lists = state(70_000)
     before = lists[0][0].clone()
     with pytest.raises(
         ValueError, match=f"(?s)ZEROFN_NATIVE='{value}'.*1, true, yes, on; .*0, false, no, off;.*require.*write:"
@@ -128,7 +134,7 @@ def test_where_kernels_are_required_their_lack_is_an_error(fresh_kernels, monkey
     with pytest.warns(RuntimeWarning, match="names no program"):
         assert _native.compiler() is None
     monkeypatch.setenv("ZEROFN_NATIVE", "require")
-    lists = state(3)
+    lists = state(70_000)
     before = [tensors[0].clone() for tensors in lists]
     message = (
         "(?s)ZEROFN_NATIVE=require, and there is no C kernel.*why: .*'nothing', which names no program.*write: .*gcc"
@@ -185,9 +191,9 @@ def test_a_compiler_that_hangs_is_ended_with_all_that_it_started(fresh_kernels, 
         only.setenv("PATH", str(fresh_kernels / "empty"))
         begin = time.monotonic()
         with pytest.warns(RuntimeWarning, match="had not ended after 1 s.*no C compiler was found.*eager torch"):
-            update(state(3))
+            update(state(70_000))
         assert time.monotonic() - begin < limit(10)
-        update(state(3))  # no second warning, no second wait
+        update(state(70_000))  # no second warning, no second wait
     assert gone(int((fresh_kernels / "pid").read_text())), "what the compiler had started is still there"
     assert kept(fresh_kernels) == []
 
@@ -253,11 +259,13 @@ def test_what_outlives_the_compiler_on_purpose_is_not_waited_for(fresh_kernels):
 def test_processes_may_build_at_the_same_time(fresh_kernels):
     program = """
 import torch
-from zerofn.kernels.adam import adam_
+import zerofn as zf
 from zerofn.kernels.rounding import leaf_key
-p, g, m, v = (torch.linspace(0.5, 2, 999).bfloat16() for _ in range(4))
-adam_([p], [g], [m], [v], step=1, lr=0.1, keys=[leaf_key("w")], offsets=[0], implementation="native")
-print(leaf_key("w"), p.double().sum().item(), v.double().sum().item())
+x = torch.linspace(0.5, 2, 70_000).bfloat16()
+tx = zf.low_precision_adam(0.1)
+state, _ = zf.update(tx, {"w": x}, zf.init(tx, {"w": x}))
+own = state.transforms["low_precision_adam"]
+print(leaf_key("w"), *(x["w"].double().sum().item() for x in (state.params, own["exp_avg_sq"])))
 """
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     runs = [subprocess.Popen([sys.executable, "-W", "error", "-c", program], **options) for _ in range(2)]

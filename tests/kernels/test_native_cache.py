@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from compilers import REAL, build, calls, copier, kept
-from test_kernels import needs_compiler, state, update
+from low_precision import update
+from test_kernels import needs_compiler, state
 
 from zerofn.kernels import native as _native_cache  # inside: how kernels are built, loaded and kept
 
@@ -225,7 +226,7 @@ def test_where_there_is_no_such_place_eager_runs(places, monkeypatch):
     for name in ("open/zerofn", f"temporary/zerofn-{os.getuid()}"):
         (places / name).mkdir(parents=True)
         (places / name).chmod(0o777)
-    lists = state(3)
+    lists = state(70_000)
     if REAL is not None:
         with pytest.warns(
             RuntimeWarning, match="no directory for built kernels .* tried .*eager torch.*Let XDG_CACHE_HOME"

@@ -136,7 +136,7 @@ class Looking:
         self.copies.append(sum(node.meta["example_value"].ndim > 0 for node in copies))
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    def calls(self, operator="zerofn.adam_"):
+    def calls(self, operator="zerofn.update_"):
         """How often the last graph calls the operator."""
         return self.seen[-1].count(operator)
 

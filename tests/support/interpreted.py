@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from low_precision import update
 from time_limits import limit
 from torch import Tensor, nn
 
 import zerofn as zf
 from zerofn.core import leaf_updates  # inside: programs of leaves as they are stored
-from zerofn.extend import Coded, Codes, Draws, Master, formula_of_torch, master_of
+from zerofn.core.context import Norms  # inside: what asks a kernel for norms
+from zerofn.extend import Coded, Codes, Draws, Master, formula_of_torch, leaf_key, master_of
 from zerofn.extend import fused_update as adam_of_torch
 from zerofn.kernels import (  # inside: which kernel is taken, and kernels by themselves
-    adam,
     native,
     program,
 )
@@ -127,18 +128,18 @@ def compare(leaves: Sequence[Any], steps: Sequence[int], **how: Any) -> list[str
     Args:
         leaves: arguments of `leaf`.
         steps: numbers of the updates.
-        how: arguments of `adam_`.
+        how: arguments of `update`.
     """
     columns = [list(column) for column in zip(*[leaf(*x) for x in leaves], strict=True)]
     ours, theirs = ([[_own(x) for x in column] for column in columns] for _ in range(2))
     rows = []
     for step in steps:
-        norms: list[Any] = []
-        adam.adam_(*ours, **how, step=step, implementation="triton", norms=norms)
-        adam.adam_(*theirs, **how, step=step, implementation="eager")
+        norms = Norms()
+        update(ours, "triton", **how, step=step, norms=norms)
+        update(theirs, "eager", **how, step=step)
         rows += [f"step {step}: {row}" for a, b in zip(ours, theirs, strict=True) for row in different(a, b)]
-        if norms:
-            rows += _wrong_norms(columns[1], torch.tensor(norms))
+        if norms.found:
+            rows += _wrong_norms(columns[1], torch.tensor(list(norms.found.values())))
     return rows
 
 
@@ -166,12 +167,13 @@ def _wrong_norms(grads: Sequence[Tensor], norms: Sequence[Tensor]) -> list[str]:
 def compare_shards(rounding: str) -> list[str]:
     """What differs between a leaf and the same leaf in pieces, which begin at odd places in memory."""
     cuts = [0, 1, 1000, 16_384, 16_385, 40_000, 40_001]
-    how: dict[str, Any] = dict(step=3, lr=0.1, weight_decay=0.1, rounding=rounding, implementation="triton")
+    how: dict[str, Any] = dict(step=3, lr=0.1, weight_decay=0.1, rounding=rounding, paths=["w"])
     whole = leaf(cuts[-1], (torch.bfloat16,) * 4, 0, 0)
     pieces = [[x[a:b].clone() for a, b in pairwise(cuts)] for x in whole]
     offset = 2**32 - 20_000
-    adam.adam_(*[[x] for x in whole], **how, keys=[5], offsets=[offset])  # type: ignore[arg-type]
-    adam.adam_(*pieces, **how, keys=[5] * 6, offsets=[offset + a for a in cuts[:-1]])  # type: ignore[arg-type]
+    update([[x] for x in whole], "triton", **how, offsets=[offset])
+    for i, a in enumerate(cuts[:-1]):
+        update([[column[i]] for column in pieces], "triton", **how, offsets=[offset + a])
     return different([torch.cat(x) for x in pieces], whole)
 
 
@@ -223,7 +225,7 @@ def _run_coded(way: str, kind: str, columns: list[list[Any]], offsets: list[int]
     """One update in place by a kernel, or by the formula."""
     how, fused = columns[2][0].how, kind != "bf16"
     numbers: Any = dict(step=3, lr=0.01, beta1=beta1, beta2=0.999, eps=1e-8, weight_decay=0.1)
-    keys = list(range(7, 7 + len(offsets)))
+    paths = [str(i) for i in range(7, 7 + len(offsets))]
     how_p: Any = dict(rounding="stochastic", seed=1)
     if way == "formula":
         for i, (p, g, *moments) in enumerate(zip(*columns, strict=True)):
@@ -233,8 +235,7 @@ def _run_coded(way: str, kind: str, columns: list[list[Any]], offsets: list[int]
             if fused:
                 adam_of_torch(*lists, decoupled=not decay, **numbers)
             else:
-                place = dict(keys=[keys[i]], offsets=[offsets[i]])
-                adam.adam_(*lists, **numbers, **how_p, **place, implementation="eager")
+                update(lists, "eager", **numbers, **how_p, paths=[paths[i]], offsets=[offsets[i]])
             if kind == "masters":
                 _put(p, x)
             for y, new in zip(moments, wide, strict=True):
@@ -242,7 +243,7 @@ def _run_coded(way: str, kind: str, columns: list[list[Any]], offsets: list[int]
                     old.copy_(made)
         return
     with printed_by(way, torch.device("cpu")):
-        _as_stored(kind, columns, decay, beta1, 0.1, keys, offsets)
+        _as_stored(kind, columns, decay, beta1, 0.1, list(map(leaf_key, paths)), offsets)
 
 
 def _as_stored(
@@ -270,6 +271,8 @@ def _as_stored(
     lists += [[x.residual for x in params]] if masters else []
     numbers: Any = {"beta1": beta1, "beta2": 0.999, "eps": 1e-8, "weight_decay": weight_decay}
     given = {(0, name): x for name, x in numbers.items()} | {(2, "count"): 3, (2, "lr"): 0.01}
+    if kind == "bf16":
+        given |= {(1, name): x for name, x in low_precision_adam._of_step(3, 0.01, numbers).items()}
     about, into = leaf_updates.About(shared, True, masters=masters), [0, 2, 3, 4][: len(lists) - 1]
     places = lambda: (keys, offsets)  # noqa: E731
     _, norms = leaf_updates.plans_of(formula, slots).run(lists, given, into, about, places, roots=True)
@@ -429,7 +432,8 @@ def train(rounding: str, triton: bool, form: str) -> tuple[dict[str, Tensor], li
         for x in torch.randn(3, 4, 6):
             names.clear()
             model(x.to(model.blocks[0].weight.dtype)).float().square().mean().backward()
-            opt.step()
+            with printed_by("triton" if triton else "native", torch.device("cpu")):
+                opt.step()
             norms.append(float(opt.metrics["grad_norm"]))
             opt.zero_grad()
             launches.append(names.count("formula_kernel"))
@@ -454,7 +458,7 @@ def told_of_other_bits(break_it: bool) -> tuple[list[str], str]:
             program.same_bits = lambda *_: False  # type: ignore[assignment]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            rows = compare([(50, (torch.bfloat16,) * 4, 0, 0)], [1, 2], lr=0.1, keys=[1], offsets=[0])
+            rows = compare([(50, (torch.bfloat16,) * 4, 0, 0)], [1, 2], lr=0.1)
     finally:
         program.same_bits = kept
         program.triton_for.cache_clear()
@@ -545,5 +549,5 @@ def instructions(dtypes: Sequence[torch.dtype], rounding: str) -> dict[str, int]
     """Those of low-precision Adam, of parameter, gradient and moments in these dtypes, with norms."""
     columns = [[x] for x in leaf(16, dtypes, 0, 0)]
     used = columns if rounding == "kahan" else columns[:4]
-    how: Any = dict(step=3, lr=0.01, rounding=rounding, keys=[1], offsets=[0], norms=[])
-    return compiled(*_printed(lambda: adam.adam_(*used, **how)))
+    how: Any = dict(step=3, lr=0.01, rounding=rounding, norms=Norms())
+    return compiled(*_printed(lambda: update(used, **how)))

@@ -873,7 +873,7 @@ ROWS: dict[str, Row] = {
     "quantize, low precision": Row(
         lambda at: _low(zf.quantize(zf.low_precision_adam(at.rate, state_dtype=F32), bits=4)),
         host="low_precision_adam",
-        launches=7,
+        launches=8,
         often="launches",
     ),
     "quantize, dynamic": Row(

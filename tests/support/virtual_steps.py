@@ -21,7 +21,7 @@ from virtual_cuda import Row as Asked
 import zerofn as zf
 from zerofn.eager import in_backward  # inside: how many bytes of gradients wait
 from zerofn.extend import optimizer
-from zerofn.kernels import adam, print_torch, print_triton, program  # inside: which kernel is taken
+from zerofn.kernels import print_torch, print_triton, program  # inside: which kernel is taken
 from zerofn.kernels.operations import OPERATIONS  # inside: the root of a device
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -368,10 +368,10 @@ def captured(route: str) -> str:
 
 
 def on_two_devices() -> str:
-    """What the Triton kernel says of a gradient on another device than its parameter."""
-    p, g = torch.ones(2, device="cuda", dtype=BF16), torch.ones(2, dtype=BF16)
+    """What an update says of a gradient on another device than its parameter."""
+    state = zf.init(tx := zf.low_precision_adam(), {"w": torch.ones(2, device="cuda", dtype=BF16)})
     try:
-        adam.adam_([p], [g], [p.clone()], [p.clone()], step=1, lr=0.1, keys=[0], offsets=[0])
+        zf.update(tx, {"w": torch.ones(2, dtype=BF16, device="cpu")}, state)
     except ValueError as error:
         return str(error)
     return ""

@@ -9,13 +9,14 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
-from zerofn import __version__, launch
+from zerofn import __version__, attach, launch, low_precision_adam
 from zerofn.collectives import world_group
-from zerofn.extend import adam_, all_reduce_, implementation_for
+from zerofn.extend import all_reduce_
 
 # These have no public name: the directory of built kernels, and the backends that torch was built with.
 from ..kernels import native as native_cache
@@ -120,7 +121,7 @@ def _gpu_kernel() -> Finding:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            _updates(torch.device("cuda"), "auto", 1 << 10)()
+            _updates(torch.device("cuda"), 1 << 10)()
         except Exception as error:
             return Finding("on a GPU", f"{type(error).__name__}: {error}".splitlines()[0], "see ZEROFN_NATIVE", True)
     if warned:
@@ -148,11 +149,12 @@ def _kernel() -> Finding:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            implementation = implementation_for([torch.ones(1)])
-            fast = _time("auto")
+            implementation = "native" if native_cache.compiler() else "eager"
+            fast = _time()
         except Exception as error:
             return Finding("kernel", f"{type(error).__name__}: {error}".splitlines()[0], "see ZEROFN_NATIVE", True)
-    slow = _time("eager")
+    with _without_kernels():
+        slow = _time()
     times = f"takes {fast * 1e3:.1f} ms, eager torch {slow * 1e3:.1f} ms"
     result = f"{implementation}: an update of 2 M bf16 elements {times}"
     if implementation == "native" and not warned:
@@ -163,21 +165,31 @@ def _kernel() -> Finding:
     return Finding("kernel", result, why)
 
 
-def _time(implementation: str) -> float:
-    once = _updates(torch.device("cpu"), implementation, ELEMENTS)
+@contextmanager
+def _without_kernels() -> Iterator[None]:
+    known = os.environ.get("ZEROFN_NATIVE")
+    os.environ["ZEROFN_NATIVE"] = "0"
+    try:
+        yield
+    finally:
+        if known is None:
+            del os.environ["ZEROFN_NATIVE"]
+        else:
+            os.environ["ZEROFN_NATIVE"] = known
+
+
+def _time() -> float:
+    once = _updates(torch.device("cpu"), ELEMENTS)
     once()  # the first call builds the kernel
     return min(_seconds(once) for _ in range(3))
 
 
-def _updates(device: torch.device, implementation: str, elements: int) -> Callable[[], None]:
+def _updates(device: torch.device, elements: int) -> Callable[[], object]:
     """A function that makes one update of so many bf16 elements."""
-    p, g, m, v = (torch.ones(elements, dtype=torch.bfloat16, device=device) for _ in range(4))
-
-    def once() -> None:
-        how: dict[str, Any] = dict(step=1, lr=1e-3, keys=[1], offsets=[0], implementation=implementation)
-        adam_([p], [g], [m], [v], rounding="stochastic", **how)
-
-    return once
+    p = torch.nn.Parameter(torch.ones(elements, dtype=torch.bfloat16, device=device))
+    opt = attach(torch.nn.ParameterList([p]), low_precision_adam(1e-3))
+    p.grad = torch.ones_like(p)
+    return opt.step
 
 
 def _seconds(call: Callable[[], object]) -> float:

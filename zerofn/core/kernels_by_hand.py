@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked
+from .._compat.functorch import as_batch, beneath_functorch, only_reverse, only_vmap, stacked, while_traced
 from ..kernels.derivative import reverse
 from ..kernels.joined import Passes
-from ..kernels.lists import on_lists
-from ..kernels.numbers import NotOnLists
+from ..kernels.lists import batches, enough, on_lists
+from ..kernels.native import compiler
+from ..kernels.numbers import UNKNOWN, NotOnLists
 from ..kernels.plans import Plans
-from ..kernels.recording import only_compiled
+from ..kernels.recording import number, only_compiled, operator
+from ..kernels.rounding import FORMAT_ENTRY, leaf_key
 from .context import Context
-from .counts import by_count, by_leaf, whole
+from .counts import by_count, by_leaf, whole, wide
 from .leaf_step import LeafStep, Numbers
 from .leaf_updates import About, LeafFormula, Updates, numbers_of, plans_of
 from .transform import TransformState
@@ -66,6 +70,10 @@ class LeafList:
     comes: Tensor | None = None
     where: str = "step"
     passes: Passes | None = None
+
+    def places(self, entries: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The keys and the offsets of some leaves, for random bits."""
+        return [leaf_key(self.paths[i]) for i in entries], [self.offsets[i] for i in entries]
 
     def only(self, chosen: list[bool]) -> LeafList:
         """The leaves for which `chosen` is true, without a request for norms."""
@@ -149,19 +157,26 @@ def update_recorded(by_hand: ByHand, formula: LeafFormula, updates: Updates) -> 
     """
     if not updates.counts:
         return False
-    leaves = asked(updates, "graph")
-    tensors = *leaves.params, *leaves.grads, *(x for column in leaves.slots.values() for x in column)
-    if only_compiled((*tensors, leaves.lr, *leaves.numbers.values())) and by_hand.takes_all(leaves):
-        counts = torch.stack(list(updates.counts.values()))
-        donated = replace(updates, ctx=replace(updates.ctx, donate=updates.ctx.donate_to_kernels))
-        update_in_place(by_hand.run, [(counts, leaves.paths)], donated, where="graph")
-        updates.new, updates.own = donated.new, donated.own
+    if _in_graph(by_hand, updates):
         return True
     rows = [[updates.params[p], g, *(old[p] for old in updates.slots.values())] for p, g in updates.grads.items()]
     if reversible(rows, (updates.lr, *updates.numbers.values())):
         _with_derivative(by_hand, formula, updates)
         return True
     return _on_members(by_hand.run, updates)
+
+
+def _in_graph(by_hand: ByHand, updates: Updates) -> bool:
+    """Call a kernel as an operator of a compiled graph; whether it takes the leaves, and nothing else records."""
+    leaves = asked(updates, "graph")
+    tensors = *leaves.params, *leaves.grads, *(x for column in leaves.slots.values() for x in column)
+    if not only_compiled((*tensors, leaves.lr, *leaves.numbers.values())) or not by_hand.takes_all(leaves):
+        return False
+    counts = torch.stack(list(updates.counts.values()))
+    donated = replace(updates, ctx=replace(updates.ctx, donate=updates.ctx.donate_to_kernels))
+    update_in_place(by_hand.run, [(counts, leaves.paths)], donated, where="graph")
+    updates.new, updates.own = donated.new, donated.own
+    return True
 
 
 def update_in_place(
@@ -190,6 +205,134 @@ def _add_found(group: list[str], norms: list[float], ctx: Context) -> None:
     """Take the norms that a kernel has found, if it has."""
     if norms and ctx.norms is not None:
         ctx.norms.add(group, norms)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Programs` is the kernel of an optimizer that has none by hand, in steps that are recorded: where it is one operator of
+# a compiled graph, and for many elements under autograd and under torch.func.vmap.
+
+
+class Programs:
+    """A kernel that updates lists of leaves by programs of a formula, and leaf by leaf where there is none.
+
+    Args:
+        name: of the optimizer.
+        formula: of one leaf, without norms.
+        numbers, shared: the names of its hyperparameters, and of the state that all leaves share.
+    """
+
+    def __init__(self, name: str, formula: LeafFormula, numbers: Sequence[str], shared: Sequence[str]):
+        self.formula, self.numbers, self.shared = formula, list(numbers), list(shared)
+        # A string, since the compiler may take an int for one that changes.
+        self.key = f"{name} {next(_NUMBERED)}"
+        _KNOWN[self.key] = self
+        self.by_hand = ByHand(self.run, self.takes, formula.plans, backwards_of(formula.formula, formula.slots))
+
+    def update(self, updates: Updates) -> bool:
+        """Update leaves in a step that is recorded; whether that is done."""
+        if updates.ctx.rounding is not None or not updates.grads:
+            return False
+        if torch.compiler.is_compiling():
+            return FORMAT_ENTRY in updates.shared and _in_graph(self.by_hand, updates)
+        return enough(_numel(updates)) and update_recorded(self.by_hand, self.formula, updates)
+
+    def takes(self, leaves: LeafList) -> list[bool]:
+        """Whether a compiled graph calls the kernel, if bits are drawn: where it is in C.
+
+        Random bits are a hundred operations, with which a compiler spends seconds for each leaf.
+        """
+        drawn = leaves.where == "graph" and leaves.shared.keys() == set(self.shared)
+        numbers = set(map(type, leaves.numbers.values())) <= {float, int, Tensor}
+        taken = drawn and numbers and all([x.is_cpu for x in (*leaves.params, *leaves.grads)]) and _builds()
+        return [taken] * len(leaves.params)
+
+    def run(self, leaves: LeafList) -> None:
+        if leaves.where != "graph":
+            self.update_lists(leaves)
+            return
+        numbers = [torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (leaves.lr, *leaves.numbers.values())]
+        slots = [x for column in leaves.slots.values() for x in column]
+        shared = [leaves.shared[name] for name in self.shared]
+        given = leaves.count, torch.stack(numbers), shared, self.key, leaves.paths, leaves.offsets
+        _UPDATE(leaves.params, leaves.grads, slots, *given)
+
+    def update_lists(self, leaves: LeafList) -> None:
+        """Update leaves of one count, which is a number."""
+        numbers, derived = leaves.numbers, self.formula.derived
+        made = derived(leaves.count, wide(leaves.lr), {k: wide(x) for k, x in numbers.items()}) if derived else {}
+        step = LeafStep(leaves.count, leaves.lr, UNKNOWN, UNKNOWN, numbers, leaves.shared, made)
+        columns = [leaves.params, leaves.grads, *leaves.slots.values()]
+        rest: Collection[int] = range(len(leaves.params))
+        if on_lists(columns):
+            about, into = About(tuple([(name, number(x)) for name, x in leaves.shared.items()])), range(2, len(columns))
+            rest = []
+            for batch, rows in batches(*columns):
+                try:
+                    self.formula.plans.run(rows, numbers_of(step), [0, *into], about, partial(leaves.places, batch))
+                except NotOnLists:
+                    rest += batch
+        for i in rest:
+            p, g, *olds = [column[i] for column in columns]
+            at = replace(step, path=leaves.paths[i], offset=leaves.offsets[i])
+            x, after = self.formula.formula(p, g, dict(zip(leaves.slots, olds, strict=True)), at)
+            for old, new in zip((p, *olds), (x, *map(after.__getitem__, leaves.slots)), strict=True):
+                old.copy_(new)
+
+
+_KNOWN: WeakValueDictionary[str, Programs] = WeakValueDictionary()
+_NUMBERED = count()
+
+
+@while_traced
+def _builds() -> bool:
+    return compiler() is not None
+
+
+def _numel(updates: Updates) -> int:
+    """The elements of the leaves that are updated; those of all members of a batch."""
+    sizes = [updates.params[path].numel() for path in updates.grads]
+    if only_vmap() is None:
+        return sum(sizes)
+    with beneath_functorch():
+        rows = [stacked(x) for x in (*updates.grads.values(), updates.lr) if isinstance(x, Tensor)]
+        return sum(sizes) * max([len(x) for x in rows if x is not None], default=1)
+
+
+def _run_operator(
+    params: list[Tensor],
+    grads: list[Tensor],
+    slots: list[Tensor],
+    counts: Tensor,
+    numbers: Tensor,
+    shared: list[Tensor],
+    key: str,
+    paths: list[str],
+    offsets: list[int],
+) -> None:
+    """`Programs.update_lists` on leaves that may have different numbers of updates.
+
+    Args:
+        slots: those of all leaves for each slot, one list after the other.
+        counts: the number of this update, for each leaf; on the CPU.
+        numbers: the rate and the hyperparameters, in float64.
+        shared: state that all leaves share.
+        key: of the programs.
+    """
+    programs, many, found = _KNOWN[key], len(params), counts.tolist()
+    lr, *rest = numbers.tolist()
+    named = dict(zip(programs.numbers, rest, strict=True)), dict(zip(programs.shared, shared, strict=True))
+    columns = {name: slots[i * many : (i + 1) * many] for i, name in enumerate(programs.formula.slots)}
+    for step in dict.fromkeys(found):
+        leaves = LeafList(params, grads, columns, step, lr, paths, offsets, *named)
+        programs.update_lists(leaves.only([x == step for x in found]))
+
+
+# One call takes all leaves. The compiler does not trace it: the schema says what it writes.
+_UPDATE = operator(
+    "update_(Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] slots, Tensor counts, Tensor numbers, "
+    "Tensor[] shared, str key, str[] paths, SymInt[] offsets) -> ()",
+    _run_operator,
+)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from .kernels_by_hand import (
     ByHand,
     Kernel,
     LeafList,
+    Programs,
     asked,
     backwards_of,
     update_in_place,
@@ -273,6 +274,8 @@ class _Update:
     def __post_init__(self) -> None:
         # A rate that is one number is checked here, and not at each step.
         self.checked = isinstance(self.lr, float) and 0.0 <= self.lr <= LARGEST
+        of, alone = self.formula, self.formula.of_norms or self.formula.lists is not None or self.lr is None
+        self.programs = None if alone else Programs(self.name, of, list(self.numbers), list(self.shared))
 
     def halves(self) -> Any:
         """The update half: with one for leaves as they are stored, if the formula needs no norms."""
@@ -337,9 +340,9 @@ class _Update:
         return updates.new, {**updates.own, "count": counts}
 
     def _by_hand_unread(self, by_hand: ByHand | None, updates: Updates) -> bool:
-        """Whether a kernel by hand has updated leaves whose counts Python does not read."""
+        """Whether a kernel has updated leaves whose counts Python does not read."""
         if by_hand is None:
-            return False
+            return updates.ctx.recorded and self.programs is not None and self.programs.update(updates)
         if updates.ctx.unread:
             return update_unread(by_hand, updates)
         return update_recorded(by_hand, self.formula, updates)

@@ -38,12 +38,12 @@ def check_step(function: str, step: Any) -> None:
         ValueError: it is not a whole number from 1, or a tensor of a shape other than `()`.
 
     Examples:
-        >>> check_step("adam_", 0)
+        >>> check_step("fused_update", 0)
         Traceback (most recent call last):
         ...
-        ValueError: adam_(step=0)
+        ValueError: fused_update(step=0)
           why:   steps are counted from 1: at 0 the bias correction of moments divides by zero
-          write: adam_(step=count + 1), with count the updates before this one
+          write: fused_update(step=count + 1), with count the updates before this one
     """
     if type(step) is int and step >= 1:
         return

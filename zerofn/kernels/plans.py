@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 
-from . import print_torch
+from . import native, print_torch
 from .codes import MOST as MOST_OF_BLOCK
 from .codes import Coded
 from .joined import LOOKING, Passes, Run
 from .numbers import Guard, NotOnLists, Number, Values, line_of_error
 from .operations import OPERATIONS
-from .program import Draws, Program, TensorList, Term, Traced, alike, as_dtype, printer_for
+from .program import INSTEAD, Draws, Program, TensorList, Term, Traced, alike, as_dtype, printer_for
 from .recording import concrete
 from .rounding import FORMAT
 
@@ -427,10 +427,16 @@ def run(
         plain, passes = used, None if passes is None else passes.run()
     if printer is None or not printer.can(plan.program) or not alike(plan.program.of_elements(plain)):
         raise NotOnLists("an operation without a kernel, or tensors in another order in memory")
+    if plan.drawn is not None and not all([all(map(Tensor.is_contiguous, column)) for column in plain]):
+        # The bits are those of the index of an element, and not of its place in memory.
+        raise NotOnLists("random bits of tensors that are not contiguous")
     if len(plain) < len(used) and plan.program.form not in (0, FORMAT):
         raise NotOnLists("random bits of an older format beside codes")
     draws = None
     if plan.drawn is not None:
+        if printer is print_torch and not INSTEAD:
+            # It says once what is missing: random bits are a hundred operations of torch.
+            native.compiler()
         seed, step = (of(numbers) for of in plan.drawn)
         draws = Draws(seed, step, plan.program.form, *places())
     try:

@@ -845,29 +845,37 @@ def stands_for(tensors: Iterable[Tensor], most: int) -> bool:
 
 @contextmanager
 def printed_by(implementation: str, device: torch.device) -> Iterator[None]:
-    """Inside, kernels are `"native"`, in C, or `"triton"`; for others, and if they cannot run, there are none."""
-    found = None
-    if implementation != "eager":
-        found = triton_for(device) if implementation == "triton" else _c_for(device)
-    INSTEAD.append(found)
+    """Inside, programs run in C (`"native"`), in `"triton"` or by `"torch"`; with others there are none."""
+    ways = {"native": _c_for, "triton": triton_for, "torch": lambda device: _by_name("print_torch")}
+    INSTEAD.append(ways[implementation](device) if implementation in ways else None)
     try:
         yield
     finally:
         INSTEAD.pop()
 
 
+def _by_name(name: str) -> Any:
+    """A printer, which imports this module."""
+    return importlib.import_module(f".{name}", __package__)
+
+
 def _c_for(device: torch.device) -> Any:
-    """`print_c`, by its name, since it imports this module; `None` without a compiler."""
-    print_c = importlib.import_module(".print_c", __package__)
+    """`print_c`; `None` without a compiler."""
+    print_c = _by_name("print_c")
     return print_c if device.type == "cpu" and print_c.works() else None
 
 
 def printer_for(device: torch.device) -> Any:
-    """The module that prints and runs kernels for this device, `print_c` or `print_triton`; `None` without one."""
+    """The module that runs programs on this device; `None` without one.
+
+    It is `print_c` or `print_triton`, and on a CPU without a compiler `print_torch`.
+    """
     if INSTEAD and _here(INSTEAD[-1]):
         return INSTEAD[-1]
     found = _c_for(device)
-    return found if found is not None or not (device.type == "cuda" or interpreted()) else triton_for(device)
+    if found is None and (device.type == "cuda" or interpreted()):
+        found = triton_for(device)
+    return _by_name("print_torch") if found is None and device.type == "cpu" else found
 
 
 @cache
@@ -916,8 +924,7 @@ def triton_for(device: torch.device) -> Any:
         return None
 
     def check() -> bool:
-        # By its name, since it imports this module.
-        print_torch = importlib.import_module(".print_torch", __package__)
+        print_torch = _by_name("print_torch")
         # More than one chunk, so that full chunks and ends are checked.
         numel = 17_001
         columns = [[x] for (x,) in sample(numel)[:2]]
