@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -208,8 +208,8 @@ def _add_found(group: list[str], norms: list[float], ctx: Context) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `Programs` is the kernel of an optimizer that has none by hand, in steps that are recorded: where it is one operator of
-# a compiled graph, and for many elements under autograd and under torch.func.vmap.
+# `Programs` is the kernel of an optimizer that has none by hand, in steps that are recorded: it is one operator of a
+# compiled graph, and runs for many elements under autograd and under torch.func.vmap.
 
 
 class Programs:
@@ -280,7 +280,7 @@ class Programs:
 
 
 _KNOWN: WeakValueDictionary[str, Programs] = WeakValueDictionary()
-_NUMBERED = count()
+_NUMBERED = itertools.count()
 
 
 @while_traced
