@@ -78,6 +78,37 @@ def test_members_of_a_batch_are_one_list_and_a_derivative_is_that_of_the_formula
     torch.testing.assert_close(slope, torch.full((2,), 0.75))
 
 
+MAKERS = {
+    "sgd": lambda: zf.sgd(0.1, momentum=0.9, nesterov=True),
+    "lion": lambda: zf.lion(0.1, weight_decay=0.1),
+    "adan": lambda: zf.adan(0.1),
+    "rmsprop": lambda: zf.rmsprop(0.1, centered=True),
+    "adabelief": lambda: zf.adabelief(0.1),
+    "low precision": lambda: zf.low_precision_adam(0.1, state_dtype=torch.float32, rounding="nearest"),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_program_has_the_derivative_of_its_formula(monkeypatch, name):
+    """Of large leaves, in fp32: the reversed formula is the derivative, and the values have the same bits."""
+    x = {"a": torch.linspace(-1, 1, 40).view(4, 10), "b": torch.linspace(0.5, 2, 7)}
+    weights = {k: torch.cos(torch.arange(float(v.numel()))).view(v.shape) for k, v in x.items()}
+
+    def total(x):
+        new = updated(MAKERS[name](), 2, x)
+        return sum((new[k] * weights[k]).sum() for k in new), new
+
+    (small, values), (large, others) = (
+        torch.func.grad(total, has_aux=True)(x)
+        for least in (lists.LARGE, 1)
+        if monkeypatch.setattr(lists, "LARGE", least) is None
+    )
+    for k in x:
+        assert torch.equal(values[k], others[k])
+        torch.testing.assert_close(large[k], small[k], rtol=1e-4, atol=1e-5)
+        assert large[k].abs().max() > 0.1
+
+
 def test_only_an_optimizer_of_a_formula_has_one():
     norms = optimizer("by_norm", 0.1, {}, lambda p, g, slots, at: ([g], lambda n: (p - g / n, {})), of_norms=True)
     for tx in (zf.clip_by_value(1.0), norms):

@@ -355,7 +355,7 @@ ROWS: dict[str, Row] = {
         # for which the scale is, these launches cast the gradient in any case. At the end of backward it would be too
         # late: by then a gradient is added to an older `p.grad`, or to one that came past the model, and hooks have
         # seen it. A node of autograd for many leaves would run the hooks of those without a gradient.
-        launches=(170, 12),
+        launches=(171, 12),
         near=1e-2,
         often="launches",
         within="overflow",

@@ -114,7 +114,7 @@ def _of_step(count: Any, lr: Any, numbers: Mapping[str, Any]) -> dict[str, Any]:
 
     def corrected(power1: Any, power2: Any) -> list[Any]:
         spread = (1 - power2) ** 0.5
-        return [x if isinstance(x, float) else x.float() for x in (lr * spread / (1 - power1), eps * spread)]
+        return [lr * spread / (1 - power1), eps * spread]
 
     # On a GPU all of it is one launch.
     rate, small = at_once(corrected, beta1**count, beta2**count)
