@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -95,14 +95,15 @@ class _Steps:
 
     def __init__(self, together: LeafStep, ctx: Context, rows: Callable[[], Iterator[Any]] | None = None):
         self.together, self.ctx, self.rows = together, ctx, rows
-
-    @cached_property
-    def apart(self) -> dict[str, LeafStep]:
-        assert self.rows is not None
-        return {path: self._of(path, count=count, derived=made) for path, count, made in self.rows()}
+        self.apart: dict[str, LeafStep] | None = None
 
     def of(self, path: str) -> LeafStep:
-        return self._of(path) if self.rows is None else self.apart[path]
+        if self.rows is None:
+            return self._of(path)
+        # No `cached_property`, whose lock the compiler cannot trace.
+        if self.apart is None:
+            self.apart = {path: self._of(path, count=count, derived=made) for path, count, made in self.rows()}
+        return self.apart[path]
 
     def _of(self, path: str, **more: Any) -> LeafStep:
         return replace(self.together, path=path, offset=self.ctx.offsets.get(path, 0), **more)
