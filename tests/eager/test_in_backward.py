@@ -15,7 +15,7 @@ from transforms_table import ROWS, TIED, WITHIN, row_params
 from trees import flat
 
 import zerofn as zf
-from zerofn.kernels.program import printer_for  # inside: whether formulas are programs
+from zerofn.kernels import native  # inside: whether there are kernels in C
 
 BF16 = torch.bfloat16
 
@@ -142,11 +142,11 @@ def test_peak_gradient_bytes_are_those_of_one_leaf(tmp_path, capfd):
         step()
         peaks[in_backward] = peak_of(step, tmp_path)
     capfd.readouterr()
-    # A gradient and the parameter that the optimizer returns for it; without a program for that, a product between;
-    # activations of one row are the rest.
-    more = 2.2 if printer_for(torch.device("cpu")) is None else 1.2
-    assert layers * leaf <= peaks[False] <= (layers + more) * leaf
-    assert leaf <= peaks[True] <= (1 + more) * leaf
+    # Without a kernel in C, torch's operations have values in between.
+    in_c = native.quiet_compiler() is not None
+    assert layers * leaf <= peaks[False] <= (layers + (2 if in_c else layers)) * leaf
+    # A gradient and the parameter that the optimizer returns for it; activations of one row are the rest.
+    assert leaf <= peaks[True] <= (2.2 if in_c else 3.2) * leaf
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.within])

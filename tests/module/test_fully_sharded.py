@@ -140,7 +140,7 @@ def leaves(tree, path=""):
     ("ranks", "every"), [(2, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2, 3))]
 )
 def test_every_chain_makes_the_numbers_of_shard_and_of_one_process(ranks, every):
-    found = zf.launch(every_chain, ranks, every, timeout=limit(120))
+    found = zf.launch(every_chain, ranks, every, timeout=limit(120), threads=torch.get_num_threads())
     start = wholes(net())
     for chain in CHAINS:
         # FSDP2 sums gradients in another order than `shard`, and three ranks divide by no power of two.
