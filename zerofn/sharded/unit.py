@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from itertools import repeat
 from operator import add, is_not
 from typing import Any
@@ -37,6 +37,7 @@ class Unit:
 
     Attributes:
         leaves: its leaves.
+        plan: what its collectives carry, from its first one on.
         shards: this rank's shard of each.
         fulls: the full parameters; `None` while it is sharded.
         seen: the tensors on them that the model got in the current call; `None` if it got none.
@@ -54,6 +55,7 @@ class Unit:
     ):
         self.plans, self.i, self.scale, self.forward_writes = plans, i, scale, forward_writes
         self.leaves = plans.units[i]
+        self.plan: Plan | None = None
         self.shards = [params[leaf.path] for leaf in self.leaves]
         self.fulls: list[Tensor] | None = None
         self.seen: tuple[Tensor, ...] | None = None
@@ -64,11 +66,6 @@ class Unit:
         self.nodes: list[Any] = []
         # For each leaf, how many writes into the given tensors are stored, and how many came before these tensors.
         self.stored = self.earlier = [0] * len(self.leaves)
-
-    @cached_property
-    def plan(self) -> Plan:
-        """What its collectives carry; made at its first use."""
-        return self.plans.plan(self.i)
 
     # ------------------------------------------------------------------------------------------------------------------
     # Collectives. Each is begun by one function, which returns another one that waits: one for each dtype in a unit.
@@ -82,7 +79,7 @@ class Unit:
 
     def gather(self, parts: Sequence[Tensor | None]) -> Callable[[], list[Tensor]]:
         """Begin an all-gather of tensors that are laid out like the shards; `None` is zeros."""
-        plan = self.plan
+        plan = self.plan = self.plan or self.plans.plan(self.i)
         wire = self.plans.model_wire if self.i < self.plans.blocks else self.plans.wire
         mine: Any = parts
         if NOTHING in map(type, parts):
@@ -117,7 +114,8 @@ class Unit:
             where no rank has one.
         """
         packed: list[tuple[GradBucket, Tensor, list[bool]]] = []
-        plan, wire, full_stages = self.plan, self.plans.wire, self.plans.full_stages
+        plan = self.plan = self.plan or self.plans.plan(self.i)
+        wire, full_stages = self.plans.wire, self.plans.full_stages
         for bucket in plan.grad_buckets:
             flat: list[Tensor | None] = []
             device = None
