@@ -16,7 +16,12 @@ from zerofn.core.halves import joins  # inside: an optimizer's half
 from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
 from zerofn.kernels import native as _native_compiler  # inside: how kernels are built, loaded and kept
 from zerofn.kernels import print_c as _print_c  # inside: as above
-from zerofn.kernels.rounding import known_formats  # inside: rounding by itself, and its formats
+from zerofn.kernels.rounding import (  # inside: rounding by itself, and its formats
+    known_formats,
+    leaf_key,
+    random_bits,
+    stochastic_round,
+)
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ROUNDINGS = ("nearest", "stochastic", "kahan")
@@ -196,6 +201,33 @@ def test_new_step_and_lr_load_no_new_kernel():
     for step in (2, 3):
         update(state(10), step=step, lr=0.1 / step, seed=step, offsets=[step], implementation="native")
     assert _print_c.formula_kernel.cache_info().misses == before
+
+
+# ---- the random bits ----
+
+
+@pytest.mark.parametrize("implementation", [FAST, "eager"])
+@pytest.mark.parametrize("form", known_formats())
+@pytest.mark.parametrize("beta1", [0.9, 0.99])
+def test_random_bits_are_those_of_runs_of_before(implementation, form, beta1):
+    """Stream 0 has the parameter's bits, and above them those of the second moment; stream 1 those of the first one."""
+    lists = [[t] for (t,) in state(999, (BF16, F32, BF16, BF16))]
+    p, g, m, v = (t.float() for (t,) in lists[:4])
+    where = dict(seed=-7, step=3, key=leaf_key("layers.0.weight"), offset=2**32 - 500, form=form)
+    words = [random_bits(999, **where, stream=k) for k in (0, 1)]
+    # The numbers of the step, each rounded once.
+    numbers = [beta1, 0.999, 1 - 0.999**3, 1 - beta1**3]
+    down = torch.tensor(0.01 * numbers[2] ** 0.5 / numbers[3], dtype=F64).float()
+    small = torch.tensor(1e-8 * numbers[2] ** 0.5, dtype=F64).float()
+    m = (g - m) * (1 - beta1) + m
+    v = v * 0.999 + (g * (1 - 0.999)) * g
+    x = p * (1 - 0.01 * 0.1) - (m * down) / (v.double().sqrt().float() + small)
+    want = [stochastic_round(x, BF16, bits=words[0]), m.bfloat16(), stochastic_round(v, BF16, bits=words[0] >> 16)]
+    if beta1 > 0.98:
+        want[1] = stochastic_round(m, BF16, bits=words[1])
+    options = dict(step=3, beta1=beta1, weight_decay=0.1, seed=-7, form=form, paths=["layers.0.weight"])
+    update(lists, implementation, offsets=[2**32 - 500], **options)
+    assert_same_bits([lists[0], *lists[2:4]], [[t] for t in want])
 
 
 # ---- against other implementations and exact arithmetic ----
