@@ -216,6 +216,20 @@ def test_replays_of_a_captured_step_are_steps(device, pipeline, route):
     assert wrong == [] and of_host == []
 
 
+# Launches of a step of 148 leaves whose counts, rates and derived numbers are on the device: they are data of the same
+# programs. What is derived from all counts at once takes some launches of its own.
+CAPTURED = {
+    "sgd": 12, "lion": 12, "rmsprop": 12, "adopt": 19, "adabelief": 23, "adan": 28, "lamb": 38, "radam": 48,
+    "nadam": 54, "schedule_free_adamw": 55,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pipeline", CAPTURED)
+def test_launches_of_a_step_that_reads_no_count_do_not_grow_with_leaves(device, pipeline):
+    found = ask(device, "counts", "attached", pipeline, leaves=148, capturable=True)
+    assert found["waits"] == {} and found["launches"] <= CAPTURED[pipeline], found["by"]
+
+
 def test_a_number_of_a_member_that_never_changes_stays_on_the_host(device):
     """The format of random bits of `low_precision_adam` in a group is read in a captured step too."""
     assert ask(device, "replayed", "pure", "partition, of partitions", module="virtual_graphs") == ([], [])

@@ -388,7 +388,7 @@ def _by_programs(
     of_leaf = [i > 1 and _are_numbers(x, columns[0]) for i, x in enumerate(columns)]
     if not on_lists([x for x, one in zip(columns, of_leaf, strict=True) if not one]):
         return group
-    if ctx.unread and (params[group[0]].is_cpu or any(of_leaf)):
+    if ctx.unread and params[group[0]].is_cpu:
         return group
     numbers = numbers_of(step)
     into = None if squares is not None else _into(updates, of_leaf)
@@ -420,7 +420,9 @@ def _by_programs(
         for i, one in enumerate(of_leaf[2:], 2):
             if one:
                 # They stay tensors of their own, as they began.
-                made[i - 1] = list(map(ctx.into, lists[i], map(Tensor.clone, made[i - 1].unbind())))
+                news = made[i - 1].unbind() if ctx.donate else map(Tensor.clone, made[i - 1].unbind())
+                olds = dict(zip(paths, lists[i], strict=True))
+                made[i - 1] = list(ctx.into_each(olds, dict(zip(paths, news, strict=True))).values())
         updates.take(paths, made[0], made[1:])
     return rest
 

@@ -154,6 +154,8 @@ class TensorList:
         return self.like[0].device
 
     def to(self, dtype: Any, copy: bool = False) -> TensorList:
+        if isinstance(dtype, torch.device) and dtype == self.device and not copy:
+            return self
         if not isinstance(dtype, torch.dtype):
             raise NotOnLists("to")
         return self if dtype == self.dtype and not copy else TensorList(self.like, as_dtype(self.term, dtype))
@@ -221,8 +223,8 @@ class TensorList:
 
     def clamp(self, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> TensorList:
         low, high = low if min is None else min, high if max is None else max
-        made = self if low is None else self._with("clamp_min", _number(low))
-        return made if high is None else made._with("clamp_max", _number(high))
+        made = self if low is None else self._with("clamp_min", low)
+        return made if high is None else made._with("clamp_max", high)
 
     def sqrt(self) -> TensorList:
         return self._with("sqrt")
