@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from low_precision import update
+from steps_of_low_precision import update
 
 import zerofn as zf
 from zerofn.core.halves import joins  # inside: an optimizer's half

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from compilers import REAL, build, calls, copier, gone, kept, script
-from low_precision import update
+from steps_of_low_precision import update
 from test_kernels import assert_same_bits, needs_compiler, state
 from time_limits import limit
 

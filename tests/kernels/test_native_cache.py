@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from compilers import REAL, build, calls, copier, kept
-from low_precision import update
+from steps_of_low_precision import update
 from test_kernels import needs_compiler, state
 
 from zerofn.kernels import native as _native_cache  # inside: how kernels are built, loaded and kept

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from low_precision import update
+from steps_of_low_precision import update
 from time_limits import limit
 from torch import Tensor, nn
 

@@ -584,7 +584,7 @@ def run(
         numbers: the numbers of the program.
         scalars: none: a number on the host is among `numbers`.
         each: whether sums are those of each leaf, (sums, leaves), or of all of them, (sums,); in float64. Their bits
-            depend on the lengths of the leaves alone.
+            depend on the lengths of the leaves alone, and on where random bits get another key (each 2**32 elements).
         draws: of the random bits, if there are some.
         entries: numbers that differ by leaf: of each a tensor of shape (leaves,), in float64 on the CPU.
         roots: whether the roots of the sums of each leaf are wanted.
