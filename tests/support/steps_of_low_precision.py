@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from zerofn.core.layout import make_layout  # inside: as above
 from zerofn.core.state import counter  # inside: as above
 from zerofn.extend import FORMAT
 from zerofn.kernels.program import printed_by  # inside: which kernel is taken
+
+
+# A formula is traced anew for each transform, and some tests make thousands of steps.
+@lru_cache(maxsize=64)
+def built(*given: Any) -> Any:
+    *adam, rounding, seed = given
+    return zf.low_precision_adam(*adam, rounding=rounding, seed=seed)
 
 
 def update(
@@ -46,7 +54,7 @@ def update(
     paths = [str(i) for i in range(len(lists[0]))] if paths is None else paths
     steps = [step] * len(paths) if isinstance(step, int) else step
     params, grads, *slots = ({path: x.detach() for path, x in zip(paths, column, strict=True)} for column in lists)
-    tx = zf.low_precision_adam(lr, (beta1, beta2), eps, weight_decay, rounding=rounding, seed=seed)
+    tx = built(lr, (beta1, beta2), eps, weight_decay, rounding, seed)
     names = ("exp_avg", "exp_avg_sq", *(["compensation"] if rounding == "kahan" else []))
     state: dict[str, Any] = {
         "step": counter(),
