@@ -12,6 +12,7 @@ from unittest import mock
 import interpreted
 import pytest
 import torch
+from compilers import needs_compiler
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from time_limits import limit
@@ -66,6 +67,7 @@ def same(a, b):
     return whole and torch.equal(*(x.nan_to_num(nan=7.0, posinf=8.0, neginf=9.0) for x in (a, b)))
 
 
+@needs_compiler
 @settings(max_examples=40)
 @given(
     st.sampled_from(list(TABLE)),
@@ -96,6 +98,7 @@ def test_the_kernel_gives_the_bits_of_the_formula(name, shape, grad, odd, odd_gr
     assert not torch.equal(one.leaves["b"], params["b"])
 
 
+@needs_compiler
 def test_leaves_that_go_either_way_in_one_update():
     """A transposed leaf is no matter for the kernel, nor is one in fp32; a leaf without a gradient stays."""
     dtypes = zf.precision(store_dtype={"n": "bf16+8", "w": F32}, labels=lambda path: "w" if path == "wide" else "n")
@@ -144,6 +147,7 @@ def test_few_elements_are_updated_in_place_without_a_kernel():
         torch.testing.assert_close(x.float() - y.detach().float(), torch.full(x.shape, 0.2), rtol=0.02, atol=0.004)
 
 
+@needs_compiler
 def test_a_wrapper_of_an_optimizer_is_not_left_out():
     """Its update half is another one, of which the kernel is no part."""
     dtypes = zf.precision(store_dtype="bf16+8")
@@ -169,6 +173,7 @@ def apart() -> Iterator[ProcessPoolExecutor]:
 
 
 @needs_triton
+@needs_compiler
 @pytest.mark.parametrize("examples", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_triton_kernel_has_the_bits_of_the_kernel_in_c_and_of_the_formula(apart, examples):
     """Whole chunks and the ends of leaves, at any addresses, with infinities, NaN and subnormal numbers."""
