@@ -10,16 +10,17 @@ from threading import Thread, get_ident
 
 import pytest
 import torch
+from compilers import needs_compiler
 from one_launch import one_launch
 from torch import nn
 from transforms_table import LAYERS, ROWS, row_params
 
 import zerofn as zf
 from zerofn.core import executor  # inside: buckets of any size
-from zerofn.kernels import fused_adam, lists, native, print_c  # inside: kernels for small leaves
+from zerofn.kernels import fused_adam, lists, print_c  # inside: kernels for small leaves
 from zerofn.kernels.codes import Coded  # inside: columns that are kept as codes
 
-pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
+pytestmark = needs_compiler
 
 BF16 = torch.bfloat16
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from zerofn.kernels import native as _native  # inside: how kernels are built, loaded and kept
-from zerofn.kernels import native as _native_compiler  # inside: how kernels are built, loaded and kept
 
 # Of a test of a kernel in C: with ZEROFN_NATIVE=0 there is no compiler either.
 needs_compiler = pytest.mark.skipif(_native.quiet_compiler() is None, reason="no C compiler")
 
-REAL = _native_compiler.of_system(os.environ.get("PATH"))
+REAL = _native.of_system(os.environ.get("PATH"))
 
 
 def script(where, text, name="compiler"):
@@ -29,7 +28,7 @@ def script(where, text, name="compiler"):
 def _built(where):
     """The content of a kernel of float32."""
     defines = ["-DZF_KIND=0"]
-    _native_compiler.compile_to(REAL, _native._SOURCE, defines, str(where / "built"))
+    _native.compile_to(REAL, _native._SOURCE, defines, str(where / "built"))
     return (where / "built").read_bytes()
 
 

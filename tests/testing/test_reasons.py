@@ -9,13 +9,14 @@ import re
 import numpy as np
 import pytest
 import torch
+from compilers import needs_compiler
 
 import zerofn as zf
 from zerofn.extend import direction, optimizer
-from zerofn.kernels import lists, native  # inside: kernels for small leaves
+from zerofn.kernels import lists  # inside: kernels for small leaves
 from zerofn.testing import kernel_source
 
-pytestmark = pytest.mark.skipif(native.quiet_compiler() is None, reason="no C compiler")
+pytestmark = needs_compiler
 
 RATES = [2.0]
 

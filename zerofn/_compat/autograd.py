@@ -194,9 +194,10 @@ def inputs_of_backward() -> tuple:
 def _call_of_backward() -> Any:
     """The frame of the call that runs the present backward.
 
-    Autograd has no function for its arguments. Nodes on a GPU run in a thread without that frame; then it is the frame
-    of the only other thread that runs a backward. `None` in a backward inside of another one, and if several threads
-    run one.
+    Autograd does not tell a node how backward was called, so its arguments are read from the frame of the call. Nodes
+    on a GPU run in another thread, which does not have that frame. There the frames of all threads are searched, and
+    the call is found if only one thread runs a backward. The result is `None` if several threads do, and in a backward
+    inside of another one.
     """
     found = _engine_frames(sys._getframe(1))
     if not found:

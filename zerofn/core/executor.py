@@ -42,7 +42,8 @@ class Stretch:
         keeps_old: whether a transform in it compares new parameters with old ones that another one in it overwrites.
         keeps_old_for_later: whether a transform of a later stretch does.
         joins: whether its transforms make several passes over memory, which may be joined.
-        apart: functions of a leaf's parameter: whether a transform leaves no program for that leaf (`Joining.apart`).
+        apart: each tells of a parameter whether a transform of the stretch updates that leaf without a program
+            (`Joining.apart`).
     """
 
     parts: tuple[Transform, ...]

@@ -72,8 +72,7 @@ def on_lists(columns: Sequence[Sequence[Any]]) -> bool:
     if not set(map(type, tensors)) <= _PLAIN:
         return False
     if first[0].is_cpu:
-        small = sum(map(Tensor.numel, first)) < LARGE
-        if (small and not (program.INSTEAD and program.stands_for(first, LARGE))) or not all(map(_IS_CPU, tensors)):
+        if not enough(sum(map(Tensor.numel, first)), first) or not all(map(_IS_CPU, tensors)):
             return False
         if program.printer_for(first[0].device) is None:
             return False
